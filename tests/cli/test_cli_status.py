@@ -69,9 +69,9 @@ def test_a_server_that_has_ended_is_said_so_and_is_not_engaged(folder):
     assert run().exit_code == 0, "the others are"
 
 
-def test_no_file_is_exit_status_2(folder):
+def test_no_file_is_one_line(folder):
     found = run()
-    assert (found.exit_code, found.stderr.count("\n")) == (2, 1)
+    assert (found.exit_code, found.stderr.count("\n")) == (3, 1)
 
 
 @pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
@@ -81,7 +81,7 @@ def test_a_bad_file_is_one_line_that_names_it_and_the_other_servers_are_shown(fo
     spoil(path)
     found = run()
     assert isinstance(found.exception, SystemExit), found.exception
-    assert found.exit_code == 2
+    assert found.exit_code == 3
     (line,) = found.stderr.splitlines()
     assert str(path) in line
     assert line.isprintable()

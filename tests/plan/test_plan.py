@@ -13,7 +13,7 @@ from tests.support import plans
 from tests.support.model_configs import ROWS as MATRIX
 from tests.support.pages import PAGES, ROOT, quoted, table, words
 from tests.support.plans import codes, planned
-from vllm_aiter_mla.commands import plan as command
+from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import model, printout
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
@@ -264,10 +264,10 @@ def test_quoted_plans_run_in_a_process_of_their_own_that_opens_no_connection(tmp
     assert any("--speculative-config" in arguments for arguments in found)
     for arguments in found:
         drafts = int("--speculative-config" in arguments)
-        status, out, _ = invoke(*arguments, "--json")
+        status, out, _ = invoke(*arguments, "--json", "-")
         plan = json.loads(out)
         assert (status, plan["outcome"], plan["limit"], plan["arch"]) == (
-            command.ENGAGES, "engaged", 512 if drafts else 1024, "gfx942",
+            outputs.FINE, "engaged", 512 if drafts else 1024, "gfx942",
         )  # fmt: skip
         assert plan["layers"] == {"mla": 61 + drafts, "drafts": drafts, "total": 61, "engaged": 61 + drafts}
     assert not log.exists()
@@ -277,11 +277,11 @@ def test_quoted_plans_run_in_a_process_of_their_own_that_opens_no_connection(tmp
 @pytest.mark.usefixtures("shared")
 def test_the_page_holds_the_decode_limit_the_reason_and_the_way_out():
     status, out, _ = invoke(*R1, *REQUESTS, *MTP, "-dcp", "2")
-    assert status == command.DOES_NOT
+    assert status == outputs.FINDING
     assert "Decode limit: 512 " in out
     assert "dcp: decode_context_parallel_size is 2; the fast path needs 1" in " ".join(out.split())
     status, out, _ = invoke(*R1, *REQUESTS, *MTP, "--port", "8001", "--api-key", "k")
-    assert status == command.ENGAGES, "options of the server itself are known"
+    assert status == outputs.FINE, "options of the server itself are known"
     assert "62/62 MLA layers would engage" in out
     assert "61 attentions with MLA in 61 layers, and 1 in the draft" in out
 
@@ -290,7 +290,7 @@ def test_the_page_holds_the_decode_limit_the_reason_and_the_way_out():
 def test_an_answer_that_stops_at_the_layers_is_not_known_and_names_the_line(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"hidden_act": "no such function"}))
     status, out, _ = invoke(str(tmp_path), "-tp", "8")
-    assert status == command.WRONG
+    assert status == outputs.NOT_LOOKED
     assert "Status line: not known" in out
     assert ".py:" in out
 
@@ -308,7 +308,7 @@ def test_a_vllm_that_is_missing_or_ends_is_a_message(broken, monkeypatch, tmp_pa
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     status, _, err = invoke("deepseek-r1")
     said = err.splitlines()[-1]
-    assert (status, said.startswith("plan: ")) == (command.WRONG, True)
+    assert (status, said.startswith("plan: ")) == (outputs.WRONG, True)
     assert "no vllm here" in said or "status 3" in said
 
 
@@ -316,7 +316,7 @@ def refused(*arguments):
     """The one line that the command prints, besides what it is at."""
     status, out, err = invoke(*arguments)
     said = [line for line in err.splitlines() if not line.endswith(" ...")]
-    assert (status, out, len(said), said[0].startswith("plan: ")) == (command.WRONG, "", 1, True), err
+    assert (status, out, len(said), said[0].startswith("plan: ")) == (outputs.WRONG, "", 1, True), err
     return said[0]
 
 
@@ -392,7 +392,7 @@ WRONG_FIELDS = [
 def test_a_wrong_config_never_engages(tmp_path, changed):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | changed if changed else {}))
     status, out, err = invoke(str(tmp_path), "-tp", "8")
-    assert status != command.ENGAGES
+    assert status != outputs.FINE
     assert "would engage" not in out or "Status line: 0/" in out
     assert out or err.splitlines()[-1].startswith("plan: ")
 

@@ -7,7 +7,6 @@ A check looks at the machine, at the packages on it, or at vLLM's environment va
 import importlib
 import importlib.metadata
 import importlib.util
-import json as json_module
 import mmap
 import os
 import platform
@@ -19,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 from unittest import mock
 
 import typer
@@ -72,19 +71,23 @@ SWITCHES = {
 """vLLM's switches: as the fast path needs them, and their default in every release of the window (vllm/envs.py)."""
 
 
-def doctor(json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> None:
+def doctor(json: outputs.Json = None) -> None:
     """Check this machine; `plan` takes the options of `vllm serve`. Runs anywhere, without a GPU.
 
     Prints one line per check: ok, warning, problem or unknown, the finding, and what to do. Reads AITER's files and
-    never imports AITER. Exit status: 1 with a problem, else 2 with something unknown, else 0.
+    never imports AITER. Exit status: 1 with a problem, else 3 with something unknown, else 0.
     """
+    try:
+        outputs.check({"--json": json})
+    except ValueError as error:
+        outputs.fail(f"doctor: {error}")
     with Console(stderr=True).status("doctor looks at this machine"):
         checks = examine()
-    record = {"plugin": __version__, "exit": exit_status(checks), "checks": [asdict(check) for check in checks]}
-    if json:
-        typer.echo(json_module.dumps(record | files.stamp("doctor"), indent=1))
-    else:
+    with outputs.text_apart(json):
         show(checks)
+    if json is not None:
+        record = {"plugin": __version__, "exit": exit_status(checks), "checks": [asdict(check) for check in checks]}
+        outputs.write(json, files.text_of(record | files.stamp("doctor")))
     raise typer.Exit(exit_status(checks))
 
 
@@ -125,9 +128,9 @@ def name_of(check: CheckFunction) -> str:
 
 
 def exit_status(checks: Iterable[Check]) -> int:
-    """Return 1 if there is a problem, else 2 if something is unknown, else 0."""
+    """Return the exit status: of a problem, else of something unknown, else 0."""
     found = {check.status for check in checks}
-    return 1 if "problem" in found else 2 if "unknown" in found else 0
+    return outputs.FINDING if "problem" in found else outputs.NOT_LOOKED if "unknown" in found else outputs.FINE
 
 
 @contextmanager
@@ -318,7 +321,7 @@ def verified(env: Env) -> Check:
         "AITER": files.distribution(*files.AITER),
     }
     lines = {name: ".".join(one.split()[-1].split(".")[:2]) for name, one in here.items() if one is not None}
-    known = json_module.loads(VERIFIED.read_text(encoding="utf-8"))
+    known = files.load(VERIFIED)
     never = ", ".join(f"{name} {line}" for name, line in lines.items() if line not in known[name])
     if never:
         return Check("warning", f"never run by this project: {never}", "run `vllm-aiter-mla check` where you serve")

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from vllm_aiter_mla import __version__
+from vllm_aiter_mla.commands import outputs
 
 # Each module holds one function of the command's name and imports nothing heavy at its top.
 COMMANDS = ("check", "doctor", "plan", "verify", "measure", "report", "status")
@@ -18,6 +19,8 @@ HOST = ("torch", "vllm", "triton", "numpy")
 app = typer.Typer(
     name="vllm-aiter-mla",
     help="Check, plan, verify and measure the fused MLA decode path of the vLLM plugin.",
+    epilog="Exit status of every command: 0 all is well, 1 something was found, 2 an option, the model or a file is "
+    "wrong, 3 it could not look. check: 4 the flag gains nothing on this card.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -45,11 +48,11 @@ for _name in COMMANDS:
 
 
 def main() -> None:
-    """Run the console script. Exit status 2 if a command lacks torch or vLLM; ``doctor`` runs without them."""
+    """Run the console script. Exit status 3 if a command lacks torch or vLLM; ``doctor`` runs without them."""
     try:
         app()
     except ModuleNotFoundError as error:
         if error.name not in HOST:
             raise
         typer.echo(f"vllm-aiter-mla: {error.name} is not installed here; run this where vLLM serves", err=True)
-        sys.exit(2)
+        sys.exit(outputs.NOT_LOOKED)

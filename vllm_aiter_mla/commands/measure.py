@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -82,14 +81,14 @@ def measure(
     ] = None,
     kind: Annotated[Kind, typer.Option("--type", help="Type of the query and the cache.")] = Kind.both,
     weights: Annotated[Weights, typer.Option(help="Format of the absorb weights.")] = Weights.bf16,
-    json: Annotated[Path | None, typer.Option(help="Write the figures to this file; `report` draws it.")] = None,
+    json: outputs.Json = None,
 ) -> None:
     """Time AITER's kernels, ours and vLLM's own on this GPU, as start-up does to choose between them.
 
     Each kernel is first compared with the reference; a wrong one is not timed. The table shows median microseconds per
     call in a replayed graph, and how much faster than the fastest rival our fastest kernel is. Rivals are vLLM's own
     kernels and two that never serve: AITER's single launch, and its op behind an fp8 product on tiles for few rows.
-    Exit status: 0; 1 if a kernel was wrong or the run stopped early; 2 without a GPU or with a wrong option.
+    Exit status: 0; 1 if a kernel was wrong or the run stopped early; 2 if an option is wrong; 3 without a GPU.
     """
     import torch
 
@@ -101,11 +100,14 @@ def measure(
     except ValueError as error:
         outputs.fail(f"measure: {error}")
     if not card().is_there():
-        outputs.fail(f"measure: a GPU is needed, torch {torch.__version__} sees none; nothing was timed")
-    record = run(tokens or TOKENS, heads or HEADS, [one.value for one in kinds], weights.value)
+        outputs.fail(
+            f"measure: a GPU is needed, torch {torch.__version__} sees none; nothing was timed", outputs.NOT_LOOKED
+        )
+    with outputs.text_apart(json):
+        record = run(tokens or TOKENS, heads or HEADS, [one.value for one in kinds], weights.value)
+        show(record)
     if json is not None:
-        files.write(json, record)
-    show(record)
+        outputs.write(json, files.text_of(record))
     raise typer.Exit(1 if record.stopped or record.wrong else 0)
 
 

@@ -1,26 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands write: files, lines of errors, text from elsewhere. Imports no torch."""
+"""What the commands write: files, lines of errors, text from elsewhere; and their exit statuses. Imports no torch."""
 
+import contextlib
 import os
+import sys
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
+from vllm_aiter_mla import files
 from vllm_aiter_mla.files import is_device
 
+FINE, FINDING, WRONG, NOT_LOOKED = range(4)
+"""Exit statuses of every command: all is well; something was found; an option or a file is wrong; nobody could look."""
+STDOUT = Path("-")
+Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the outcome to this JSON file; - for stdout.")]
 
-def check(files: Mapping[str, Path | None]) -> None:
+
+@contextlib.contextmanager
+def text_apart(path: Path | None) -> Iterator[None]:
+    """Send what is printed to standard error where ``path`` is standard output, so that a program can read that."""
+    with contextlib.redirect_stdout(sys.stderr) if path == STDOUT else contextlib.nullcontext():
+        yield
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file, or to standard output where ``path`` is "-".
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if path == STDOUT:
+        sys.stdout.write(text)
+    else:
+        files.write_text(path, text)
+
+
+def check(paths: Mapping[str, Path | None]) -> None:
     """Check before a run of minutes that its output can be written: path by option, None if it is not given.
 
     Raises:
         ValueError: names the first option and path that cannot be written; the folder of a file must exist.
     """
-    for option, path in files.items():
+    for option, path in paths.items():
         try:
-            reason = None if path is None else _problem(path)
+            reason = None if path in (None, STDOUT) else _problem(path)
         except OSError as error:
             reason = error.strerror
         if reason is not None:
@@ -41,7 +68,7 @@ def _problem(path: Path) -> str | None:
     return None if os.access(path, os.W_OK) else "not writable"
 
 
-def fail(message: str, status: int = 2) -> NoReturn:
+def fail(message: str, status: int = WRONG) -> NoReturn:
     """End the command with one line on stderr and this exit status."""
     typer.echo(line(message), err=True)
     raise typer.Exit(status)

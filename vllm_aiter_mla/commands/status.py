@@ -1,30 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-aiter-mla status``: what the servers of this machine run, from their status files. Imports no vLLM."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
 import typer
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla import status as status_of
 from vllm_aiter_mla.commands import outputs
+from vllm_aiter_mla.status.record import RankStatus
 
 
-def status() -> None:
+@dataclass(frozen=True)
+class Engine:
+    """One engine, as its status files say."""
+
+    run: str
+    model: str
+    engine: str
+    line: str
+    lives: bool
+    whole: bool  # it lives, and every rank runs all of its layers on our kernels
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The engines of this machine; ``schemas.json`` says what the fields mean."""
+
+    engines: tuple[Engine, ...]
+    unreadable: tuple[str, ...]
+    exit: int
+    evidence: files.Stamp = files.stamped("engines")
+
+
+def status(json: outputs.Json = None) -> None:
     """Print the status line of each engine whose files are under VLLM_CACHE_ROOT, or that its server has ended.
 
-    Exits 0 if every MLA layer of the servers that live is engaged on every rank, 1 if not or if none lives, and 2 if
-    there is no status file, or one that cannot be read.
+    Exit status: 0 if every MLA layer of the servers that live is engaged on every rank; 1 if not, or if none lives; 2
+    if an option is wrong; 3 if there is no status file, or one that cannot be read.
     """
+    try:
+        outputs.check({"--json": json})
+    except ValueError as error:
+        outputs.fail(f"status: {error}")
     folder, bad = files.cache_folder(), list[str]()
-    engines = status_of.by_engine(status_of.read_all(folder, "*", bad.append))
-    whole = list[bool]()  # of each engine that lives
-    for (run, model, engine), ranks in engines.items():
-        said = "the server has ended"
-        if not status_of.has_ended(folder, run):
-            said, found = status_of.line(*ranks), status_of.of_engine(ranks)
-            whole.append(found.whole and not found.record.skipped)
-        typer.echo(outputs.line(f"run {run}, {model}, engine {engine}: {said}"))
+    by_engine = status_of.by_engine(status_of.read_all(folder, "*", bad.append))
+    engines = tuple(_engine(folder, name, ranks) for name, ranks in by_engine.items())
+    living = [one.whole for one in engines if one.lives]
+    looked = outputs.FINE if living and all(living) else outputs.FINDING
+    code = looked if engines and not bad else outputs.NOT_LOOKED
+    with outputs.text_apart(json):
+        for one in engines:
+            typer.echo(outputs.line(f"run {one.run}, {one.model}, engine {one.engine}: {one.line}"))
+    if json is not None:
+        outputs.write(json, files.text_of(Engines(engines, tuple(bad), code)))
     for why in bad:
         typer.echo(outputs.line(f"status: {why}"), err=True)
     if not engines and not bad:
-        outputs.fail(f"status: no server has written a status file to {folder}")
-    raise typer.Exit(2 if bad else 0 if whole and all(whole) else 1)
+        outputs.fail(f"status: no server has written a status file to {folder}", code)
+    raise typer.Exit(code)
+
+
+def _engine(folder: Path, name: tuple[str, str, str], ranks: Sequence[RankStatus]) -> Engine:
+    """Return what the files of one engine's ranks say; ``name`` is (run, model, engine)."""
+    if status_of.has_ended(folder, name[0]):
+        return Engine(*name, "the server has ended", lives=False, whole=False)
+    found = status_of.of_engine(ranks)
+    return Engine(*name, status_of.line(*ranks), lives=True, whole=found.whole and not found.record.skipped)

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -56,7 +55,7 @@ def verify(
     nope: Annotated[int | None, typer.Option(min=1, max=4096, help="Un-rotated width of a query head.")] = None,
     v: Annotated[int | None, typer.Option("--v", min=1, max=4096, help="Width of a value head.")] = None,
     weights: Annotated[Weights | None, typer.Option(help="Format of the absorb weight. Default: several.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the results to this file.")] = None,
+    json: outputs.Json = None,
     listing: Annotated[bool, typer.Option("--list", help="Print the cases and the oracles, and run nothing.")] = False,
 ) -> None:
     """Replay captured graphs under everything that serving does to them, and compare bytes with the reference.
@@ -90,9 +89,10 @@ def verify(
         outputs.fail(f"verify: {error}")
     except session.NotHereError as error:
         outputs.fail(f"verify: {error}", NOTHING)
-    _run(run, console)
+    with outputs.text_apart(json):
+        _run(run, Console(highlight=False))
     if json is not None:
-        files.write(json, run.record())
+        outputs.write(json, files.text_of(run.record()))
     if run.status == NOTHING:
         outputs.fail("verify: nothing could be run", NOTHING)
     raise typer.Exit(run.status)

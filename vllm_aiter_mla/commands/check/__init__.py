@@ -25,7 +25,8 @@ from vllm_aiter_mla.commands.report import renderer
 from vllm_aiter_mla.commands.verify import Device
 
 COMMAND = plans.COMMAND
-PASSED, FAILED, WRONG, NOT_ON_A_CARD, NO_GAIN = range(5)
+NO_GAIN = outputs.NOT_LOOKED + 1
+"""Exit status of ``check`` alone, besides those of every command: vLLM's own kernels are the fastest."""
 
 
 def check(
@@ -38,7 +39,7 @@ def check(
     checkpoint: Annotated[
         bool, typer.Option("--checkpoint", help="Run the engine over MODEL's own weights, not over random ones.")
     ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the outcome to this file.")] = None,
+    json: outputs.Json = None,
     html: Annotated[Path | None, typer.Option(help="Write the page of `report` to this file.")] = None,
     verbose: plans.Verbose = False,
 ) -> None:
@@ -59,19 +60,27 @@ def check(
             models.find(model), tuple(context.args), arch.value if arch else "",
             models.environment(env or [], os.environ), device is Device.cpu, strict, verbose, checkpoint,
         )  # fmt: skip
-        found = run(asked, lambda so_far: None if json is None else files.write(json, record(model, so_far, None)))
+        with outputs.text_apart(json):
+            found = run(asked, lambda so_far: _keep(json, record(model, so_far, None)))
     except (LookupError, ValueError) as error:
-        outputs.fail(f"check: {error}", WRONG)
+        outputs.fail(f"check: {error}")
     status = exit_status(found, asked.on_cpu)
-    show(model, found, status)
+    with outputs.text_apart(json):
+        show(model, found, status)
     written = record(model, found, status)
     if json is not None:
-        files.write(json, written)
+        outputs.write(json, files.text_of(written))
     if html is not None and html_of is not None:
         with tempfile.TemporaryDirectory() as folder:
             files.write(Path(folder) / "check.json", written)
             files.write_text(html, html_of([Path(folder) / "check.json"]))
     raise typer.Exit(status)
+
+
+def _keep(json: Path | None, so_far: CheckRun) -> None:
+    """Write what there is so far, where a later whole one can replace it."""
+    if json is not None and json != outputs.STDOUT and not files.is_device(json):
+        files.write(json, so_far)
 
 
 def run(asked: Context, keep: Callable[[dict[str, Outcome]], None] = lambda so_far: None) -> dict[str, Outcome]:
@@ -106,11 +115,11 @@ def exit_status(found: dict[str, Outcome], on_cpu: bool) -> int:
     """Return 1 if a step failed, else 4 if one gains nothing, else 3 if nothing ran on a card as it should, else 0."""
     states = {outcome.status for outcome in found.values()}
     if "failed" in states:
-        return FAILED
+        return outputs.FINDING
     if "no gain" in states:
         return NO_GAIN
     ran = any(found[name].status != "skipped" for name in steps.ON_THE_CARD if name in found)
-    return PASSED if ran or on_cpu else NOT_ON_A_CARD
+    return outputs.FINE if ran or on_cpu else outputs.NOT_LOOKED
 
 
 def record(model: str, found: dict[str, Outcome], status: int | None) -> CheckRun:
@@ -128,10 +137,10 @@ def show(model: str, found: dict[str, Outcome], status: int) -> None:
     console.print(table)
     skipped = sum(one.status == "skipped" for one in found.values())
     last = f"every step that ran passed; {skipped} skipped" if skipped else "every step passed"
-    if status == FAILED:
+    if status == outputs.FINDING:
         last = "FAILED: do not switch the fast path on before the steps above pass"
     if status == NO_GAIN:
         last = "the flag gains nothing on this card: vLLM's own kernels are the fastest for this model; leave it off"
-    if status == NOT_ON_A_CARD:
+    if status == outputs.NOT_LOOKED:
         last = "nothing ran on a card: run this where vLLM serves (--device cpu runs what a CPU can run)"
     console.print(f"check: {last}")

@@ -83,7 +83,7 @@ def plan(context: Context) -> Outcome:
 def without_a_shape(plan: Plan) -> str:
     """Return why no layer's shape was planned, or ""; an unknown shape is not one without faults."""
     if plan.model.kinds:
-        return ""
+        return "" if plan.absorb_weight else "the format of the absorb weights is not known"
     known = not plan.layers.mla and plan.outcome != "unknown"
     return "the model has no MLA layer" if known else "the plan is not known"
 
@@ -201,7 +201,8 @@ def has_fp8_cache(plan: Plan) -> bool:
 
 def weights_of(plan: Plan) -> str:
     """Return the format of the absorb weights that were planned, by the name that `--weights` has for it."""
-    return str({"plain": "bf16"}.get(plan.absorb_weight, plan.absorb_weight))
+    found = str(plan.absorb_weight)
+    return {"plain": "bf16"}.get(found, found)
 
 
 def has_gpu() -> bool:
@@ -341,6 +342,7 @@ def launches(context: Context) -> Outcome:
     records = context.answers["plugin"]["status"]
     layers = max((len(record.engaged) for record in records), default=0) or 1
     ran = {kernel.partition("-")[0] for record in records for kernel in record.engaged.values()}
+    assert context.plan.figures is not None, "there is a shape"
     paths = next(iter(context.plan.figures.by_tokens.values()))
     strongest = len(paths["unmodified vLLM, its fusions on"].launches)
     promised = min((strongest - len(paths[kernel].launches) for kernel in ran if kernel in paths), default=0)

@@ -17,8 +17,6 @@ from typer.core import TyperCommand
 
 from vllm_aiter_mla.commands import outputs
 
-ENGAGES, DOES_NOT, WRONG = 0, 1, 2
-
 
 class PassesOn(TyperCommand):
     """A command that leaves every option it does not know to vLLM's own parser.
@@ -62,29 +60,33 @@ def plan(
         Arch | None, typer.Option(help="Card to plan for: this machine's, or gfx942 where there is none.")
     ] = None,
     env: Variables = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    json: outputs.Json = None,
     verbose: Verbose = False,
 ) -> None:
     """Say what would engage: MODEL first, then the options of `vllm serve`.
 
     Prints heads per rank, the decode limit, compile ranges, capture sizes, the kernel by batch size, every reason
     against, and bytes and launches by formula. vLLM builds its own config for the card, and the plugin's own gate
-    decides. Needs no GPU, no weights and no network. Exits 0 when the layers would engage, 1 when not, 2 when an option
-    or the model is wrong, or it is not known.
+    decides. Needs no GPU, no weights and no network. Exit status: 0 if the layers would engage, 1 if not, 2 if an
+    option or the model is wrong, 3 if it is not known.
     """
     from vllm_aiter_mla import files
     from vllm_aiter_mla.commands.plan import model as models
     from vllm_aiter_mla.commands.plan import printout
 
     try:
+        outputs.check({"--json": json})
         check_model_comes_first(model, context.args)
         source, variables = models.find(model), models.environment(env or [], os.environ)
         with Console(stderr=True).status("plan: vLLM builds its config"):
             found = models.ask(source, context.args, arch.value if arch else "", variables, verbose)
     except (LookupError, ValueError) as error:
-        outputs.fail(f"plan: {error}", WRONG)
-    print(files.text_of(found) if json else printout.text(found), end="" if json else "\n")
-    raise typer.Exit({"engaged": ENGAGES, "unknown": WRONG}.get(found.outcome, DOES_NOT))
+        outputs.fail(f"plan: {error}")
+    with outputs.text_apart(json):
+        print(printout.text(found))
+    if json is not None:
+        outputs.write(json, files.text_of(found))
+    raise typer.Exit({"engaged": outputs.FINE, "unknown": outputs.NOT_LOOKED}.get(found.outcome, outputs.FINDING))
 
 
 def check_model_comes_first(name: str, arguments: Sequence[str]) -> None:

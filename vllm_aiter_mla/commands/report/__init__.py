@@ -21,23 +21,24 @@ def report(
             metavar="INPUT...", help="JSON of check, verify, measure, plan, a status file, or a folder of them."
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="File to write.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write; - for stdout.")] = Path("report.html"),
 ) -> None:
     """Draw one HTML page: the steps of check, status, compile ranges, launches, timing, verify.
 
-    The page loads nothing, runs no script and opens without a network. Every figure is in a table too. Exits 2 and
-    writes nothing if an input cannot be shown.
+    The page loads nothing, runs no script and opens without a network. Every figure is in a table too. Exit status: 2,
+    with nothing written, if an input cannot be shown; else 0.
     """
     try:
         outputs.check({"--out": out})
         text = renderer()(inputs)
-        files.write_text(out, text)
+        outputs.write(out, text)
     except ValueError as error:
         outputs.fail(f"report: {error}")
     except OSError as error:
         outputs.fail(f"report: {error.filename or out}: {error.strerror or error}")
     # The page may have gone to stdout.
-    typer.echo(outputs.line(f"report written to {out} ({len(text.encode()) // 1024} KiB)"), err=files.is_device(out))
+    said = f"report written to {out} ({len(text.encode()) // 1024} KiB)"
+    typer.echo(outputs.line(said), err=out == outputs.STDOUT or files.is_device(out))
 
 
 def renderer() -> Callable[[Sequence[Path]], str]:

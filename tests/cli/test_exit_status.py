@@ -1,0 +1,131 @@
+"""One table of exit statuses for all commands; each row is a command line as typed, and what the machine is like."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.support import plans
+from vllm_aiter_mla.commands import doctor, outputs
+from vllm_aiter_mla.commands.main import COMMANDS, app
+from vllm_aiter_mla.commands.plan import build, model
+from vllm_aiter_mla.kernels import device
+from vllm_aiter_mla.status import record_of
+
+ONE_CASE = ("--device", "cpu", "--quick", "--backend", "reference", "--only", "fresh-data", "--variant", "bf16")
+
+
+def doctor_finds(status):
+    def plant(monkeypatch, folder):
+        monkeypatch.setattr(doctor, "examine", lambda: (doctor.Check(status, "made up", name="made-up"),))
+
+    return plant
+
+
+def plan_says(outcome):
+    def plant(monkeypatch, folder):
+        made = build.build(plans.made_up_answer(), plans.ABOUT, model.environment((), {}))
+        answer = plans.parsed(json.loads(json.dumps(made)) | {"outcome": outcome})
+        monkeypatch.setattr(model, "ask", lambda *_: answer)
+
+    return plant
+
+
+def a_server(engaged):
+    def plant(monkeypatch, folder):
+        from dataclasses import replace
+
+        from vllm_aiter_mla import files, status
+
+        monkeypatch.setenv("VLLM_CACHE_ROOT", str(folder))
+        monkeypatch.setenv(status.RUN, "7-a")
+        status.join_run(folder / "aiter_mla")
+        record = replace(record_of(["layer"], 16, "auto", 0), run="7-a", engaged={"layer": "triton"}, skipped={})
+        left = replace(record, engaged={}, skipped={"layer": ("dcp", "made up")})
+        files.write(folder / "aiter_mla" / "status-7-a-0-0.json", record if engaged else left)
+
+    return plant
+
+
+def no_server(monkeypatch, folder):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(folder))
+
+
+def no_card(monkeypatch, folder):
+    monkeypatch.setattr(device, "installed", SimpleNamespace(is_there=lambda: False))
+
+
+def nothing(monkeypatch, folder):
+    """The machine as it is."""
+
+
+WRONG_FILE = ("--json", "no/such/folder/x.json")
+TABLE = [
+    ("doctor", (), doctor_finds("ok"), outputs.FINE),
+    ("doctor", (), doctor_finds("problem"), outputs.FINDING),
+    ("doctor", WRONG_FILE, doctor_finds("ok"), outputs.WRONG),
+    ("doctor", (), doctor_finds("unknown"), outputs.NOT_LOOKED),
+    ("plan", ("deepseek-r1",), plan_says("engaged"), outputs.FINE),
+    ("plan", ("deepseek-r1",), plan_says("skipped"), outputs.FINDING),
+    ("plan", ("no-such-model",), nothing, outputs.WRONG),
+    ("plan", ("deepseek-r1", *WRONG_FILE), plan_says("engaged"), outputs.WRONG),
+    ("plan", ("deepseek-r1",), plan_says("unknown"), outputs.NOT_LOOKED),
+    ("check", ("no-such-model",), nothing, outputs.WRONG),
+    ("check", ("deepseek-r1", *WRONG_FILE), nothing, outputs.WRONG),
+    ("verify", ONE_CASE, nothing, outputs.FINE),
+    ("verify", ("--device", "cpu", "--only", "no-such-case"), nothing, outputs.WRONG),
+    ("verify", WRONG_FILE, nothing, outputs.WRONG),
+    ("verify", (), no_card, outputs.NOT_LOOKED),
+    ("measure", WRONG_FILE, nothing, outputs.WRONG),
+    ("measure", ("-t", "0"), nothing, outputs.WRONG),
+    ("measure", (), no_card, outputs.NOT_LOOKED),
+    ("status", (), a_server(engaged=True), outputs.FINE),
+    ("status", (), a_server(engaged=False), outputs.FINDING),
+    ("status", WRONG_FILE, no_server, outputs.WRONG),
+    ("status", (), no_server, outputs.NOT_LOOKED),
+    ("report", ("no-such-file.json",), nothing, outputs.WRONG),
+]
+
+
+@pytest.mark.parametrize(("command", "typed", "plant", "status"), TABLE)
+def test_an_exit_status_means_the_same_for_every_command(monkeypatch, tmp_path, command, typed, plant, status):
+    monkeypatch.chdir(tmp_path)
+    plant(monkeypatch, tmp_path)
+    done = CliRunner().invoke(app, [command, *typed])
+    assert done.exit_code == status, done.output
+    assert isinstance(done.exception, (SystemExit, type(None))), done.exception
+
+
+def test_exit_status_every_command_is_in_the_table():
+    assert {row[0] for row in TABLE} == set(COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("command", "typed", "plant"),
+    [
+        ("doctor", (), doctor_finds("ok")),
+        ("plan", ("deepseek-r1",), plan_says("engaged")),
+        ("verify", ONE_CASE, nothing),
+        ("status", (), a_server(engaged=True)),
+    ],
+)
+def test_json_to_standard_output_is_all_there_and_the_text_goes_to_standard_error(
+    monkeypatch, tmp_path, command, typed, plant
+):
+    plant(monkeypatch, tmp_path)
+    done = CliRunner().invoke(app, [command, *typed, "--json", "-"])
+    assert json.loads(done.stdout)["evidence"]["schema"].startswith("vllm-aiter-mla/")
+    assert done.stderr.strip()
+    path = tmp_path / "out.json"
+    again = CliRunner().invoke(app, [command, *typed, "--json", str(path)])
+    assert json.loads(path.read_text()).keys() == json.loads(done.stdout).keys()
+    assert again.stdout.strip()
+
+
+def test_a_page_goes_to_standard_output_and_nothing_else(monkeypatch, tmp_path):
+    a_server(engaged=True)(monkeypatch, tmp_path)
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "aiter_mla"), "-o", "-"])
+    assert done.stdout.startswith("<!doctype html>")
+    assert not (tmp_path / "-").exists()
+    assert "report written" in done.stderr
