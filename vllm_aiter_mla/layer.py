@@ -239,11 +239,15 @@ class Layer:
         self._runs.clear()
 
     def fail(self, error: Exception) -> None:
-        """Take the kernels away because one raised while it served; say so, and correct the status."""
+        """Take the kernels away because one raised while it served; correct the status, and say so for the first layer.
+
+        The other layers of the model raise next, in the same step and by the same cause.
+        """
         reason = f"its kernel has raised: {type(error).__name__}: {error}"
         self._set("failed", reason)
-        kept = "graphs that were captured keep the kernel"
-        log.say_once(logging.ERROR, f"{self.name} runs vLLM's own attention from now on; {kept}: {reason}")
+        kept = "so does each layer whose kernel raises; graphs that were captured keep the kernel"
+        line = f"{self.name} runs vLLM's own attention from now on; {kept}: {reason}"
+        log.say_once(logging.ERROR, line, key=reason)
         with log.warned("the status file could not be corrected"):
             status.fail(self.name, reason)
 

@@ -166,6 +166,14 @@ def test_mutation_i15_a_failed_check_that_the_back_ends_keep_is_caught(monkeypat
         test_i15_two_engines_in_one_process_decide_apart(monkeypatch, said)
 
 
+def test_layers_whose_kernels_raise_alike_say_so_once(monkeypatch, said):
+    for layer in two(Candidate(), monkeypatch):
+        layer.fail(RuntimeError("HIP error"))
+        assert layer.state == "failed"
+    (line,) = [text for level, text in said if level == logging.ERROR]
+    assert "HIP error" in line
+
+
 def test_a_layer_without_a_check_runs_no_kernel_that_needs_one(monkeypatch, said):
     """A compiled artifact may hold the op in a process whose start-up hook never ran."""
     candidate = Candidate()

@@ -2,6 +2,8 @@
 """The one Inductor pass that vLLM sees: compile range, match, admission, then passes 1 to 3 on each layer."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -60,6 +62,10 @@ class AiterMLAPipeline(VllmInductorPass):
         self.kernels: tuple[str, ...] | None = None
         self.backends: Any = None  # the kernels of this engine, once its first layer is asked for: ``backends``
         self.emitted: tuple[str, ...] = ()  # what each layer calls under the module integration, of ``module.emit``
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: not the kernels, which are loaded in this process and belong to this engine."""
+        return self.__dict__ | {"backends": None}
 
     def uuid(self) -> str:
         """Return the key for vLLM's and Inductor's caches: a hash of everything that decides which graph comes out.
@@ -142,17 +148,36 @@ def rewrite(graph: fx.Graph) -> dict[str, int]:
             continue
         assert isinstance(found, LayerMatch)
         found.out_dtype = out_dtype
-        counts["matched"] += 1
         try:
-            for pass_name, run in PASSES.items():
-                run(graph, found)
-                counts["vllm_fused" if pass_name == "rope_kv_cache" and found.prefused else pass_name] += 1
+            with all_or_nothing(graph):
+                for run in PASSES.values():
+                    run(graph, found)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             log.say_once(logging.WARNING, f"a layer could not be rewritten and stays as it was: {reason}")
             status.skip(name, "rewrite_failed", reason)
+            counts["skipped"] += 1
+            continue
+        counts["matched"] += 1
+        for pass_name in PASSES:
+            counts["vllm_fused" if pass_name == "rope_kv_cache" and found.prefused else pass_name] += 1
     graph.eliminate_dead_code()
     return counts
+
+
+@contextmanager
+def all_or_nothing(graph: fx.Graph) -> Iterator[None]:
+    """Put every node of ``graph`` back as it was if the block raises. The block may add and change nodes, not erase."""
+    before = {node: (node.args, node.kwargs) for node in graph.nodes}
+    try:
+        yield
+    except BaseException:
+        for node, (args, kwargs) in before.items():
+            node.args, node.kwargs = args, kwargs
+        for node in reversed(graph.nodes):
+            if node not in before:
+                graph.erase_node(node)
+        raise
 
 
 def _admit(match: LayerMatch, modules: dict[str, Any]) -> torch.dtype | Skip:
