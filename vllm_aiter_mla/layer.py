@@ -183,10 +183,14 @@ class Layer:
         return f"{kind}: {'timed' if self.ranges else kernel}"
 
     def choose(self, inputs: DecodeInputs) -> Choice:
-        """Return what runs calls like ``inputs``: what timing chose for so many tokens, then the static order."""
+        """Return what runs calls like ``inputs``: what timing chose for so many tokens, then the static order.
+
+        Where timing chose vLLM's own kernels, nothing else runs.
+        """
         first = name_at(self.ranges, inputs.num_tokens)
         passed_over: list[tuple[str, str]] = []
-        for name in dict.fromkeys((*([first] if first else []), *self.backends.names)):
+        others = () if first == VLLM else self.backends.names
+        for name in dict.fromkeys((*([first] if first else []), *others)):
             bound: Binding | str = self.refused_kernels.get(name) or self.backends.bind(name, inputs)
             backend = self.backends.get(name)
             if not isinstance(bound, str) and not isinstance(backend, str):
@@ -229,6 +233,11 @@ class Layer:
         """Keep the layer off one kernel, because of its check."""
         self.refused_kernels[name] = reason
         self._runs.clear()
+
+    def not_timed(self, why: str) -> None:
+        """Leave every batch to vLLM's own kernels, because timing gave no figure."""
+        self.prefer(((1, sys.maxsize, VLLM),))
+        status.skip(self.name, "not_timed", f"no kernel was timed, so none of ours is known to be faster: {why}")
 
     def prefer(self, ranges: Ranges) -> None:
         """Let the layer run what timing chose; without ``ranges`` the static order."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the kernels at start-up on the user's card: one choice for all ranks of an engine, kept for the next start.
 
-Kernels that cannot be timed keep the static order, and one line says so. That is not an error in strict mode either,
-because nothing is wrong then. Only the settings and the device's type decide whether the ranks exchange their figures:
-a rank that waits for another one that never comes would hang.
+Where no kernel could be timed vLLM's own run, code ``not_timed``, and one line says so: that ours are never slower is a
+promise that only figures can keep. Only the settings and the device's type decide whether the ranks exchange their
+figures: a rank that waits for another one that never comes would hang.
 """
 
 import logging
@@ -22,7 +22,7 @@ from vllm_aiter_mla.kernels.inputs import LayerShape
 from vllm_aiter_mla.layer import Layer
 from vllm_aiter_mla.status.record import Timed
 
-STATIC = "the static order of kernels stands"
+VLLMS = "vLLM's own kernels run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,20 @@ def choose(config: Any, layers: Sequence[Layer], limit: int | None) -> None:
             _apply(text, group, answer.kinds.get(text, Figures()), tables.get(text, {}))
     except Exception as error:
         troubles = [f"rank {place}: {_line(error)}"]
-        log.say_once(logging.WARNING, f"the measured choice could not be used: {_line(error)}; {STATIC}")
+        log.say_once(logging.WARNING, f"the measured choice could not be used: {_line(error)}; {VLLMS}")
+    _leave_to_vllm(layers, next(iter(troubles), "vLLM's own kernels cannot be timed here"))
     if place == 0:
         _say(troubles, answer, len(tables))
+
+
+def _leave_to_vllm(layers: Sequence[Layer], why: str) -> None:
+    """Let vLLM's own kernels run the layers that one of ours could run, and that have no figures."""
+    for layer in layers:
+        try:
+            if layer.state == "trusted" and not layer.ranges and set(layer.contenders()) - {measure.VLLM}:
+                layer.not_timed(why)
+        except Exception as error:
+            layer.refuse(f"its kernels could not be timed: {_line(error)}")
 
 
 def hand_over_nothing(config: Any) -> None:
@@ -175,7 +186,7 @@ def agree(answers: Sequence[Answer]) -> tuple[dict[str, measure.Rounds], list[st
 
 
 def _apply(text: str, group: Sequence[Layer], own: Figures, rounds: measure.Rounds) -> None:
-    """Let the layers of a shape run what the figures say; without figures the static order."""
+    """Let the layers of a shape run what the figures say."""
     chosen = measure.ranges(rounds, group[0].backends.contenders)
     for layer in group:
         layer.prefer(chosen)
@@ -192,7 +203,7 @@ def _say(troubles: Sequence[str], answer: Answer, tables: int) -> None:
     if troubles:
         more = f" (and {len(troubles) - 1} more)" if len(troubles) > 1 else ""
         timed = f" but for {tables} layer shape(s)" if tables else ""
-        log.say_once(logging.WARNING, f"the kernels could not be timed: {troubles[0]}{more}; {STATIC}{timed}")
+        log.say_once(logging.WARNING, f"the kernels could not be timed: {troubles[0]}{more}; {VLLMS}{timed}")
     elif answer.timed:
         spent = f"{answer.seconds:.1f} s of at most {measure.BUDGET_S:g} s"
         log.say(logging.INFO, f"kernels timed on this card in {spent}: {answer.timed} layer shape(s)")

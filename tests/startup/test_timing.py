@@ -23,6 +23,7 @@ from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.device import Device
 from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.layer import Layer
 
 QUICK_TRITON = costs(aiter=8.0, triton=5.0, vllm=10.0)
 LIMIT = 16
@@ -152,14 +153,15 @@ CANNOT = {
 
 @pytest.mark.parametrize("spoil", CANNOT.values(), ids=CANNOT)
 @both_modes
-def test_a_start_that_cannot_time_keeps_the_static_order_and_says_so_once(made_up, monkeypatch, spoil, strict):
+def test_a_start_that_cannot_time_leaves_vllms_own_kernels_and_says_so_once(made_up, monkeypatch, spoil, strict):
     spoil(monkeypatch.setattr, made_up)
     state = torch.get_rng_state()
     one = made_up.start(strict=strict)
-    assert runs(one, 1) == "aiter"
-    assert layer_in(one).decide() == "aiter"
+    assert {runs(one, tokens) for tokens in (1, 16, 10**6)} == {"vllm"}
+    ((code, _),) = status.current().skipped.values()
+    assert code == "not_timed"
     (line,) = made_up.said.at(logging.WARNING)
-    assert line.endswith("the static order of kernels stands")
+    assert line.endswith("vLLM's own kernels run")
     assert status.current().measured == []
     assert torch.equal(state, torch.get_rng_state())
 
@@ -171,10 +173,19 @@ def test_a_named_kernel_or_the_option_skips_the_timing(made_up, options):
     assert "measure" not in " ".join(text for _, text in made_up.said)
 
 
+@pytest.mark.mutation
+def test_mutation_a_static_order_that_nobody_timed_is_caught(made_up, monkeypatch):
+    monkeypatch.setattr(Layer, "not_timed", lambda layer, why: None)
+    with pytest.raises(AssertionError, match="aiter"):
+        test_a_start_that_cannot_time_leaves_vllms_own_kernels_and_says_so_once(
+            made_up, monkeypatch, CANNOT["over budget"], strict=False
+        )
+
+
 def test_where_one_of_two_shapes_could_not_be_timed_the_line_says_so(made_up):
     measuring._say(["rank 0: OverBudgetError: planted"], measuring.Answer(seconds=1.0), 1)
     (line,) = made_up.said.at(logging.WARNING)
-    assert line.endswith("the static order of kernels stands but for 1 layer shape(s)")
+    assert line.endswith("vLLM's own kernels run but for 1 layer shape(s)")
 
 
 def test_a_contender_that_fails_its_check_is_not_timed_and_is_no_error(made_up):
