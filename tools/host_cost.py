@@ -103,11 +103,11 @@ def launch(rounds: int) -> float:
 
     from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
     from vllm_aiter_mla.kernels.triton import launcher
-    from vllm_aiter_mla.kernels.triton.tiles import entry_for
+    from vllm_aiter_mla.kernels.triton.tiles import tile_for
 
     fp8, act = torch.float8_e4m3fnuz, torch.bfloat16
     inputs = synthetic_inputs(LayerShape(16, 128, fp8, fp8, 64, False, act, weight=("fp8", fp8)), tokens=16)
-    run = launcher.Launch(inputs, entry_for("gfx942", 16, 16).tile)
+    run = launcher.Launch(inputs, tile_for("gfx942", 16, 16))
     by_grid: defaultdict[Any, Call] = defaultdict(lambda: lambda *given, **named: None)
     with mock.patch.object(launcher, "decode_prep_kernel", by_grid):
         return least([[lambda: run(inputs)]], rounds)[0]
