@@ -107,7 +107,7 @@ def compile_variant(target: Target, variant: Variant, fp8_type: str | None = Non
 
     It stores ``fp8_type`` instead of the target's own type; the wrong one becomes a software cast.
     """
-    _claim_process(target)
+    claim_process(target)
     from vllm_aiter_mla.kernels.triton.kernel import decode_prep_kernel
 
     fp8_type = fp8_type or target.fp8_type
@@ -139,7 +139,7 @@ def compile_kernel(
     Raises:
         RuntimeError: this process has compiled for another architecture, or interprets its kernels.
     """
-    _claim_process(target)
+    claim_process(target)
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -172,8 +172,8 @@ def constants(target: Target, variant: Variant) -> dict[str, Any]:
     return found | {"plain": {"w_scale_ptr": None}, "mxfp4": {"w_scale_stride_h": 1}}.get(variant.weight, {})
 
 
-def _claim_process(target: Target) -> None:
-    """One architecture per process, fusion pinned before Triton reads its environment."""
+def claim_process(target: Target) -> None:
+    """Raise if this process compiled for another architecture, and pin fusion before Triton reads its environment."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("a process with TRITON_INTERPRET=1 cannot cross-compile")
     if _arch_of_process and _arch_of_process[0] != target.name:
