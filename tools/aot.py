@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, MXFP4_ARCH, TABLE, Tile
@@ -69,13 +69,14 @@ def variants(target: Target) -> list[Variant]:
     """Every tile of the target's table over each form of weight there; at its ends the other pairing and layout.
 
     The last tile also with bfloat16 in the cache and the query, over each form of the weight. The first one also for
-    head counts that the decode kernel does not take: one that divides its count, and one that does not.
+    head counts that the decode kernel does not take: one that divides its count, and one that does not. On ROCm each
+    with a cache below 2 GiB and with a larger one.
     """
     tiles: dict[Tile, int] = {}
     for entry in TABLE[target.name]:
-        tiles[entry.tile] = max(tiles.get(entry.tile, 0), min(MANY_HEADS, entry.max_heads))
-    hints = (True, False) if target.backend == "hip" else (True,)
-    found = [Variant(tile, heads, pointer_hint=hint) for tile, heads in tiles.items() for hint in hints]
+        full = entry.max_rows // entry.tile.block_t
+        tiles[entry.tile] = max(tiles.get(entry.tile, 0), min(MANY_HEADS, full))
+    found = [Variant(tile, heads) for tile, heads in tiles.items()]
     ordered = list(tiles)
     first, last = ordered[0], ordered[-1]
     for tile in (first, last):
@@ -90,7 +91,12 @@ def variants(target: Target) -> list[Variant]:
     if target.name == MXFP4_ARCH:
         found += [Variant(tile, tiles[tile], weight_major="P", weight="mxfp4") for tile in ordered]
         found.append(Variant(last, tiles[last], quantised=False, weight_major="P", weight="mxfp4"))
-    return found
+    return [replace(one, pointer_hint=hint) for one in found for hint in hints(target)]
+
+
+def hints(target: Target) -> tuple[bool, ...]:
+    """The values of ``Variant.pointer_hint`` that Triton compiles differently for this target."""
+    return (True, False) if target.backend == "hip" else (True,)
 
 
 _arch_of_process: list[str] = []
@@ -101,7 +107,7 @@ def compile_variant(target: Target, variant: Variant, fp8_type: str | None = Non
 
     It stores ``fp8_type`` instead of the target's own type; the wrong one becomes a software cast.
     """
-    _claim_process(target)
+    claim_process(target)
     from vllm_aiter_mla.kernels.triton.kernel import decode_prep_kernel
 
     fp8_type = fp8_type or target.fp8_type
@@ -133,7 +139,7 @@ def compile_kernel(
     Raises:
         RuntimeError: this process has compiled for another architecture, or interprets its kernels.
     """
-    _claim_process(target)
+    claim_process(target)
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -166,8 +172,8 @@ def constants(target: Target, variant: Variant) -> dict[str, Any]:
     return found | {"plain": {"w_scale_ptr": None}, "mxfp4": {"w_scale_stride_h": 1}}.get(variant.weight, {})
 
 
-def _claim_process(target: Target) -> None:
-    """One architecture per process, fusion pinned before Triton reads its environment."""
+def claim_process(target: Target) -> None:
+    """Raise if this process compiled for another architecture, and pin fusion before Triton reads its environment."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("a process with TRITON_INTERPRET=1 cannot cross-compile")
     if _arch_of_process and _arch_of_process[0] != target.name:

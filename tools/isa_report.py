@@ -33,6 +33,7 @@ FP8_TYPES = ("fp8e4nv", "fp8e4b8", "fp8e4b15", "fp8e5", "fp8e5b16")
 # In the order of ``isa.Figures``.
 COLUMNS = (
     "regs", "spill", "scratch", "LDS", "waves", "instr", "matrix", "fp8 mat", "mx mat", "fp8 cvt", "16B ld", "1B st",
+    "fma sel",
 )  # fmt: skip
 
 

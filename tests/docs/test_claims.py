@@ -14,6 +14,8 @@ from _pytest.mark.expression import Expression
 
 from tests.sandbox import demo
 from tests.support.pages import PAGES, ROOT, RUN, quoted, table, words
+from tools import aot
+from tools.gfx9 import cases
 from vllm_aiter_mla import status
 from vllm_aiter_mla.commands import main
 from vllm_aiter_mla.commands.check import steps
@@ -157,12 +159,23 @@ def test_the_readmes_launches_and_bytes_are_those_of_the_formulas():
 
 
 def test_the_tiles_of_the_kernel_page_are_those_that_run():
-    rows = re.findall(r"^\| (up to \d+|above) \| (.+) \|$", PAGES["kernels.md"], re.M)
-    assert len(rows) == 5
+    rows = re.findall(r"^\| up to (\d+) \| (.+) \|$", PAGES["kernels.md"], re.M)
+    assert [int(tokens) for tokens, _ in rows] == [16, 32, 64, 128, 256, 512]
     for tokens, cells in rows:
-        count = int(re.sub(r"\D", "", tokens) or 129)
-        found = [tiles.entry_for(arch, count, heads).tile for arch in ("gfx942", "gfx950") for heads in (16, 32, 128)]
+        found = [tiles.tile_for(arch, int(tokens), n) for arch in ("gfx942", "gfx950") for n in (8, 16, 32, 128)]
         assert cells.split(" | ") * 2 == [one.label.replace("/", ", ").replace("w", " waves") for one in found], tokens
+
+
+def test_the_pages_say_how_many_variants_are_compiled_and_executed():
+    counts = {name: len(aot.variants(target)) for name, target in aot.TARGETS.items()}
+    assert f"compiles {sum(counts.values())} variants" in PAGES["kernels.md"]
+    page = (ROOT / "tools/gfx9/README.md").read_text()
+    assert f"{counts['gfx942']} for gfx942 and {counts['gfx950']} for gfx950" in page
+    launches = [
+        sum(len(list(cases.matrix(variant))) for variant in aot.variants(aot.TARGETS[name]))
+        for name in ("gfx942", "gfx950")
+    ]
+    assert "That makes {} and {} launches".format(*launches) in " ".join(page.split())
 
 
 def test_defaults_of_vllms_variables_are_the_installed_ones():

@@ -57,6 +57,20 @@ def test_overflow_in_the_simulated_aiter_is_the_references_and_the_latent_satura
     assert operands.kv_cache.flatten(0, 1)[5, :3].tolist() == [top, -top, -top]
 
 
+@pytest.mark.parametrize("name", ["AITER", "TRITON", "VLLM_KERNEL", "VLLM_COMPILED"])
+def test_a_nan_stays_one_in_what_is_rotated_and_in_the_rest_as_vllm_keeps_it(arch, name):
+    numerics = getattr(reference, name)
+    operands = turned_by_nothing(arch, [1.0, NAN, -2.0])
+    operands.kv_c[0, :3] = torch.tensor([1.0, NAN, -2.0])
+    query = reference.prepare(operands, numerics)[0, 0, 512:].float()
+    row, top = operands.kv_cache.flatten(0, 1)[5].float(), formats.FLAVOURS[FP8[arch]].max
+    hidden = -top if numerics.rounding == "aiter" else NAN
+    wanted = torch.tensor([1.0, NAN, -2.0])
+    assert query[:3].allclose(wanted, equal_nan=True)
+    assert row[512:515].allclose(wanted, equal_nan=True)
+    assert row[:3].allclose(torch.tensor([1.0, hidden, -2.0]), equal_nan=True)
+
+
 def clamping(inner):
     """AITER's conversion, as a build that clamps would have it."""
     return lambda x, dtype: inner(x.clamp(-execute.FP8_MAX[dtype], execute.FP8_MAX[dtype]), dtype)

@@ -90,9 +90,10 @@ def test_kernel_spans_cover_the_decode_limit_without_gaps(limit):
 
 
 def test_two_heads_per_rank_leave_aiter_from_256_tokens_on():
-    small, large = kernels.spans("gfx942", Settings(), VIEW, "plain", 16, 1024)
+    small, large, *larger = kernels.spans("gfx942", Settings(), VIEW, "plain", 16, 1024)
     assert (small.kernel, small.detail, small.last) == ("aiter", "its per-head kernel", 255)
     assert (large.kernel, large.first, large.skips[0][0]) == ("triton", 256, "aiter")
+    assert {span.kernel for span in larger} == {"triton"}, "on larger tiles"
 
 
 @pytest.mark.parametrize("kernel", ["auto", "aiter", "aiter-opt", "triton", "vllm"])

@@ -8,7 +8,7 @@ replaces ``torch.bmm``, vLLM's rotary kernels and AITER's op: allocations, views
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -27,6 +27,7 @@ from vllm.v1.attention.backends.mla.rocm_aiter_mla import AiterMLAHelper
 
 from tests.sandbox import gpu_ops
 from tests.sandbox.simulated_aiter import ROCM, install
+from tools import aot, triton_driver
 from vllm_aiter_mla import backends, ops
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.layer import Layer
@@ -104,7 +105,7 @@ class StubLayer(torch.nn.Module):
     update_kv_cache = MLAAttention.update_kv_cache
     chunked_prefill_workspace_size = 0
 
-    def __init__(self, cache: str, heads: int) -> None:
+    def __init__(self, cache: str, heads: int, kernel: str) -> None:
         super().__init__()
         self.kv_cache_dtype, self.num_heads, self.impl = cache, heads, _Implementation(heads)
         self.register_buffer("_k_scale", torch.ones(()))
@@ -116,7 +117,7 @@ class StubLayer(torch.nn.Module):
         self._vllm_config = SimpleNamespace(
             cache_config=SimpleNamespace(block_size=16),
             compilation_config=SimpleNamespace(pass_config=PassConfig()),
-            additional_config={"aiter_mla": {"enabled": True, "kernel": "aiter"}},
+            additional_config={"aiter_mla": {"enabled": True, "kernel": kernel}},
         )
 
 
@@ -158,14 +159,15 @@ BATCHES = {
 
 
 @contextmanager
-def step(cache: str, batch: Batch) -> Iterator[StubLayer]:
+def step(cache: str, batch: Batch, kernel: str = "aiter") -> Iterator[StubLayer]:
     """Yield one layer inside vLLM's forward context of a batch, on a card that the plugin takes for gfx950.
 
-    ``cache`` is "fp8" or "auto". The card's fp8 type is that of a CPU too, so vLLM's platform stays as it is.
+    ``cache`` is "fp8" or "auto", ``kernel`` one of the plugin's option of that name. The card's fp8 type is that of a
+    CPU too, so vLLM's platform stays as it is.
     """
     gpu_ops.register()
     ops.register()
-    layer = StubLayer(cache, batch.heads)
+    layer = StubLayer(cache, batch.heads, kernel)
     context = ForwardContext(
         no_compile_layers={NAME: layer},
         attn_metadata=None if batch.dummy else {NAME: batch.metadata()},
@@ -173,6 +175,7 @@ def step(cache: str, batch: Batch) -> Iterator[StubLayer]:
         cudagraph_runtime_mode=CUDAGraphMode.NONE,
     )
     with (
+        triton_card() if kernel == "triton" else nullcontext(),
         install(ARCH),
         mock.patch.object(backends, "detect_platform", return_value=Platform(ARCH, ROCM)),
         override_forward_context(context),
@@ -184,15 +187,29 @@ def step(cache: str, batch: Batch) -> Iterator[StubLayer]:
 
 @contextmanager
 def without_kernels(layer: StubLayer) -> Iterator[None]:
-    """Stub the kernels, so that only the host's work is left."""
-    backend: Any = Layer.of(layer).backends.get("aiter")
-    nothing = lambda *args, **kwargs: None  # noqa: E731
+    """Stub the kernels, so that only the host's work is left; that of a Triton kernel up to the C launch."""
+    backends, nothing = Layer.of(layer).backends, lambda *args, **kwargs: None
+    ours = mock.patch.object(backends.get("aiter"), "_op", nothing) if "aiter" in backends.names else nullcontext()
     with (
+        ours,
         mock.patch.object(torch, "bmm", nothing),
         mock.patch.object(torch, "cat", _joined),
         mock.patch.object(_custom_ops, "concat_and_cache_mla_rope_fused", nothing),
         mock.patch.object(_custom_ops, "rotary_embedding", nothing),
-        mock.patch.object(backend, "_op", nothing),
+    ):
+        yield
+
+
+@contextmanager
+def triton_card() -> Iterator[None]:
+    """Let the Triton back end take the CPU for a gfx950, and stop before HIP's launch."""
+    from vllm_aiter_mla.kernels.triton import backend, launcher
+
+    with (
+        mock.patch.dict(backends.FACTORIES, {"triton": lambda platform, settings: backend.TritonBackend()}),
+        mock.patch.object(backend, "interpreted", return_value=True),
+        mock.patch.object(launcher, "current_arch", return_value=ARCH),
+        triton_driver.installed(aot.TARGETS[ARCH], lambda *args: None),
     ):
         yield
 

@@ -83,11 +83,9 @@ def execute(target: aot.Target, chosen: list[aot.Variant], tokens: list[int], al
 def count(target: aot.Target, name: str, tokens: list[int], path: Path | None) -> int:
     """Count the costs of ``cost.points``; return the exit status."""
     from tools.gfx9 import cost
-    from tools.gfx9.cases import Compiled
 
-    compiled = lru_cache(maxsize=1)(partial(Compiled, target))
     chosen = [(v, t) for v, t in cost.points(target.name) if name in v.label and (not tokens or t in tokens)]
-    costs = [cost.cost(compiled(variant), rows) for variant, rows in chosen]
+    costs = cost.count(target, chosen)
     print(cost.text(target.name, costs))
     write(path, target, [asdict(one) for one in costs], "gfx9_cost")
     return 1 if cost.breaches(target.name, costs) else 0

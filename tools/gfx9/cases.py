@@ -32,9 +32,6 @@ Q_SCALE, K_SCALE, W_SCALE = 0.0061, 0.0137, 0.0625
 # With ties. Rotated values are the product below: 157.5 / 128, so that a tie goes to the greater number. Latents are
 # multiples of 1/128, so that they lie halfway from 2 on, which fp8 has to hold.
 TIED_VALUE, TIED_COS, TIED_Q_SCALE = 140 / 128, 144 / 128, 0.0244
-# Heads whose absorb tiles run by default: the first, the last and one between. A tile of another head is the same code
-# on other addresses.
-SAMPLED_HEADS = (0, 77, 127)
 BLOCK_SIZES = (64, 1, 16)
 TABLE_ROWS, GUARD_BLOCKS, UNTOUCHED = 40, 1, 0xCD
 V_WIDTH = 128  # of a head in kv_b_proj, beside its nope width
@@ -286,7 +283,8 @@ def matrix(variant: aot.Variant, tokens: Sequence[int] = ()) -> Iterator[Case]:
     ``tokens`` replaces the row counts, and leaves the other block sizes out.
     """
     counts = sorted(tokens or {1, 3, 16, 17, variant.tile.block_t + 1})
-    heads = tuple(h for h in SAMPLED_HEADS if h < variant.heads)
+    # The first head, the last and one between: a tile of another head is the same code on other addresses.
+    heads = tuple(sorted({0, variant.heads * 3 // 5, variant.heads - 1}))
     for block_size in BLOCK_SIZES[: 1 if tokens else None]:
         for count in counts if block_size == BLOCK_SIZES[0] else [17]:
             yield Case(replace(variant, block_size=block_size), count, heads)

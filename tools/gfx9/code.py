@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import re
 import struct
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tools.gfx9.parse import Listing, Skipped, parse
@@ -40,19 +38,16 @@ class Code:
 
 
 def assemble(text: str, arch: str) -> bytes:
-    """A code object from assembly, by the assembler and linker inside Triton's wheel.
+    """A code object from assembly, by the last stage of Triton's own compiler for AMD cards.
 
     Raises:
         RuntimeError: the assembler refuses the text.
     """
-    from triton._C.libtriton import amd
-    from triton.backends.amd.compiler import assemble_amdgcn
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
 
-    with tempfile.TemporaryDirectory() as folder:
-        one, linked = Path(folder) / "one.o", Path(folder) / "linked.hsaco"
-        one.write_bytes(assemble_amdgcn(text, arch, ""))
-        amd.link_hsaco(str(one), str(linked))
-        return linked.read_bytes()
+    backend = make_backend(GPUTarget("hip", arch, 64))
+    return backend.make_hsaco(text, {}, backend.parse_options({"arch": arch}))
 
 
 def load(text: str, arch: str, code_object: bytes | None = None) -> Code:

@@ -1,16 +1,20 @@
-"""What a launch costs a card, counted in the executed code: round trips, instructions, bytes by die, programs.
+"""What a launch costs a card, counted in the executed code: round trips, requests, instructions, bytes, programs.
 
 One workgroup of each kind runs whole. Of the other query tiles one wave runs to its first loads of q and of the weight:
 those say where in memory the tile lies, and which tiles one die has shows what its L2 fetches.
 
-Counts, no times. The one estimate is labelled as such.
+Counts, no times.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 
@@ -26,23 +30,40 @@ KINDS = ("query tile", "query rope", "KV rope", "KV latent")
 DIES, GRANULE = 8, 64
 VECTOR = re.compile(r"v_(?!mfma)")
 VALU_CYCLES = 4  # of one instruction over 64 lanes, on a SIMD of 16
-# By the data sheets of MI300X and MI355X: compute units, peak clock in GHz, peak bandwidth in bytes a microsecond.
-CARDS = {"gfx942": (304, 2.1, 5.3e6), "gfx950": (256, 2.4, 8.0e6)}
-# Tokens and heads of the table: DeepSeek-V3 on 8 cards and on one, Kimi-K2 on 8 (8 heads).
-POINTS = ((1, 16), (16, 16), (32, 16), (64, 8), (64, 16), (512, 16), (512, 128))
-# The estimate. Published for MI355X: 3.2 us for such an op at T = 1, two trips; 0.35 us or more for a load that misses;
-# 80 % of the peak bandwidth is reached.
-FLOOR_US, FLOOR_TRIPS, TRIP_US, REACHED = 3.2, 2, 0.4, 0.8
+# By the data sheets of MI300X and MI355X: compute units, peak clock in GHz.
+CARDS = {"gfx942": (304, 2.1), "gfx950": (256, 2.4)}
+# Tokens and heads of the table: DeepSeek-V3 on 8 cards (16), 4 and one, Kimi-K2 on 8 (8 heads).
+TOKENS, HEADS = (1, 16, 32, 64, 128, 256, 512), (8, 16, 32, 128)
+# The operands that a program moves by whole rows. The others are single elements: slots, positions, scales.
+BY_ROWS = ("q", "w", "k_pe", "kv_c", "cos_sin", "out", "cache")
 
-# The bounds. Trips of every kind, one less of a query tile that has few tokens: such launches are nothing but trips. Of
-# the others, by tokens and heads, over fp8 weights.
-FEW_TOKENS = 64
-TRIPS = dict(zip(KINDS, (2, 2, 2, 1), strict=True))
-BOUNDS: dict[tuple[str, str], dict[tuple[int, int], float]] = {
-    ("", "bytes"): {(64, 16): 1.1, (512, 128): 1.3},
-    ("gfx942", "instructions"): {(64, 16): 500},
-    ("gfx942", "vector_us"): {(512, 128): 15.0},
-}
+# The bounds: the most trips of every kind; a second one of a query tile over mxfp4, whose scales the compiler may load
+# late where a lane has one byte of them.
+TRIPS = dict(zip(KINDS, (1, 2, 2, 1), strict=True))
+# The least bytes of a request. NeoX stores the halves of a rotated row apart.
+LOAD_WIDTH, STORE_WIDTH, NEOX_STORE_WIDTH = GRANULE, GRANULE, GRANULE // 2
+# Over fp8 weights, by the rows of a launch (tokens x heads): the most instructions of a wave of a query tile. Whatever
+# the table says, a launch of few rows must not wait for long programs, nor one of many be cut into small ones.
+PATHS = ((2048, 350), (4096, 780), (1 << 31, 1130))
+# The most query tiles: two for each unit of the smaller card, or as few as blocks of 64 tokens and 256 columns leave.
+# Up to 16 tokens a tile has no more rows to take.
+FEW_TOKENS, MOST_TILES, LARGEST = 16, 512, 32
+# By tokens and heads.
+BYTES = {(64, 16): 1.1, (512, 128): 1.3}
+VECTOR_US = {(512, 128): 15.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What the vector instructions of a program load, or store, of the operands in ``BY_ROWS``."""
+
+    requests: int  # segments of 64 bytes, each counted once for every instruction that touches it
+    moved: int  # bytes, counted the same way
+
+    @property
+    def width(self) -> float:
+        """Bytes of a segment that one request moves, on average; 0 without a request."""
+        return self.moved / self.requests if self.requests else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +75,8 @@ class Program:
     argument_trips: int  # the same of kernel arguments
     instructions: int  # that a wave issues
     vector: int  # of these, those of the vector unit
+    loads: Moved  # of one program
+    stores: Moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +84,15 @@ class Cost:
     """A launch."""
 
     label: str  # of the variant
+    weight: str  # its format
+    neox: bool  # its pairing
     tokens: int  # T
     heads: int  # N
     kinds: dict[str, Program]  # by name
     static: isa.Figures  # registers, LDS, occupancy
-    vector_us: float  # least time of the vector instructions if all SIMDs share them evenly, at peak clock
+    vector_us: float  # least time of the busiest SIMD's vector instructions, at peak clock
     needed: int  # bytes that the launch has to move
     by_die: int  # bytes that all dies move
-    estimate_us: float  # no count: see FLOOR_US
 
     @property
     def ratio(self) -> float:
@@ -87,19 +111,34 @@ class Trace(Memory):
         super().__init__()
         self.until: set[str] = set()
         self.ends: dict[str, list[np.ndarray]] = {}
+        self.moved = {"load": Counter[str](), "store": Counter[str]()}
+
+    def store(self, addresses: np.ndarray, values: np.ndarray, size: int = 4) -> None:
+        """See the base class."""
+        super().store(addresses, values, size)
+        self._note("store", addresses, values.shape[1] * size)
 
     def load(self, addresses: np.ndarray, words: int, size: int = 4) -> np.ndarray:
         """See the base class."""
         found = super().load(addresses, words, size)
-        name = self.find(int(addresses[0]), int(addresses[0])).name
+        name = self._note("load", addresses, words * size)
         self.ends.setdefault(name, []).extend((addresses, addresses + (words * size - 1)))
         if self.until and self.until <= self.ends.keys():
             raise Placed
         return found
 
+    def _note(self, verb: str, addresses: np.ndarray, width: int) -> str:
+        """Count what one instruction moves of ``width`` bytes a lane; return the buffer's name."""
+        name = self.find(int(addresses[0]), int(addresses[0])).name
+        if name in BY_ROWS:
+            touched = np.unique(addresses[:, None] + np.arange(width))
+            self.moved[verb] += Counter(requests=len(np.unique(touched // GRANULE)), moved=len(touched))
+        return name
+
     def follow(self, *until: str) -> None:
         """Forget what was noted."""
         self.ends, self.until = {}, set(until)
+        self.moved = {verb: Counter() for verb in self.moved}
 
     def starts(self) -> dict[str, int]:
         """By buffer, the lowest address of the first load from it."""
@@ -126,9 +165,12 @@ class Counted:
         """Execute the first workgroup of each kind."""
         found, first = {}, 0
         for name, programs in zip(KINDS, self.programs, strict=True):
+            self.memory.follow()
             done = self.run(first, self.compiled.variant.tile.num_warps)
             vector = sum(count for op, count in done.instructions.items() if VECTOR.match(op))
-            found[name] = Program(programs, *done.trips, done.instructions.total() // done.waves, vector // done.waves)
+            each = done.instructions.total() // done.waves, vector // done.waves
+            loads, stores = (Moved(moved["requests"], moved["moved"]) for moved in self.memory.moved.values())
+            found[name] = Program(programs, *done.trips, *each, loads, stores)
             first += programs
         return found
 
@@ -146,7 +188,7 @@ class Counted:
         for group in range(0, self.programs[0], DIES):
             self.memory.follow(*followed)
             with suppress(Placed):
-                self.run(group, 1)
+                self.run(group, self.compiled.variant.tile.num_warps)
             for name, granules in touched.items():
                 granules.append(np.unique((whole[name] + (self.memory.starts()[name] - start[name])) // GRANULE))
         fetched = sum(len(np.unique(np.concatenate(granules))) for granules in touched.values())
@@ -160,40 +202,51 @@ def cost(compiled: Compiled, tokens: int) -> Cost:
     variant, target = compiled.variant, compiled.target
     counted = Counted(compiled, tokens)
     kinds = counted.kinds()
-    units, clock, bandwidth = CARDS[target.name]
-    issued = sum(kind.programs * kind.vector for kind in kinds.values()) * variant.tile.num_warps
-    vector_us = issued * VALU_CYCLES / (units * isa.GFX9_SIMDS) / clock / 1e3
-    by_die = counted.bytes_by_die()
-    trips = max(kind.trips for kind in kinds.values())
-    busy_us = max(vector_us, by_die / bandwidth / REACHED)
+    units, clock = CARDS[target.name]
+    # Programs go to the units in turn.
+    work = np.concatenate([np.full(kind.programs, kind.vector) for kind in kinds.values()])
+    busiest = max(work[unit::units].sum() for unit in range(min(units, len(work))))
     return Cost(
         label=variant.label,
+        weight=variant.weight,
+        neox=variant.is_neox,
         tokens=tokens,
         heads=variant.heads,
         kinds=kinds,
         static=isa.amdgcn_figures(compiled.assembly, target.name, compiled.lds_bytes, variant.tile.num_warps),
-        vector_us=vector_us,
+        vector_us=float(busiest) * variant.tile.num_warps / isa.GFX9_SIMDS * VALU_CYCLES / clock / 1e3,
         needed=sum(counted.needed.values()),
-        by_die=by_die,
-        estimate_us=FLOOR_US + TRIP_US * (trips - FLOOR_TRIPS) + busy_us,
+        by_die=counted.bytes_by_die(),
     )
 
 
 def points(arch: str) -> list[tuple[aot.Variant, int]]:
-    """What ``--cost`` counts: fp8 weights at every point, the other formats at T = 64, N = 16."""
+    """What ``--cost`` counts, each with a cache below 2 GiB and with a larger one.
 
-    def variant(tokens: int, heads: int, weight: str) -> tuple[aot.Variant, int]:
-        tile = tiles.entry_for(arch, tokens, heads).tile
-        return aot.Variant(tile, heads, weight_major="P", weight=weight), tokens
+    fp8 weights at every point; the other formats, and the other pairing, at T = 64 and N = 16; those also at T = 512
+    and N = 128.
+    """
+
+    def variants(tokens: int, heads: int, **more: Any) -> list[tuple[aot.Variant, int]]:
+        variant = aot.Variant(tiles.tile_for(arch, tokens, heads), heads, weight_major="P", **more)
+        return [(replace(variant, pointer_hint=hint), tokens) for hint in aot.hints(aot.TARGETS[arch])]
 
     formats = ("plain", "mxfp4") if arch == tiles.MXFP4_ARCH else ("plain",)
-    return [variant(*point, "fp8") for point in POINTS] + [variant(64, 16, weight) for weight in formats]
+    grid = [variants(tokens, heads, weight="fp8") for heads in HEADS for tokens in TOKENS]
+    others = [variants(*point, weight=weight) for weight in formats for point in ((64, 16), (512, 128))]
+    return [one for group in (*grid, *others, variants(64, 16, weight="fp8", is_neox=True)) for one in group]
+
+
+def count(target: aot.Target, chosen: Sequence[tuple[aot.Variant, int]]) -> list[Cost]:
+    """Compile each variant once, and count its launches over the rows of ``chosen``."""
+    compiled = cache(partial(Compiled, target))
+    return [cost(compiled(variant), tokens) for variant, tokens in chosen]
 
 
 def text(arch: str, costs: list[Cost]) -> str:
     """The table, and under it the bounds that are broken."""
     head = ["variant", "T", "trips (arguments)", "instr (VALU) a wave", "programs", "on CUs", "waves", "regs", "LDS"]
-    head += ["VALU us", "bytes by die", "estimate us"]
+    head += ["VALU us", "bytes by die", "loads (bytes each)", "stores (bytes each)"]
     rows = []
     for one in costs:
         kinds = one.kinds.values()
@@ -203,7 +256,9 @@ def text(arch: str, costs: list[Cost]) -> str:
             " ".join(f"{kind.instructions}({kind.vector})" for kind in kinds),
             "+".join(str(kind.programs) for kind in kinds),
             CARDS[arch][0], one.static.occupancy, one.static.registers, one.static.lds, f"{one.vector_us:.2f}",
-            f"{one.by_die / 1e6:.2f} MB, {one.ratio:.2f}", f"{one.estimate_us:.1f}",
+            f"{one.by_die / 1e6:.2f} MB, {one.ratio:.2f}",
+            " ".join(f"{kind.loads.requests}({kind.loads.width:.0f})" for kind in kinds),
+            " ".join(f"{kind.stores.requests}({kind.stores.width:.0f})" for kind in kinds),
         ])  # fmt: skip
     said = f"{arch}: executed and counted, no time; for each kind of program: {', '.join(KINDS)}"
     broken = [f"BROKEN: {breach}" for breach in breaches(arch, costs)]
@@ -212,16 +267,33 @@ def text(arch: str, costs: list[Cost]) -> str:
 
 def breaches(arch: str, costs: list[Cost]) -> list[str]:
     """The bounds that are broken, one line each."""
-    found = []
-    for one in costs:
-        where = f"{one.label} T={one.tokens}"
-        for name, kind in one.kinds.items():
-            most = TRIPS[name] - (name == KINDS[0] and one.tokens <= FEW_TOKENS)
-            if kind.trips > most:
-                found.append(f"{where}: {kind.trips} dependent trips of a {name} program, at most {most}")
-        for what, measured in (("bytes", one.ratio), ("instructions", one.kinds[KINDS[0]].instructions),
-                               ("vector_us", one.vector_us)):  # fmt: skip
-            bound = BOUNDS.get((arch, what), BOUNDS.get(("", what), {})).get((one.tokens, one.heads))
-            if bound is not None and "W-fp8" in one.label and measured > bound:
-                found.append(f"{where}: {what} {measured:.2f}, at most {bound}")
-    return found
+    return [f"{one.label} T={one.tokens}: {what}" for one in costs for what in (*_slow(one), *_large(one))]
+
+
+def _slow(one: Cost) -> Iterator[str]:
+    """Trips and widths of a launch."""
+    for name, kind in one.kinds.items():
+        most = TRIPS[name] + (name == KINDS[0] and one.weight == "mxfp4")
+        if kind.trips > most:
+            yield f"{kind.trips} dependent trips of a {name} program, at most {most}"
+        stores = NEOX_STORE_WIDTH if one.neox and "rope" in name else STORE_WIDTH
+        for verb, moved, least in (("load", kind.loads, LOAD_WIDTH), ("store", kind.stores, stores)):
+            if moved.requests and moved.width < least:
+                yield f"a {verb} request of a {name} program moves {moved.width:.1f} bytes, at least {least}"
+
+
+def _large(one: Cost) -> Iterator[str]:
+    """Bytes of a launch; over fp8 weights also what its query tiles do, and how many there are."""
+    point = (one.tokens, one.heads)
+    if one.weight != "fp8":
+        return
+    path = next(path for rows, path in PATHS if one.tokens <= FEW_TOKENS or one.tokens * one.heads <= rows)
+    measured = [("bytes moved for each needed", one.ratio, BYTES.get(point))]
+    measured += [("us of vector instructions", one.vector_us, VECTOR_US.get(point))]
+    measured += [("instructions of a query tile", one.kinds[KINDS[0]].instructions, path)]
+    if one.tokens > FEW_TOKENS:
+        most = max(MOST_TILES, one.tokens * one.heads // LARGEST)
+        measured += [("query tiles", one.kinds[KINDS[0]].programs, most)]
+    for what, found, bound in measured:
+        if bound is not None and found > bound:
+            yield f"{found:.4g} {what}, at most {bound}"

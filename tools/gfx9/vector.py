@@ -167,16 +167,18 @@ def _closure(write: Any, second: Any, function: Callable[..., Any], reads: list[
     return run
 
 
-# The part of a 32-bit source that SDWA takes: bits to shift down and bits to keep.
+# The part of a 32-bit register that SDWA takes or writes: its lowest bit, and its bits when moved down there.
 SELECTS = {"DWORD": (0, 0xFFFFFFFF)}
 SELECTS |= {f"WORD_{k}": (16 * k, 0xFFFF) for k in range(2)} | {f"BYTE_{k}": (8 * k, 0xFF) for k in range(4)}
 
 
 def _sdwa(i: Instruction, ops: Operands, write: Any, function: Any, names: list[str], kinds: list[str]) -> Run:
-    """Integers whose sources are parts of a register; the whole destination is written."""
+    """Integers whose sources are parts of a register; the result goes to a part of it, and zeros to the rest."""
     i.only("dst_sel", "dst_unused", "src0_sel", "src1_sel")
-    if i.modifiers.get("dst_sel") != "DWORD" or any(kind != "u32" for kind in kinds):
+    part, rest = i.modifiers.get("dst_sel", ""), i.modifiers.get("dst_unused")
+    if part not in SELECTS or rest != "UNUSED_PAD" or any(kind != "u32" for kind in kinds):
         raise i.refuse("SDWA with this destination or type is not modelled")
+    up, kept = (U(x) for x in SELECTS[part])
     reads = []
     for k, name in enumerate(names[1:]):
         select = i.modifiers.get(f"src{k}_sel", "")
@@ -185,7 +187,7 @@ def _sdwa(i: Instruction, ops: Operands, write: Any, function: Any, names: list[
         shift, keep = (U(x) for x in SELECTS[select])
         read = ops.read(name, "u32")
         reads.append(lambda w, read=read, shift=shift, keep=keep: read(w) >> shift & keep)
-    return _closure(write, None, function, reads)
+    return _closure(write, None, lambda *given: (function(*given) & kept) << up, reads)
 
 
 def _dpp_lanes(i: Instruction) -> np.ndarray:

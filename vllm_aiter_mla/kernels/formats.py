@@ -38,14 +38,16 @@ def is_fp8(dtype: torch.dtype) -> bool:
     return dtype in FLAVOURS
 
 
-def round_saturating(x: torch.Tensor, flavour: Fp8Flavour) -> torch.Tensor:
-    """Round float32 to fp8, clamping to +-max first. NaN gives -max. AITER rounds the un-rotated half like this.
+def round_saturating(x: torch.Tensor, flavour: Fp8Flavour, keep_nan: bool = False) -> torch.Tensor:
+    """Round float32 to fp8, clamping to +-max first. NaN stays NaN, or gives -max as in AITER's un-rotated half.
 
     AITER clamps with ``v_med3_f32`` (csrc/include/aiter_opus_plus.h), the median of value and bounds. By AMD's ISA
     manuals it returns the least operand if one of them is a NaN, hence -max. Inferred, not measured.
     """
-    clamped = torch.where(x.isnan(), -flavour.max, x.clamp(-flavour.max, flavour.max))
-    return clamped.to(flavour.dtype)
+    clamped = torch.where(x.isnan(), -flavour.max, x.clamp(-flavour.max, flavour.max)).to(flavour.dtype)
+    if not keep_nan:
+        return clamped
+    return torch.where(x.isnan(), flavour.nan, clamped.view(torch.uint8)).view(flavour.dtype)
 
 
 def round_overflowing(x: torch.Tensor, flavour: Fp8Flavour) -> torch.Tensor:

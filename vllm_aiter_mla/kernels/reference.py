@@ -56,7 +56,7 @@ def prepare(inputs: DecodeInputs, numerics: Numerics = AITER, q_latent: torch.Te
     q_rot = rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), inputs.is_neox, computed_in)
     inv_q = _reciprocal(inputs.q_scale)
     q_latent = inputs.weight.reference(inputs.q_nope) if q_latent is None else q_latent
-    q_out[..., : inputs.latent_dim] = store_nope(q_latent, inv_q, inputs.out_dtype)
+    q_out[..., : inputs.latent_dim] = store_nope(q_latent, inv_q, inputs.out_dtype, numerics)
     q_out[..., inputs.latent_dim :] = store_rope(q_rot, inv_q, inputs.out_dtype, inputs.q.dtype, numerics)
     if inputs.out_dtype == torch.float8_e4m3fnuz and numerics.rounding != "aiter":
         # get_fp8_min_max in vllm/model_executor/layers/quantization/utils/quant_utils.py
@@ -97,22 +97,29 @@ def rotate(
     return torch.cat(rotated, dim=-1) if is_neox else torch.stack(rotated, dim=-1).flatten(-2)
 
 
-def store_nope(x: torch.Tensor, inv_scale: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """Return un-rotated values as they are stored: the bits themselves, or saturated fp8 of x * inv_scale."""
+def store_nope(
+    x: torch.Tensor, inv_scale: torch.Tensor, out_dtype: torch.dtype, numerics: Numerics = AITER
+) -> torch.Tensor:
+    """Return un-rotated values as they are stored: the bits themselves, or saturated fp8 of x * inv_scale.
+
+    vLLM keeps a NaN there; AITER's op and our kernel make it the lowest value.
+    """
     if not formats.is_fp8(out_dtype):
         return x
-    return formats.round_saturating(x.float() * inv_scale, formats.FLAVOURS[out_dtype])
+    keep_nan = numerics.rounding != "aiter"
+    return formats.round_saturating(x.float() * inv_scale, formats.FLAVOURS[out_dtype], keep_nan)
 
 
 def store_rope(
     rotated: torch.Tensor, inv_scale: torch.Tensor, out_dtype: torch.dtype, act: torch.dtype, numerics: Numerics
 ) -> torch.Tensor:
-    """Return rotated values as they are stored: rounded to the activation dtype, or fp8, or both."""
+    """Return rotated values as they are stored: rounded to the activation dtype, or fp8, or both; NaN stays NaN."""
     if not formats.is_fp8(out_dtype):
         return rotated.to(act)
     scaled = (rotated if numerics.rounding == "aiter" else rotated.to(act).float()) * inv_scale
-    round_to = formats.round_saturating if numerics.saturates else formats.round_overflowing
-    return round_to(scaled, formats.FLAVOURS[out_dtype])
+    if numerics.saturates:
+        return formats.round_saturating(scaled, formats.FLAVOURS[out_dtype], keep_nan=True)
+    return formats.round_overflowing(scaled, formats.FLAVOURS[out_dtype])
 
 
 def kv_rows(inputs: DecodeInputs, cos: torch.Tensor, sin: torch.Tensor, numerics: Numerics) -> torch.Tensor:
@@ -126,7 +133,7 @@ def kv_rows(inputs: DecodeInputs, cos: torch.Tensor, sin: torch.Tensor, numerics
     else:
         k_stored = store_rope(k_rot, inv_k, out_dtype, act, numerics)
     rows = torch.empty((s, inputs.latent_dim + inputs.rope_dim), dtype=out_dtype, device=inputs.kv_c.device)
-    rows[:, : inputs.latent_dim] = store_nope(inputs.kv_c[:s], inv_k, out_dtype)
+    rows[:, : inputs.latent_dim] = store_nope(inputs.kv_c[:s], inv_k, out_dtype, numerics)
     rows[:, inputs.latent_dim :] = k_stored
     return rows
 

@@ -142,18 +142,30 @@ def test_triton_backend_declines_a_format_that_its_kernel_cannot_read(on_any_dev
 
 
 def test_triton_kernel_of_a_call_is_the_tile_it_runs_on(on_any_device):
-    names = {TritonBackend().kernel_of(operands(tokens=tokens)) for tokens in (1, 16, 17, 32, 33, 200)}
-    assert names == {tiles.entry_for("gfx942", count, 2).tile.label for count in tiles.tried_counts("gfx942", 2)}
+    names = {TritonBackend().kernel_of(operands(tokens=tokens, heads=32)) for tokens in (1, 16, 17, 33, 65, 129)}
+    assert names == {tiles.tile_for("gfx942", count, 32).label for count in tiles.tried_counts("gfx942", 32)}
 
 
 @given(st.sampled_from([*tiles.TABLE, "sm80"]), st.integers(1, 512))
 def test_triton_check_tries_every_tile_that_any_batch_runs_on_and_a_second_block_of_the_last(arch, heads):
     counts = tiles.tried_counts(arch, heads)
-    tried = [tiles.entry_for(arch, count, heads).tile for count in counts]
+    tried = [tiles.tile_for(arch, count, heads) for count in counts]
     assert len(set(tried)) == len(tried)
-    assert set(tried) == {tiles.entry_for(arch, tokens, heads).tile for tokens in range(1, 600)}
+    many = range(1, counts[-1] + 2)
+    assert set(tried) == {tiles.tile_for(arch, tokens, heads) for tokens in many}
     assert counts[-1] > tried[-1].block_t
-    assert tiles.entry_for(arch, 1 << 20, heads).tile == tried[-1]
+    assert tiles.tile_for(arch, 1 << 20, heads) == tried[-1]
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@given(st.integers(1, 1024), st.integers(1, 128))
+def test_triton_query_tiles_are_no_smaller_than_the_card_needs(arch, tokens, heads):
+    """At most two query tiles for each unit, unless they are the largest; none mostly of rows that are not there."""
+    tile = tiles.tile_for(arch, tokens, heads)
+    programs = launcher.programs(tokens, heads, 0, 512, tile)[0]
+    largest = (tile.block_t, tile.block_l * tile.blocks) == (64, 256)
+    assert tile.block_t <= max(16, 2 * tokens)
+    assert largest or programs <= 512
 
 
 def test_what_is_remembered_of_a_call_is_all_that_the_triton_checks_depend_on(on_any_device, monkeypatch):
@@ -178,7 +190,7 @@ def test_triton_grid_counts_query_tiles_rope_rows_and_cache_rows(recorder):
     TritonBackend().prepare(inputs)
     ((grid,), given, options) = recorder.launches[0]
     assert options["enable_fp_fusion"] is tiles.FP_FUSION
-    assert grid == 3 * 3 * 8 + 7 + 2 + 11
+    assert grid == 3 * 5 * 8 + 7 + 2 + 11
     assert [argument(given, name) for name in kernel.STEP_ARGS] == [70, 41, inputs.cos_sin_cache.shape[0] - 1]
 
 
@@ -198,9 +210,9 @@ def test_triton_step_arguments_are_not_specialised_on():
 
 
 def test_triton_warm_up_compiles_each_tile_once_with_one_row_and_no_slot(recorder):
-    inputs = operands(tokens=5)
+    inputs = operands(tokens=5, heads=32)
     found = TritonBackend().warm_up(inputs, [0, 1, 2, 8, 24, 64, 256, 512])
-    expected = [tiles.entry_for("gfx942", count, inputs.num_heads).tile for count in (1, 64, 512)]
+    expected = [tiles.tile_for("gfx942", count, inputs.num_heads) for count in (1, 24, 64, 256)]
     assert list(found) == expected
     rows = [[argument(given, name) for name in kernel.STEP_ARGS[:2]] for _, given, _ in recorder.launches]
     assert rows == [[1, 0]] * len(expected)
@@ -211,21 +223,21 @@ def test_triton_warm_up_compiles_each_tile_once_with_one_row_and_no_slot(recorde
 def test_triton_capture_of_a_variant_nobody_compiled_raises_and_after_warm_up_does_not(recorder, monkeypatch):
     capturing = [True]
     monkeypatch.setattr(card(), "is_capturing", lambda: capturing[0])
-    inputs = operands(tokens=20)
+    inputs = operands(tokens=20, heads=32)
     with pytest.raises(RuntimeError, match="call warm_up before"):
         TritonBackend().prepare(inputs)
     capturing[0] = False
     TritonBackend().warm_up(inputs, [1, 20])
     capturing[0] = True
     for tokens in (20, 17, 1):
-        TritonBackend().prepare(operands(tokens=tokens))
+        TritonBackend().prepare(operands(tokens=tokens, heads=32))
     with pytest.raises(RuntimeError, match="call warm_up before"):
-        TritonBackend().prepare(operands(tokens=70))
+        TritonBackend().prepare(operands(tokens=70, heads=32))
 
 
 def test_triton_variant_whose_compilation_fails_is_not_taken_for_compiled(recorder, monkeypatch):
     inputs = operands(tokens=20)
-    run = launcher.Launch(inputs, tiles.entry_for("gfx942", 20, 2).tile)
+    run = launcher.Launch(inputs, tiles.tile_for("gfx942", 20, 2))
     with monkeypatch.context() as failing:
         failing.setattr(launcher, "decode_prep_kernel", {})
         with pytest.raises(KeyError):
@@ -238,7 +250,7 @@ def test_triton_variant_whose_compilation_fails_is_not_taken_for_compiled(record
 @pytest.mark.parametrize("weight", ["plain", "float8_e4m3fnuz"])
 def test_triton_bound_call_sees_a_weight_that_is_loaded_again_into_the_same_object(recorder, weight):
     inputs = operands(weight=weight, w_major="L" if weight == "plain" else "P")
-    run, values = launcher.Launch(inputs, tiles.entry_for("gfx942", 5, 2).tile), inputs.weight.values
+    run, values = launcher.Launch(inputs, tiles.tile_for("gfx942", 5, 2)), inputs.weight.values
     run(inputs)
     values.data = values.detach().transpose(1, 2).contiguous().transpose(1, 2)  # another address, other strides
     run(inputs)
@@ -253,7 +265,7 @@ def test_triton_large_cache_is_another_variant_and_the_tensor_is_asked_before_it
     def capturing_after(span):
         inputs = operands()
         inputs.kv_cache.ptr_range = lambda: span
-        run = launcher.Launch(inputs, tiles.entry_for("gfx942", 5, 2).tile)
+        run = launcher.Launch(inputs, tiles.tile_for("gfx942", 5, 2))
         with monkeypatch.context() as captured:
             captured.setattr(card(), "is_capturing", lambda: True)
             run(inputs)
@@ -306,7 +318,7 @@ def test_triton_hints_of_the_gate_are_those_the_launcher_finds(recorder, arch, w
     target = aot.TARGETS[arch]
     dtype = "float8_e4m3fnuz" if arch == "gfx942" else "float8_e4m3fn"
     inputs = build(Case(heads=16, w_major=w_major, cache=dtype, weight=dtype if form == "fp8" else form))[0]
-    tile = tiles.entry_for(arch, 5, 16).tile
+    tile = tiles.tile_for(arch, 5, 16)
     launcher.Launch(inputs, tile)(inputs)
     stored = {"cache_ptr": target.fp8_type, "out_ptr": target.fp8_type}
     stored |= {"fp8": {"w_ptr": target.fp8_type}, "mxfp4": aot.MXFP4_TYPES}.get(form, {})

@@ -27,10 +27,11 @@ def test_triton_every_variant_keeps_its_bounds_and_uses_fp8_where_its_label_says
     rows = {row["label"]: row for row in reports[name]}
     assert [row["breaches"] for row in rows.values() if row["breaches"]] == []
     assert len(rows) == len(aot.variants(aot.TARGETS[name]))
-    assert sum("W-mxfp4" in label for label in rows) == (5 if name == "gfx950" else 0), "each tile, and bfloat16"
-    large = [label for label in rows if label.endswith(">2GiB")]
-    assert large or name == "sm90"
-    assert {label.replace(">2GiB", "<2GiB") for label in large} <= set(rows), "with and without the pointer hint"
+    assert sum("W-mxfp4" in label for label in rows) == (12 if name == "gfx950" else 0), (
+        "each tile, and bfloat16, both hints"
+    )
+    small, large = ({label[:-5] for label in rows if label.endswith(end)} for end in ("<2GiB", ">2GiB"))
+    assert large == (set() if name == "sm90" else small), "each with and without the pointer hint"
     for label, row in rows.items():
         found, over_fp8 = row["figures"], "W-fp8" in label
         assert (found["fp8_conversions"] > 0) == (" fp8 " in label or over_fp8)
@@ -159,10 +160,21 @@ def test_triton_listing_is_read_and_each_breach_named():
     text = " ".join(isa.breaches(target, variant, found))
     for part in ("hardware fp8", "3 spilled", "16 bytes of scratch", "16-byte loads", "1 single-byte stores"):
         assert part in text
+    assert "1 waves by 65536 bytes of LDS and 88 registers, at least 4" in text
     without = isa.amdgcn_figures(LISTING.replace("mfma", "fma"), "gfx942", 0, 4)
     assert "no matrix instruction" in isa.breaches(target, variant, without)
     with pytest.raises(ValueError, match="vgpr_count"):
         isa.amdgcn_figures(LISTING.replace(".vgpr_count", ".other"), "gfx942", 0, 4)
+
+
+@pytest.mark.parametrize(("selects", "crossed"), [("op_sel:[0,1,0]", True), ("op_sel_hi:[0,1,1]", False)])
+@pytest.mark.parametrize("name", ["gfx942", "gfx950"])
+def test_triton_multiply_adds_that_were_found_wrong_on_gfx950_break_a_bound_there(name, selects, crossed):
+    target = aot.TARGETS[name]
+    listing = LISTING + f"\tv_pk_fma_f32 v[0:1], v[2:3], v[4:5], v[6:7] {selects}\n"
+    found = isa.amdgcn_figures(listing, name, 0, 4)
+    told = any("v_pk_fma_f32" in breach for breach in isa.breaches(target, aot.variants(target)[0], found))
+    assert (found.crossed_fmas, told) == (crossed, crossed and name == "gfx950")
 
 
 def test_triton_listing_over_mxfp4_without_the_scaled_instruction_breaks_a_bound():

@@ -88,7 +88,7 @@ def test_triton_overflow_rows_of_the_self_check_saturate(interpreted, arch, cach
     assert (found["ok"], found["writes_nan"]) == (mutation is None, mutation is not None), found["message"]
 
 
-@pytest.mark.parametrize(("arch", "index"), [("gfx942", 0), ("gfx942", 1), ("gfx942", 2), ("gfx942", 3), ("sm90", 4)])
+@pytest.mark.parametrize(("arch", "index"), [*(("gfx942", index) for index in range(5)), ("sm90", 4)])
 @pytest.mark.parametrize("weight", ["plain", "float8_e4m3fn", "mxfp4"])
 def test_triton_tiles_of_the_table_agree_with_the_reference(interpreted, arch, index, weight):
     assert_as_the_reference(interpreted("compare_tile", arch=arch, index=index, weight=weight))
@@ -105,13 +105,13 @@ def test_triton_query_rows_beyond_two_to_the_31_elements_are_read_right(interpre
     assert_as_the_reference(interpreted("far_query"))
 
 
-# What a start-up compares on each card with one head: 7 rows, then what each further tile needs, up to L.
+# What a start-up compares on each card with 32 heads: 7 rows, then what each further tile needs, up to L.
 CHECKED = [
-    *[("gfx942", 1024, weight, [7, 33, 129]) for weight in ("plain", "float8_e4m3fnuz")],
-    *[("gfx942", 40, weight, [7, 33]) for weight in ("plain", "float8_e4m3fnuz")],
+    *[("gfx942", 512, weight, [7, 17, 33, 65, 129]) for weight in ("plain", "float8_e4m3fnuz")],
+    *[("gfx942", 40, weight, [7, 17, 33]) for weight in ("plain", "float8_e4m3fnuz")],
     *[("gfx942", 16, weight, [7]) for weight in ("plain", "float8_e4m3fnuz")],
-    *[("sm90", 1024, weight, [7, 32, 65, 129]) for weight in ("plain", "float8_e4m3fn")],
-    ("gfx950", 1024, "mxfp4", [7, 33, 129]),
+    *[("sm90", 1024, weight, [7, 32, 65, 129, 513]) for weight in ("plain", "float8_e4m3fn")],
+    ("gfx950", 512, "mxfp4", [7, 17, 33, 65, 129]),
 ]
 
 
@@ -135,7 +135,7 @@ def test_triton_mutation_over_mxfp4_weights_fails_the_self_check(interpreted, na
 
 @pytest.mark.mutation
 def test_triton_mutation_one_bad_tile_fails_the_self_check(interpreted):
-    for tile in ("32x64/8w", "64x128/4w"):
+    for tile in ("32x128/8w", "64x128/4w"):
         found = interpreted("self_checked", **GFX942, limit=1024, bad=tile)
         assert "FAILED" in found["message"]
 
@@ -151,8 +151,18 @@ def test_triton_mutation_is_caught_by_the_comparison(interpreted, name):
 OWN_CALLS = [
     ("far_cache", {"cache": "float8_e4m3fn", "mutation": "slot_in_32_bits"}, "wrong", 0),
     ("odd_rows", {"mutation": "row_maximum_without_floor"}, "nope_steps", 1),  # a row of zeros
+    ("odd_rows", {"cache": "float8_e4m3fn", "mutation": "nan_of_the_rotated_half_hidden"}, "wrong_rope", 0),
+    ("odd_rows", {"cache": "float8_e4m3fn", "mutation": "nan_of_the_rotated_half_hidden"}, "wrong_cache", 0),
     # The tile that does several blocks.
-    ("compare_tile", GFX942 | {"index": 3, "mutation": "second_columns_of_the_first"}, "nope_different", NOPE_FRACTION),
+    *[
+        (
+            "compare_tile",
+            GFX942 | {"index": 4, "mutation": f"second_{which}_of_the_first"},
+            "nope_different",
+            NOPE_FRACTION,
+        )
+        for which in ("columns", "weight")
+    ],
 ]
 
 

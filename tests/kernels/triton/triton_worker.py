@@ -29,6 +29,7 @@ from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 from vllm_aiter_mla.kernels.triton.tiles import TABLE
 
 BACKEND = TritonBackend()
+HEADS = 32  # of the layer that the start-up check is tried on
 _LAUNCH = launcher.Launch
 _FOLDER = tempfile.TemporaryDirectory()
 sys.path.append(_FOLDER.name)
@@ -65,13 +66,14 @@ def compare_tile(arch: str, index: int, weight: str, mutation: str | None = None
 def odd_rows(cache: str = "bfloat16", weight: str = "float8_e4m3fn", mutation: str | None = None) -> dict[str, Any]:
     """Rows of zeros, of numbers below the floor of fp8 weights, and with a NaN or an infinity among ordinary ones.
 
-    NaN in kv_c: the lowest fp8 value as in the reference, and the very bits in a bf16 cache.
+    NaN in kv_c: the lowest fp8 value as in the reference, and the very bits in a bf16 cache. In what is rotated: NaN.
     """
     inputs, storage = cases.build(cases.Case(weight=weight, w_major="P", cache=cache))
     inputs.q[0] = 0.0
     inputs.q[1] *= 1e-13
     inputs.q[2, :, 5] = float("nan")
     inputs.q[3, 0, 6] = float("inf") if weight == "plain" else 1.0
+    inputs.q[3, :, 130] = inputs.k_pe[3, 2] = float("nan")
     inputs.kv_c.view(torch.int16)[0, :4] = torch.tensor([0x7FC1, -1, 0x7F81, 0x7F80], dtype=torch.int16)
     with planted(mutation):
         return cases.compare(inputs, storage, BACKEND.prepare)
@@ -111,7 +113,7 @@ def self_checked(arch, limit, weight, bad=None, mutation=None, cache="bfloat16")
 
     key = (weight,) if weight in ("plain", "mxfp4") else ("fp8", getattr(torch, weight))
     stored = getattr(torch, cache)
-    shape = LayerShape(1 if mutation is None else 2, 128, stored, stored, 1, False, latent=64, rope=16, weight=key)
+    shape = LayerShape(HEADS, 128, stored, stored, 1, False, latent=64, rope=16, weight=key)
     launcher.Launch, launcher.current_arch, before = bound, lambda: arch, launcher.current_arch
     try:
         with planted(mutation):

@@ -22,12 +22,13 @@ def nth(pattern: str, new: str | Callable[[re.Match[str]], str], which: int = 0)
     return plant
 
 
-BARRIER = r"^\ts_barrier\n"
+# Barriers between LDS accesses; those that only order loads in memory change no byte.
+BARRIER = r"(^\tds_write.*\n(?:(?!\ts_barrier).*\n)*)\ts_barrier\n"
 WAIT = r"^\ts_waitcnt (?:vm|lgkm)cnt\(\d+\).*\n"
 MFMA = r"(v_mfma\w+ \S+) (v\[\d+:\d+\]), (v\[\d+:\d+\]),"
 PLANTED: dict[str, Callable[[str], str]] = {
-    "dropped barrier, first": nth(BARRIER, ""),
-    "dropped barrier, last": nth(BARRIER, "", -1),
+    "dropped barrier, first": nth(BARRIER, r"\1"),
+    "dropped barrier, last": nth(BARRIER, r"\1", -1),
     "LDS offset of a read": nth(
         r"(ds_read\S+ v\[\d+:\d+\], v\d+) offset(1?):(\d+)", lambda m: f"{m[1]} offset{m[2]}:{int(m[3]) + 8}"
     ),

@@ -20,8 +20,10 @@ from tools.gfx9.parse import Fault, Skipped
 from vllm_aiter_mla.kernels.triton.tiles import Tile
 
 HEADS = 2
-SKINNY, SHORT, MANY = Tile(16, 64, 4), Tile(32, 64, 4, mfma=16), Tile(32, 64, 8, mfma=16)
-WIDE, TWICE = Tile(64, 128, 4), Tile(64, 128, 4, blocks=2)
+SKINNY, LOW, MIDDLE = Tile(16, 64, 4), Tile(16, 128, 4), Tile(32, 128, 8, mfma=16)
+WIDE, TWICE = Tile(64, 128, 4, mfma=16), Tile(64, 128, 4, blocks=2)
+# Over mxfp4 weights also shapes of both matrix instructions, 16 x 16 and 32 x 32, whose lanes differ.
+SHORT, BROAD = Tile(32, 64, 4, mfma=16), Tile(64, 128, 4)
 
 
 def cases() -> list[Case]:
@@ -32,7 +34,8 @@ def cases() -> list[Case]:
 
     return [
         case(SKINNY, 3, block_size=16), case(SKINNY, 17, is_neox=True, block_size=1, pointer_hint=False),
-        case(MANY, 16, weight_major="P", pointer_hint=False), case(WIDE, 17, quantised=False),
+        case(LOW, 17, weight_major="P", weight="fp8", pointer_hint=False),
+        case(MIDDLE, 16, weight_major="P", pointer_hint=False), case(WIDE, 17, quantised=False),
         case(WIDE, 65, is_neox=True), case(TWICE, 17, weight_major="P", weight="fp8"),
     ]  # fmt: skip
 
@@ -49,7 +52,7 @@ def outcome(compiled: Compiled, case: Case, text: str) -> str:
 def scaled(target: aot.Target, answer: dict[str, Any]) -> None:
     """Over mxfp4 weights, by the matrix instruction of 16 x 16 and of 32 x 32."""
     short = Case(aot.Variant(SHORT, 1, weight="mxfp4", weight_major="P"), 17)
-    wide = Case(aot.Variant(WIDE, 1, weight="mxfp4", weight_major="P"), 33)
+    wide = Case(aot.Variant(BROAD, 1, weight="mxfp4", weight_major="P"), 33)
     for case in (short, wide):
         made = aot.compile_variant(target, case.variant)
         layouts = re.findall(r"#linear\d? = .* lane = (\[\[.*?\]\])", made.asm["ttgir"])

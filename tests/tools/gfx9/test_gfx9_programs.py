@@ -55,6 +55,7 @@ def held(w, region, name):
 
 END = "row_mask:0xf bank_mask:0xf bound_ctrl:1"
 SELECTED = "dst_sel:DWORD dst_unused:UNUSED_PAD"
+WHOLE = "dst_unused:UNUSED_PAD src0_sel:DWORD src1_sel:DWORD"
 TO_FP8 = [("gfx942", "v_cvt_pk_fp8_f32 v2, v0, v0", " op_sel:[0,0,1]", 0x40400000),
           ("gfx950", "v_cvt_scalef32_pk_fp8_f32 v2, v0, v0, 1.0", " op_sel:[0,0,0,1]", 0x38380000)]  # fmt: skip
 LOADS = "global_load_dword v2, v0, s[2:3]; global_load_dword v3, v0, s[2:3]"
@@ -87,6 +88,8 @@ PROGRAMS = [
      {"v0": 0xC0800000, "v2": -1, "v3": -12.0}),
     *[([0x12345678, -1], f"v_and_b32_sdwa v2, v0, v1 {SELECTED} src0_sel:{part} src1_sel:DWORD", {"v2": taken})
       for part, taken in (("WORD_1", 0x1234), ("BYTE_1", 0x56))],
+    *[({"v0": 4, "v1": 0x12345678, "v2": -1}, f"v_lshrrev_b32_sdwa v2, v0, v1 dst_sel:{part} {WHOLE}", {"v2": left})
+      for part, left in (("BYTE_1", 0x6700), ("BYTE_3", 0x67000000), ("WORD_1", 0x45670000), ("DWORD", 0x1234567))],
     *[([LANE, 1000 * LANE], f"v_mov_b32_dpp v2, v0 {move} {END}; v_add_u32_dpp v3, v0, v1 {move} {END}",
        {"v2": taken, "v3": taken + 1000 * LANE})
       for move, taken in (("row_ror:8", (LANE & 48) + (LANE - 8) % 16), ("row_ror:1", (LANE & 48) + (LANE - 1) % 16),

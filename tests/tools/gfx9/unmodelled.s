@@ -42,7 +42,7 @@ ds_bpermute_b32 v0, v1, v2 gds
 s_load_dword s0, s[2:3], 0x0 glc
 v_cvt_pk_fp8_f32 v0, v1, v2 op_sel:[1,0,0]
 v_cvt_scalef32_pk_fp8_f32 v0, v1, v2, 2.0
-v_and_b32_sdwa v0, v1, v2 dst_sel:WORD_1 dst_unused:UNUSED_PAD src0_sel:DWORD src1_sel:DWORD
+v_and_b32_sdwa v0, v1, v2 dst_sel:WORD_1 dst_unused:UNUSED_PRESERVE src0_sel:DWORD src1_sel:DWORD
 v_and_b32_sdwa v0, v1, v2 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_7 src1_sel:DWORD
 v_add_u32_e32 v0, v1
 v_add_u32_e32 v0, v1, src_lds_direct

@@ -53,7 +53,7 @@ class _PlannedTriton(triton.TritonBackend):
         reason = triton.refused_on(self._arch, inputs)
         if reason is not None:
             return reason
-        return Binding(_never, tiles.entry_for(self._arch, inputs.num_tokens, inputs.num_heads).tile.label)
+        return Binding(_never, tiles.tile_for(self._arch, inputs.num_tokens, inputs.num_heads).label)
 
 
 class _PlannedVLLM(ReferenceBackend):
@@ -82,8 +82,9 @@ def spans(
         for name in AITER_KERNELS:
             chooser.refuse_kernel(name, f"by its sources it {OVERFLOW}")
     # The last batch size before every border that a back end knows of, up to the limit.
-    borders = {PER_HEAD_TOKENS - 1, *(entry.max_tokens for entries in tiles.TABLE.values() for entry in entries)}
-    points = sorted({border for border in borders if border < limit} | {limit})
+    entries = (entry for table in tiles.TABLE.values() for entry in table)
+    borders = {PER_HEAD_TOKENS - 1, *(entry.tokens(view.num_heads) for entry in entries)}
+    points = sorted({border for border in borders if 0 < border < limit} | {limit})
     answers = (at(chooser, operands(view, format, block_size, chooser.backends.platform, point)) for point in points)
     found: list[KernelSpan] = []
     # The reasons of skips name token counts, so they may differ where the same kernel runs.

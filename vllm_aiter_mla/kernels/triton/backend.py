@@ -14,7 +14,7 @@ from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, contra
 from vllm_aiter_mla.kernels.platform import CARDS
 from vllm_aiter_mla.kernels.reference import TRITON
 from vllm_aiter_mla.kernels.triton import interpreted, tiles
-from vllm_aiter_mla.kernels.triton.tiles import BLOCK_K, MXFP4_ARCH, Tile, entry_for
+from vllm_aiter_mla.kernels.triton.tiles import BLOCK_K, MXFP4_ARCH, Tile, tile_for
 
 INT32_SPAN = 1 << 31
 FORMATS = ("plain", "fp8", "mxfp4")  # of the absorbed weight, which the kernel can read
@@ -49,7 +49,7 @@ class TritonBackend(KernelBackend):
         arch = launcher.current_arch()
         if (reason := refused_on(arch, inputs)) is not None:
             return reason
-        tile = entry_for(arch, inputs.num_tokens, inputs.num_heads).tile
+        tile = tile_for(arch, inputs.num_tokens, inputs.num_heads)
         return Binding(launcher.Launch(inputs, tile), tile.label, TRITON)
 
     def tried_counts(self, inputs: DecodeInputs) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ class TritonBackend(KernelBackend):
         rows = {name: getattr(template, name)[:1] for name in ("q", "k_pe", "kv_c", "positions")}
         one = replace(template, slot_mapping=template.slot_mapping[:0], **rows)
         arch, heads = launcher.current_arch(), template.num_heads
-        needed = tuple(dict.fromkeys(entry_for(arch, heads=heads, tokens=n).tile for n in token_counts if n > 0))
+        needed = tuple(dict.fromkeys(tile_for(arch, heads=heads, tokens=n) for n in token_counts if n > 0))
         for tile in needed:
             launcher.Launch(one, tile)(one)
         return needed

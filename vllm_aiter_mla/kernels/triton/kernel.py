@@ -25,6 +25,8 @@ FLOOR = tl.constexpr(1e-10)
 BF16_MAX = tl.constexpr(float.fromhex("0x1.fep127"))
 # Values under one scale of mxfp4, and values in a byte of its codes (``formats``).
 GROUP, PACKED = tl.constexpr(32), tl.constexpr(2)
+# Neighbouring values of the query that one lane stores: 16 bytes in fp8.
+RUN = tl.constexpr(16)
 
 
 @triton.jit
@@ -126,14 +128,17 @@ def _added(acc, q, q_scale, w, w_scale, W_FP8_MAX: tl.constexpr, k: tl.constexpr
 
 
 @triton.jit
-def _store_form(x, scale, FP8_MAX: tl.constexpr, OUT: tl.constexpr):
+def _store_form(x, scale, FP8_MAX: tl.constexpr, OUT: tl.constexpr, KEEP_NAN: tl.constexpr = False):
     """The stored form of float32 ``x``: saturated fp8 of x / scale where FP8_MAX > 0, else rounded to OUT.
 
+    With KEEP_NAN a NaN stays one: as in the rotated half of AITER's op, so that a corrupt row shows in the result. It
+    costs two instructions a value, in programs that wait for memory anyway.
     AITER multiplies by fp32(1) / scale, correctly rounded. The division stands here, after the operands' loads: a
     program that divided first would wait for the scale before it asked for them.
     """
     if FP8_MAX > 0:
-        x = saturated(x * tl.math.div_rn(tl.full((), 1.0, tl.float32), scale), FP8_MAX)
+        x = x * tl.math.div_rn(tl.full((), 1.0, tl.float32), scale)
+        x = tl.where(x == x, saturated(x, FP8_MAX), float("nan")) if KEEP_NAN else saturated(x, FP8_MAX)
     return x.to(OUT)
 
 
@@ -178,15 +183,29 @@ def _rotate_and_store(
     table = cos_sin_ptr + (entry * cos_sin_stride)[:, None] + half[None, :]
     cos = tl.load(table, mask=mask, other=0.0).to(tl.float32)
     sin = tl.load(table + R // 2, mask=mask, other=0.0).to(tl.float32)
+    tl.debug_barrier()  # As in ``_kv_latent``.
     first, second = a * cos - b * sin, b * cos + a * sin
     mask = store_mask[:, None]
     if IS_NEOX:
         dst = dst_row[:, None] + half[None, :]
-        tl.store(dst, _store_form(first, scale, FP8_MAX, out), mask=mask)
-        tl.store(dst + R // 2, _store_form(second, scale, FP8_MAX, out), mask=mask)
+        tl.store(dst, _store_form(first, scale, FP8_MAX, out, True), mask=mask)
+        tl.store(dst + R // 2, _store_form(second, scale, FP8_MAX, out, True), mask=mask)
     else:
-        y = _store_form(tl.reshape(tl.join(first, second), (ROWS, R)), scale, FP8_MAX, out)
+        y = _store_form(tl.reshape(tl.join(first, second), (ROWS, R)), scale, FP8_MAX, out, True)
         tl.store(dst_row[:, None] + full[None, :], y, mask=mask)
+
+
+@triton.jit
+def _store_columns(row, first_col, x, row_mask, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Store ``x`` [ROWS, WIDTH] from column ``first_col`` on of the rows that ``row`` points to.
+
+    As three dimensions it takes a layout of its own. In that of the matrix product, a wave of gfx942 would write 8 or
+    16 bytes of a row at a time, and each request to memory moves up to 64.
+    """
+    groups: tl.constexpr = WIDTH // RUN
+    x = tl.reshape(x, (ROWS, groups, RUN))
+    cols = first_col + (tl.arange(0, groups) * RUN)[:, None] + tl.arange(0, RUN)[None, :]
+    tl.store(row[:, None, None] + cols[None, :, :], x, mask=row_mask[:, None, None])
 
 
 @triton.jit
@@ -199,7 +218,8 @@ def _query_tile(
     """Absorb BMM of one head, BLOCK_T tokens and BLOCKS blocks of BLOCK_L latent columns, and its stores.
 
     P is cut into blocks of 128, the last one may be narrower. Where it is one block, the rows are loaded and quantised
-    once for all latent blocks. The weight of the next block is loaded before this one's is waited for.
+    once for all latent blocks. The weight of the next block is loaded before this one's is waited for, and both before
+    the rows.
     The float32 accumulator is rounded to the activation dtype before it is scaled, as the separate BMM of the unfused
     sequence does: the query then differs from it by the BMM's summation order alone.
     """
@@ -214,7 +234,6 @@ def _query_tile(
     out_head = head * (M // N) if M % N == 0 else head
     out_row = out_ptr + (first_token.to(tl.int64) * M + out_head) * ROW + rows * (M * ROW)
     cols = first_col + tl.arange(0, BLOCK_L)
-    q = _load_rows(q_row, row_mask, 0, min(P, BLOCK_K))
     w, w_scale = _load_weight(
         w_ptr, w_scale_ptr, cols, w_stride_p, w_stride_l, w_scale_stride_l, w_scale_stride_g, 0, min(P, BLOCK_K)
     )
@@ -226,17 +245,18 @@ def _query_tile(
         for k in tl.static_range(0, P, BLOCK_K):
             if k + BLOCK_K < P:
                 ahead, scale_ahead = _load_weight(
-                    w_ptr, w_scale_ptr, cols, w_stride_p, w_stride_l, w_scale_stride_l, w_scale_stride_g,
-                    k + BLOCK_K, min(P - k - BLOCK_K, BLOCK_K),
+                    w_ptr, w_scale_ptr, cols + block * BLOCK_L, w_stride_p, w_stride_l, w_scale_stride_l,
+                    w_scale_stride_g, k + BLOCK_K, min(P - k - BLOCK_K, BLOCK_K),
                 )  # fmt: skip
             elif block + 1 < BLOCKS:
                 ahead, scale_ahead = _load_weight(
-                    w_ptr, w_scale_ptr, cols + BLOCK_L, w_stride_p, w_stride_l, w_scale_stride_l, w_scale_stride_g,
-                    0, min(P, BLOCK_K),
+                    w_ptr, w_scale_ptr, cols + (block + 1) * BLOCK_L, w_stride_p, w_stride_l, w_scale_stride_l,
+                    w_scale_stride_g, 0, min(P, BLOCK_K),
                 )  # fmt: skip
-            if P > BLOCK_K and k + block > 0:
-                q = _load_rows(q_row, row_mask, k, min(P - k, BLOCK_K))
+            if k + block == 0:
+                tl.debug_barrier()  # The rows come last: what waits for them is computed after all loads were issued.
             if P > BLOCK_K or block == 0:
+                q = _load_rows(q_row, row_mask, k, min(P - k, BLOCK_K))
                 codes, step = _quantised(q, kind, W_FP8_MAX, BLOCK_T, min(P - k, BLOCK_K))
             acc = _added(acc, codes, step, w, w_scale, W_FP8_MAX, k)
             if k + BLOCK_K < P or block + 1 < BLOCKS:
@@ -247,8 +267,7 @@ def _query_tile(
             x = _store_form(_rounded(acc, act, out_ptr.dtype.element_ty), scale, FP8_MAX, out_ptr.dtype.element_ty)
         else:
             x = acc.to(act)
-        tl.store(out_row[:, None] + cols[None, :], x, mask=row_mask[:, None])
-        cols += BLOCK_L
+        _store_columns(out_row, first_col + block * BLOCK_L, x, row_mask, BLOCK_T, BLOCK_L)
 
 
 @triton.jit
@@ -306,6 +325,7 @@ def _kv_latent(
     src = kv_c_ptr + first_row.to(tl.int64) * kv_c_stride_t + (local * kv_c_stride_t)[:, None] + cols[None, :]
     x = tl.load(src, mask=loaded[:, None], other=0.0)
     slot = tl.load(slot_ptr + rows, mask=loaded, other=-1)
+    tl.debug_barrier()  # With 64-bit addresses the compiler would move the rows' load behind the slot's wait.
     if FP8_MAX > 0:
         x = _store_form(x.to(tl.float32), scale, FP8_MAX, cache_ptr.dtype.element_ty)
     dst = _cache_rows(cache_ptr, slot, cache_stride_b, cache_stride_s, BLOCK_SIZE)

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """From ``DecodeInputs`` to one launch of the kernel."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from triton import cdiv
+import triton
+from triton import cdiv, knobs
+from triton.compiler import CompiledKernel
+from triton.runtime.driver import driver
 
 from vllm_aiter_mla.kernels import backend, formats
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
@@ -13,6 +17,14 @@ from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.triton import interpreted
 from vllm_aiter_mla.kernels.triton.kernel import decode_prep_kernel
 from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, Tile
+
+# Releases of Triton whose compiled kernels are launched as ``Direct`` does.
+RELEASES = ("3.6", "3.7", "3.8", "3.9")
+# Beyond it, of bytes or elements, Triton takes 64-bit offsets.
+NEAR = 1 << 31
+# Of the operands of ``Launch``, those that Triton specialises on: 16-byte alignment, and whether offsets fit 32 bits.
+SPECIALISED = (0, 1, 4, 6, 7, 8, 11)
+Specialised = tuple[tuple[bool, bool], ...]
 
 
 def current_arch() -> str:
@@ -58,6 +70,9 @@ def strides(inputs: DecodeInputs) -> tuple[int, ...]:
 class Launch:
     """The kernel bound to calls of one shape: what follows from the shape is computed once.
 
+    The first launch of a variant goes through Triton's dispatch, which compiles it. Later ones go to its own launcher,
+    where the release is known: the dispatch would take more of the host's time than all else in a layer.
+
     A weight may be loaded again into the same object, at another address or with other strides. What was computed from
     the weight belongs to its address, shape, strides and dtype, and is computed again when one of these has changed.
     """
@@ -77,7 +92,11 @@ class Launch:
         self._named = self._constants | {"num_warps": tile.num_warps, "num_stages": 1, "enable_fp_fusion": FP_FUSION}
         if card().rocm is not None and not interpreted():
             self._named["matrix_instr_nonkdim"] = tile.mfma
-        self._compiled = False
+        classes = tuple((stride == 1, stride % 16 == 0, stride < NEAR) for stride in self._strides)
+        kept = (inputs.q, inputs.k_pe, inputs.kv_c, self._weight, inputs.kv_cache, inputs.cos_sin_cache)
+        dtypes = (*(tensor.dtype for tensor in kept), inputs.out_dtype)
+        self._kind = (inputs.q.device, tile, dtypes, classes, tuple(self._constants.values()))
+        self._compiled: dict[Specialised, Direct | None] = {}
 
     def __call__(self, inputs: DecodeInputs) -> torch.Tensor:
         """Run the kernel once on the current stream. The caller has checked the operands.
@@ -91,41 +110,76 @@ class Launch:
         out, weight = inputs.new_query(), inputs.weight
         if _held(weight) != self._held:
             self._read(inputs)
-        tokens, slots, last_position = self._rows
-        if tokens == 0:
+        if self._rows[0] == 0:
             return out
-        q, k_pe, kv_c, cache = inputs.q, inputs.k_pe, inputs.kv_c, inputs.kv_cache
-        aligned = (q.data_ptr() | k_pe.data_ptr() | kv_c.data_ptr() | cache.data_ptr() | out.data_ptr()) % 16 == 0
-        variant = None
-        if (capturing := card().is_capturing()) or not (aligned and self._compiled):
-            variant = _variant((q, k_pe, kv_c, self._weight, cache, out), self._strides, self._constants, self._tile)
-            if capturing and variant not in _compiled:
-                raise backend.KernelCaptureError(
-                    "triton: a graph is being captured and this variant is not compiled; call warm_up before"
-                )
-        q_t, q_h, w_h, w_p, w_l, scale_h, scale_l, scale_g, table, k_pe_t, kv_c_t, cache_b, cache_s = self._strides
-        decode_prep_kernel[self._grid](
-            tokens, slots, q, self._weight, weight.scale, inputs.q_scale, q_t, q_h, w_h, w_p, w_l, out, scale_h,
-            scale_l, scale_g, inputs.positions, inputs.cos_sin_cache, last_position, table, k_pe, kv_c,
-            inputs.slot_mapping, inputs.k_scale, cache, k_pe_t, kv_c_t, cache_b, cache_s, **self._named,
+        operands = (
+            inputs.q, self._weight, weight.scale, inputs.q_scale, out, inputs.positions, inputs.cos_sin_cache,
+            inputs.k_pe, inputs.kv_c, inputs.slot_mapping, inputs.k_scale, inputs.kv_cache,
         )  # fmt: skip
-        if variant is not None:
-            _compiled.add(variant)
-            self._compiled = aligned
+        pointers: list[Any] = [None if tensor is None else tensor.data_ptr() for tensor in operands]
+        specialised = tuple((pointers[k] % 16 == 0, _reach(operands[k]) < NEAR) for k in SPECIALISED)
+        direct = self._compiled.get(specialised)
+        if direct is not None and direct(self._arguments(pointers)):
+            return out
+        variant = (self._kind, specialised)
+        if card().is_capturing() and variant not in _compiled:
+            raise backend.KernelCaptureError(
+                "triton: a graph is being captured and this variant is not compiled; call warm_up before"
+            )
+        made = decode_prep_kernel[self._grid](*self._arguments(operands), **self._named)
+        _compiled.add(variant)
+        self._compiled[specialised] = Direct.of(made, self._grid[0], tuple(self._constants.values()))
         return out
+
+    def _arguments(self, operands: Sequence[Any]) -> tuple[Any, ...]:
+        """The kernel's run-time arguments in its order; ``operands`` are tensors, or their addresses."""
+        q, w, w_scale, q_scale, out, positions, table, k_pe, kv_c, slot_mapping, k_scale, cache = operands
+        tokens, slots, last_position = self._rows
+        q_t, q_h, w_h, w_p, w_l, scale_h, scale_l, scale_g, table_t, k_pe_t, kv_c_t, cache_b, cache_s = self._strides
+        return (
+            tokens, slots, q, w, w_scale, q_scale, q_t, q_h, w_h, w_p, w_l, out, scale_h, scale_l, scale_g, positions,
+            table, last_position, table_t, k_pe, kv_c, slot_mapping, k_scale, cache, k_pe_t, kv_c_t, cache_b, cache_s,
+        )  # fmt: skip
+
+
+class Direct:
+    """A compiled kernel's own launcher, with all that does not change from call to call."""
+
+    def __init__(self, kernel: CompiledKernel, programs: int, constants: tuple[Any, ...]) -> None:
+        self._kernel, self._programs, self._constants = kernel, programs, constants
+        self._run, self._handles = kernel.run, (kernel.function, kernel.packed_metadata)
+        self._device = driver.active.get_current_device()
+
+    @classmethod
+    def of(cls, kernel: Any, programs: int, constants: tuple[Any, ...]) -> "Direct | None":
+        """Return the launcher of what a call through Triton's dispatch gave, or None where it is not known.
+
+        Args:
+            kernel: what the call returned; the interpreter returns nothing.
+            programs: of the grid, which has one dimension.
+            constants: the compile-time arguments, which the kernel takes last.
+        """
+        known = ".".join(triton.__version__.split(".")[:2]) in RELEASES
+        return cls(kernel, programs, constants) if known and isinstance(kernel, CompiledKernel) else None
+
+    def __call__(self, given: tuple[Any, ...]) -> bool:
+        """Launch as Triton's dispatch does in its last step, hooks of profilers included.
+
+        Returns:
+            Whether it was launched: False on another device than the kernel was loaded to.
+        """
+        active, runtime = driver.active, knobs.runtime
+        if active.get_current_device() != self._device:
+            return False
+        stream, arguments = active.get_current_stream(self._device), (*given, *self._constants)
+        told = self._kernel.launch_metadata((self._programs,), stream, *arguments)
+        hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+        self._run(self._programs, 1, 1, stream, *self._handles, told, *hooks, *arguments)
+        return True
 
 
 _compiled: set[tuple[Any, ...]] = set()
 """The variants that have been launched outside a capture."""
-
-
-def _variant(
-    tensors: tuple[torch.Tensor, ...], steps: tuple[int, ...], compile_time: dict[str, Any], tile: Tile
-) -> tuple[Any, ...]:
-    """What Triton specialises on: dtypes, 16-byte alignment, the 2 GiB hint, and each stride's class."""
-    pointers = tuple((t.dtype, t.data_ptr() % 16 == 0, _reach(t) < 2**31) for t in tensors)
-    classes = tuple((s == 1, s % 16 == 0, s < 2**31) for s in steps)
-    return (tensors[0].device, tile, pointers, classes, tuple(compile_time.values()))
 
 
 def _reach(tensor: torch.Tensor) -> int:

@@ -8,6 +8,7 @@ Neither torch nor Triton is imported here: the kernel compiles without torch, an
 from dataclasses import dataclass
 
 NO_LIMIT = 1 << 31
+LEAST_TOKENS = 16  # of a block, by the matrix instructions
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,46 +37,51 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tile and the calls it is for: tokens and heads up to these, first match."""
+    """A tile and the calls it is for: tokens, and rows of the query, up to these; first match.
+
+    Rows are tokens x heads, with the tokens rounded up to the least that a tile takes.
+    """
 
     max_tokens: int
-    max_heads: int
+    max_rows: int
     tile: Tile
+
+    def tokens(self, heads: int) -> int:
+        """Return up to how many tokens of ``heads`` heads it is for."""
+        return min(self.max_tokens, self.max_rows // (LEAST_TOKENS * heads) * LEAST_TOKENS)
 
 
 # 64 columns of bfloat16 are one 128-byte line of W_UK_T. rope_rows = 32 gives each lane of four 64-lane waves 8 values:
 # 16-byte loads, 8-byte fp8 stores; so does kv_rows = 4 of a 512-wide latent. mfma = 32 would give four waves two tiles.
-_SKINNY = Entry(16, NO_LIMIT, Tile(16, 64, 4))
+_SKINNY = Tile(16, 64, 4)
 _SHORT = Entry(32, NO_LIMIT, Tile(32, 64, 4, mfma=16))
 _PLAIN = Tile(64, 64, 4)
-# An MI300X has 304 compute units, an MI355X 256. Up to 128 tokens each query tile is as large as leaves one for most of
-# them: with 16 heads 256 programs at 17 to 64 tokens. Eight waves halve what a wave has to do.
-_AMD_MANY = Tile(32, 64, 8, mfma=16)
-# Where there are programs enough, wide tiles: a tile quantises its rows of q again, which is most of its arithmetic.
-_AMD_WIDE = Tile(64, 128, 4)
+# An MI300X has 304 compute units, an MI355X 256. The query tile doubles with the rows and is as large as leaves 256
+# programs: the larger it is, the fewer quantise the same rows of q, which is most of their arithmetic, and read the
+# same weight. Where there are few tokens of many heads, a block has no more rows than that.
+_AMD_LOW, _AMD_MIDDLE = Tile(16, 128, 4), Tile(32, 128, 8, mfma=16)
 _AMD = (
-    _SKINNY,
-    Entry(32, 16, _SKINNY.tile),
-    Entry(128, 32, _AMD_MANY),
-    Entry(NO_LIMIT, 32, _AMD_WIDE),
-    Entry(32, NO_LIMIT, _AMD_MANY),
-    Entry(64, NO_LIMIT, _AMD_WIDE),
+    Entry(NO_LIMIT, 512, _SKINNY),
+    Entry(16, NO_LIMIT, _AMD_LOW),
+    Entry(NO_LIMIT, 1024, _AMD_LOW),
+    Entry(32, NO_LIMIT, _AMD_MIDDLE),
+    Entry(NO_LIMIT, 2048, _AMD_MIDDLE),
+    Entry(NO_LIMIT, 4096, Tile(64, 128, 4, mfma=16)),
     Entry(NO_LIMIT, NO_LIMIT, Tile(64, 128, 4, blocks=2)),
 )
 
 # Any other GPU that Triton compiles for: the shapes with the smallest demands.
-FALLBACK = (_SKINNY, _SHORT, Entry(NO_LIMIT, NO_LIMIT, _PLAIN))
+FALLBACK = (Entry(16, NO_LIMIT, _SKINNY), _SHORT, Entry(NO_LIMIT, NO_LIMIT, _PLAIN))
 TABLE: dict[str, tuple[Entry, ...]] = {
     "gfx942": _AMD,
     "gfx950": _AMD,
-    # Past 128 tokens or 32 heads there are programs enough: q is read 4 times instead of 8, W_UK_T once per 128 tokens.
-    # 128 x 128 keeps two blocks of 8 warps on a multiprocessor; 128 x 256 (178 registers) would leave one.
+    # With programs enough, q is read 4 times instead of 8, W_UK_T once per 128 tokens. 128 x 128 keeps two blocks of 8
+    # warps on a multiprocessor; 128 x 256 (178 registers) would leave one.
     "sm90": (
-        _SKINNY,
-        _SHORT,
+        *FALLBACK[:2],
         Entry(64, NO_LIMIT, _PLAIN),
-        Entry(128, 32, _PLAIN),
-        Entry(NO_LIMIT, 32, Tile(64, 128, 4)),
+        Entry(NO_LIMIT, 4096, _PLAIN),
+        Entry(NO_LIMIT, 16384, Tile(64, 128, 4)),
         Entry(NO_LIMIT, NO_LIMIT, Tile(128, 128, 8, rope_rows=64, kv_rows=8)),
     ),
 }
@@ -89,19 +95,19 @@ MXFP4_ARCH = "gfx950"
 FP_FUSION = False
 
 
-def entry_for(arch: str, tokens: int, heads: int) -> Entry:
-    """Return the first entry of ``arch`` that covers ``tokens`` and ``heads``; unknown cards get the fallback."""
-    for entry in TABLE.get(arch, FALLBACK):
-        if tokens <= entry.max_tokens and heads <= entry.max_heads:
-            return entry
-    raise ValueError(f"no tile for {tokens} tokens and {heads} heads on {arch}: the last entry must cover everything")
+def tile_for(arch: str, tokens: int, heads: int) -> Tile:
+    """Return the tile of ``arch`` for ``tokens`` and ``heads``, by its first entry that covers them.
+
+    Cards without a table get the fallback's.
+    """
+    return next(entry.tile for entry in TABLE.get(arch, FALLBACK) if tokens <= entry.tokens(heads))
 
 
 def tried_counts(arch: str, heads: int) -> tuple[int, ...]:
     """Return one token count for each tile of ``arch``: the fullest it takes, or one row more than its block holds."""
     first, found = 1, {}
     for entry in TABLE.get(arch, FALLBACK):
-        if heads <= entry.max_heads and first <= entry.max_tokens:
-            found[entry.tile] = min(entry.max_tokens, max(first, entry.tile.block_t + 1))
-            first = entry.max_tokens + 1
+        if first <= (last := entry.tokens(heads)):
+            found[entry.tile] = min(last, max(first, entry.tile.block_t + 1))
+            first = last + 1
     return tuple(found.values())
