@@ -10,7 +10,7 @@ from tests.rehearsal.day import FLAG
 from tests.sandbox.rehearsal_card import Scenario
 from tests.sandbox.simulated_aiter.trees import CODE
 
-pytestmark = [pytest.mark.rehearsal, pytest.mark.wide]
+pytestmark = [pytest.mark.rehearsal, pytest.mark.slow, pytest.mark.wide]
 EAGER = (FLAG, "--enforce-eager")
 
 

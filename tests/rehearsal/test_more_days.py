@@ -5,7 +5,7 @@ import pytest
 from tests.rehearsal.day import FLAG
 from tests.sandbox.rehearsal_card import Scenario
 
-pytestmark = [pytest.mark.rehearsal, pytest.mark.wide]
+pytestmark = [pytest.mark.rehearsal, pytest.mark.slow, pytest.mark.wide]
 EAGER = (FLAG, "--enforce-eager")
 OWN = "--additional-config.aiter_mla"
 
