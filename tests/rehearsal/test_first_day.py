@@ -51,7 +51,7 @@ def test_verify_and_measure_pass_on_their_own_and_report_draws_their_files(day):
     measure = day.run("measure", "-t", "1", "-t", "8", "-n", "16", "--json", "measure.json")
     assert measure.returncode == 0, measure.stdout
     rows = files.read(Measurement, day.folder / "measure.json").rows
-    assert {row.ratio for row in rows} == {pytest.approx(2.0, rel=0.02)}
+    assert [row.ratio for row in rows] == [pytest.approx(2.0, rel=0.05)] * 4
     assert day.run("plan", str(day.model), *FEW, "--json", "plan.json").returncode == 0
     report = day.run("report", ".", "-o", "page.html")
     assert (report.returncode, "Traceback" in report.stdout) == (0, False), report.stdout
