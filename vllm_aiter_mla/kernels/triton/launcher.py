@@ -112,7 +112,7 @@ class Launch:
             self._read(inputs)
         if self._rows[0] == 0:
             return out
-        operands = (
+        operands: tuple[Any, ...] = (
             inputs.q, self._weight, weight.scale, inputs.q_scale, out, inputs.positions, inputs.cos_sin_cache,
             inputs.k_pe, inputs.kv_c, inputs.slot_mapping, inputs.k_scale, inputs.kv_cache,
         )  # fmt: skip
