@@ -16,6 +16,7 @@ from vllm_aiter_mla import files, first_call, status
 from vllm_aiter_mla.commands.check.record import CheckRun
 from vllm_aiter_mla.commands.measure import Measurement, Row
 from vllm_aiter_mla.commands.plan.record import Plan
+from vllm_aiter_mla.commands.status import Engines
 from vllm_aiter_mla.kernels.measure import Measured
 from vllm_aiter_mla.settings import KERNELS, Settings
 from vllm_aiter_mla.status.record import RankStatus, Skips, Timed
@@ -89,6 +90,7 @@ RECORDS = {
     "verify": records(Verification),
     "measure": records(Measurement),
     "plan": records(Plan, added=JSON_BY_NAME),
+    "engines": records(Engines),
 }
 WITHOUT_A_READER = {"doctor", "demo", "engine", "serving", "isa", "host_cost", "gfx9", "gfx9_cost"}
 """Nothing in the package reads these; the last seven are files of developers' tools."""
