@@ -273,6 +273,23 @@ def test_a_known_issue_is_found_by_card_cache_heads_and_drafts(plan: dict[str, A
     assert {name for name, issue in ISSUES.items() if steps.applies(issue, plans.parsed(plan))} == concerned
 
 
+@pytest.mark.parametrize("issue", ISSUES.values(), ids=ISSUES)
+def test_a_known_issue_is_of_the_heads_and_rows_from_its_first_to_its_last(issue: dict[str, Any]) -> None:
+    (few, many), (first, last) = issue["heads"], issue["rows"]
+
+    def concerns(heads: int, rows: int) -> bool:
+        cache = "auto" if issue["cache"] == "16 bits" else "fp8"
+        plan = of_shape(heads, rows - 1, cache, issue["arch"][0], vllm="dev")
+        plan["captures"]["inside"] = []
+        made = plans.parsed(plan)
+        with mock.patch.object(steps.files, "stamp", return_value={files.KEY: {"aiter": None}}):
+            return steps.applies(issue, made)
+
+    assert all(concerns(heads, rows) for heads in (few, many) for rows in (first, last))
+    beyond = [(few - 1, first), (many + 1, first), (few, last + 1), *([(few, first - 1)] if first > 1 else [])]
+    assert [shape for shape in beyond if concerns(*shape)] == []
+
+
 def test_a_known_issue_of_one_aiter_is_found_by_the_installed_version(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, issue = plans.parsed(of_shape(32, 0, "fp8", arch="gfx950")), ISSUES["vllm#46997"]
     for version, concerned in (("0.1.16.post2", True), ("0.1.24.post1", False), (None, True)):

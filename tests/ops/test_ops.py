@@ -145,6 +145,20 @@ def test_a_batch_without_slots_is_rotated_and_writes_nothing():
     assert torch.equal(layer.kv_cache, layer.initial)
 
 
+def test_decode_rows_without_a_cache_are_rotated_and_given_to_no_kernel(monkeypatch):
+    """As in vLLM. A kernel would write its rows to memory that nobody has allocated."""
+    layer, batch, given = layer_of(), batch_of(3), []
+    monkeypatch.setattr(Layer, "_find", lambda *_: pytest.fail("a kernel was asked for"))
+    monkeypatch.setattr(layer, "forward_impl", lambda *got, **rest: given.append(got))
+    args = arguments(ROPE, layer, batch.rows)
+    before = args[1].clone()
+    with forward([layer], batch):
+        layer.kv_cache = torch.empty(0)
+        OPS[ROPE](*args)
+    assert len(given) == 1
+    assert not torch.equal(args[1], before)
+
+
 def test_a_call_is_bound_once_and_again_after_a_weight_was_replaced(monkeypatch):
     found, layer = [], layer_of()
     real = Layer._find

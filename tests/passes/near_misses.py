@@ -12,6 +12,7 @@ from vllm.utils.torch_utils import HAS_OPAQUE_TYPE
 from tests.passes.execute import clean, rewrite, stubs_for
 from tests.passes.graphs import END, Builder, Layer, Spelling
 from tests.passes.rotary import ROPES, Pair
+from tests.passes.stubs import Sizes
 from vllm_aiter_mla import status
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.passes.match import NONE_ARGS, match_layers
@@ -268,6 +269,16 @@ CASES: dict[str, Case] = {
         "two_tables",
         lambda e: e.calls_of(aten.index.Tensor)[-1].update_arg(0, e.b.input("table_2", 24, 16)),
         {"rope": "two lookups"},
+    ),
+    "heads that are rotated whole": ("query_shape", lambda e: None, {"sizes": Sizes(p=0)}),
+    "a key wider than the heads": (
+        "query_shape", lambda e: e.attend(k_pe=e.call(aten.cat.default, [e.layer.k_pe] * 2, -1)), {},
+    ),
+    "a key of odd width": (
+        "query_shape", lambda e: e.attend(k_pe=e.call(aten.slice.Tensor, e.layer.k_pe, 2, 0, 15)), {},
+    ),
+    "a query without a dimension for its heads": (
+        "query_shape", lambda e: e.attend(q=e.call(aten.reshape.default, e.layer.q, [e.b.t, -1])), {},
     ),
     "a partial rotary": ("partial_rotary", lambda e: None, {"rope": "partial"}),
     "cos and sin swapped": ("query_not_rope", swapped_cos_and_sin, {}),

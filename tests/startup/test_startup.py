@@ -39,14 +39,14 @@ def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, mon
     check = startup.check_layers
     monkeypatch.setattr(startup, "check_layers", lambda *args, **kwargs: (given.append(kwargs), check(*args, **kwargs)))
     status.engage("a layer of the engine before", "aiter")
-    pass_ = ours()
+    pass_ = ours(limit=8)
     one = Worker(pass_)
     before = pass_.uuid()
     assert one.load_model() == "loaded"
     assert status.current().engaged == {}
-    assert given == [{"strict": False, "capture_sizes": [1, 8], "limit": 16}]
+    assert given == [{"strict": False, "capture_sizes": [1, 8], "limit": 8}], "a graph of exactly the limit is ours"
     assert pass_.kernels == startup.cache_key([layer_in(one)])
-    assert layer_in(one).limit == 16
+    assert layer_in(one).limit == 8
     assert pass_.uuid() != before
 
 
@@ -62,6 +62,16 @@ def test_a_rank_whose_kernel_was_rejected_runs_as_many_decode_steps_as_the_other
         status.reset()
         one.compile_or_warm_up_model()
     assert [one.steps for one in ranks] == [steps] * 2
+
+
+@pytest.mark.parametrize(("limit", "steps"), [(8, 0), (7, 1)])
+def test_a_captured_full_graph_of_exactly_the_limit_has_run_the_kernels(said, limit, steps):
+    one = Worker(ours(limit))
+    one.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+    one.vllm_config.compilation_config.cudagraph_capture_sizes = [8, 64]
+    one.load_model()
+    one.compile_or_warm_up_model()
+    assert one.steps == steps
 
 
 class Spoilt:

@@ -68,6 +68,25 @@ def test_i8_only_rank_0_speaks_and_every_rank_writes(said, tmp_path):
     assert (found["total"], found["skipped"][LAYERS[0]][0], found["decode_limit"]) == (2, "not_run", 512)
 
 
+@pytest.mark.parametrize(
+    ("then", "engaged"),
+    [
+        (lambda name: None, LAYERS),
+        (lambda name: status.skip(name, "no_rope", "why"), LAYERS[:1]),
+        (lambda name: status.fail(name, "why"), LAYERS[:1]),
+        (lambda name: status.engage(LAYERS[0], "triton"), LAYERS[:1]),
+    ],
+    ids=["its kernel has run", "the passes skip it", "its kernel raises", "another kernel ran instead"],
+)
+def test_a_layer_of_a_draft_counts_by_the_kernel_that_ran_for_another_layer_unless_it_is_skipped(then, engaged):
+    """vLLM runs no batch of a draft while it starts."""
+    status.engage(LAYERS[0], "aiter")
+    status.current().profiled[LAYERS[1]] = "aiter"
+    then(LAYERS[1])
+    record = status.record_of(LAYERS, 512, "fp8", 0)
+    assert (tuple(record.engaged), tuple(record.skipped)) == (engaged, LAYERS[len(engaged) :])
+
+
 def test_every_engine_of_a_process_starts_empty_and_has_its_own_line(said):
     for _ in range(2):
         status.reset()

@@ -76,6 +76,25 @@ def test_a_table_overwritten_in_place_is_copied_again_into_the_same_halves():
     assert float(cos[0, 0]) == 2.0
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda table: table[:, :32],
+        lambda table: table[::2][:4],
+        lambda table: table.view(torch.float16),
+    ],
+    ids=["narrower rows", "every second row", "another dtype"],
+)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_tables_at_one_address_get_halves_of_their_own(other, swapped):
+    memory = torch.arange(512.0).bfloat16().view(8, 64)
+    bound, tables = backend(), [memory, memory[:4], other(memory)]
+    for table in reversed(tables) if swapped else tables:
+        halves = bound.halves(table)
+        assert halves[0].dtype == table.dtype
+        assert same_bytes(torch.cat(halves, -1), table)
+
+
 @pytest.mark.parametrize("change", [lambda table, new: table.set_(new), lambda table, new: setattr(table, "data", new)])
 @pytest.mark.parametrize("rows", [8, 16])
 def test_a_table_that_lies_elsewhere_now_gets_halves_of_its_own(change, rows):

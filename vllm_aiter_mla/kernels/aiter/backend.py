@@ -85,15 +85,15 @@ class AiterBackend(KernelBackend):
 
         vLLM keeps one table per rotary embedding for all layers. AITER takes two and reads their rows densely whatever
         their stride: ``table.chunk(2, -1)`` would be silent garbage, and a copy per call a launch per layer and step.
-        So the halves are made once. They are kept by the table's address, because a compiled graph hands over another
-        alias of the same memory at every call. If torch's version counter says that the table was overwritten, it is
-        copied again into the same halves, so that captured graphs see it. Inference tensors have no such counter, and
-        a reload moves none: ``reloaded`` copies them all.
+        So the halves are made once. They are kept by the table's address and layout, because a compiled graph hands
+        over another alias of the same memory at every call. If torch's version counter says that the table was
+        overwritten, it is copied again into the same halves, so that captured graphs see it. Inference tensors have no
+        such counter, and a reload moves none: ``reloaded`` copies them all.
 
         Raises:
             KernelCaptureError: the halves must be made or refreshed while a graph is being captured.
         """
-        key = (table.data_ptr(), table.shape, table.dtype)
+        key = (table.data_ptr(), table.shape, table.stride(), table.dtype)
         version = 0 if table.is_inference() else table._version
         kept = self._tables.get(key)
         if kept is not None and kept[0] >= version:
