@@ -23,7 +23,7 @@ AVX2_TESTS := tests/ops tests/passes/test_recognised.py tests/passes/test_traced
 # Processes that share the tests of `make test`; each imports torch and vLLM. A file stays in one for its fixtures.
 WORKERS ?= 2
 
-.PHONY: setup demo test test-all test-rest test-wide test-torch lint types quick docs unit test-avx2 avx2-quick format lock clean
+.PHONY: setup demo test test-all test-rest test-wide test-torch test-triton lint types quick docs unit test-avx2 avx2-quick format lock clean
 
 setup: $(LOCK_STAMP) $(PKG_STAMP)
 
@@ -61,6 +61,7 @@ test-rest: setup
 # and `make test-torch` with TORCH=2.10 and 2.11, five minutes each, which install a torch of their own.
 test-wide: setup
 	$(BIN)/python -m pytest -m wide
+	$(MAKE) test-triton
 
 # The tests without an engine on another torch, in an environment of its own. vLLM's compiled ops load on the torch
 # they were built for alone: a stub that only declares them lies in their place. Wants PyTorch's CPU index, as setup does.
@@ -83,6 +84,23 @@ $(LANE_STAMP): $(LOCK) pyproject.toml
 test-torch: $(LANE_STAMP)
 	$(LANE)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not engine and not slow" \
 	    tests/passes tests/ops tests/gate tests/test_module.py
+
+# The Triton kernel as another release of Triton compiles and launches it, and its code executed for both cards: a
+# quarter of an hour. The release lies beside the environment and comes first in Python's path.
+TRITON ?= 3.7.1
+TRITON_TESTS := $(addprefix tests/kernels/triton/test_triton_,compiled.py launcher.py backend.py) \
+    tests/tools/gfx9/test_kernel_cost.py
+TRITON_LANE := $(VENV)-triton-$(TRITON)
+TRITON_PATH := PYTHONPATH=$(CURDIR)/$(TRITON_LANE):$(CURDIR):$$PYTHONPATH TRITON_CACHE_DIR=$(CURDIR)/$(TRITON_LANE)/cache
+
+$(TRITON_LANE)/.installed: | setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TRITON_LANE) triton==$(TRITON)
+	touch $@
+
+test-triton: $(TRITON_LANE)/.installed
+	$(TRITON_PATH) $(BIN)/python -m pytest -q -n0 $(TRITON_TESTS)
+	$(TRITON_PATH) $(BIN)/python -m tools.gfx9 --arch gfx942
+	$(TRITON_PATH) $(BIN)/python -m tools.gfx9 --arch gfx950
 
 lint: setup
 	$(BIN)/ruff check .

@@ -43,9 +43,11 @@ def assemble(text: str, arch: str) -> bytes:
     Raises:
         RuntimeError: the assembler refuses the text.
     """
+    from triton._C.libtriton import llvm
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
 
+    llvm.init_targets()  # Where the compiled kernel comes from Triton's cache, no earlier stage has done it.
     backend = make_backend(GPUTarget("hip", arch, 64))
     return backend.make_hsaco(text, {}, backend.parse_options({"arch": arch}))
 

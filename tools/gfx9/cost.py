@@ -44,7 +44,7 @@ TRIPS = dict(zip(KINDS, (1, 2, 2, 1), strict=True))
 LOAD_WIDTH, STORE_WIDTH, NEOX_STORE_WIDTH = GRANULE, GRANULE, GRANULE // 2
 # Over fp8 weights, by the rows of a launch (tokens x heads): the most instructions of a wave of a query tile. Whatever
 # the table says, a launch of few rows must not wait for long programs, nor one of many be cut into small ones.
-PATHS = ((2048, 350), (4096, 780), (1 << 31, 1130))
+PATHS = ((2048, 380), (4096, 850), (1 << 31, 1250))
 # The most query tiles: two for each unit of the smaller card, or as few as blocks of 64 tokens and 256 columns leave.
 # Up to 16 tokens a tile has no more rows to take.
 FEW_TOKENS, MOST_TILES, LARGEST = 16, 512, 32

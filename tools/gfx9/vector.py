@@ -15,12 +15,12 @@ import numpy as np
 from tools.gfx9 import numbers
 from tools.gfx9.operand import Operands, get64, put64
 from tools.gfx9.parse import Fault, Instruction
-from tools.gfx9.wave import Run, Wave, mask_of
+from tools.gfx9.wave import ALL, Run, Wave, mask_of
 
 Array = Any
 U, U64 = np.uint32, np.uint64
 FOUR, FIVE, SIX = np.uint32(15), np.uint32(31), np.uint64(63)
-LOW24 = np.uint32(0xFFFFFF)
+LOW24, EIGHT = np.uint32(0xFFFFFF), np.int32(8)
 FNUZ = {"gfx942": True, "gfx950": False}
 
 
@@ -65,6 +65,7 @@ def _perm(s0: Array, s1: Array, selector: Array) -> Array:
 VOP: dict[str, tuple[str, Callable[..., Any]]] = {
     # moves
     "v_mov_b32": ("u32 u32", lambda a: a),
+    "v_accvgpr_read_b32": ("u32 u32", lambda a: a),
     "v_mov_b64": ("u64 u64", lambda a: a),
     "v_cndmask_b32": ("u32 u32 u32 mask", lambda a, b, c: np.where(c, b, a)),
     # bits
@@ -80,6 +81,7 @@ VOP: dict[str, tuple[str, Callable[..., Any]]] = {
     "v_ashrrev_i32": ("i32 u32 i32", lambda n, a: a >> (n & FIVE).astype(np.int32)),
     "v_lshlrev_b64": ("u64 u32 u64", lambda n, a: a << (_wide(n) & SIX)),
     "v_lshrrev_b64": ("u64 u32 u64", lambda n, a: a >> (_wide(n) & SIX)),
+    "v_ashrrev_i64": ("i64 u32 i64", lambda n, a: a >> (_wide(n) & SIX).astype(np.int64)),
     "v_lshl_or_b32": ("u32 u32 u32 u32", lambda a, n, b: a << (n & FIVE) | b),
     "v_alignbit_b32": ("u32 u32 u32 u32", lambda a, b, n: _align(a, b, n & FIVE)),
     "v_alignbyte_b32": ("u32 u32 u32 u32", lambda a, b, n: _align(a, b, (n & U(3)) * U(8))),
@@ -99,6 +101,10 @@ VOP: dict[str, tuple[str, Callable[..., Any]]] = {
     "v_mul_hi_u32": ("u32 u32 u32", lambda a, b: (_wide(a) * _wide(b) >> U64(32)).astype(U)),
     "v_mul_u32_u24": ("u32 u32 u32", lambda a, b: (a & LOW24) * (b & LOW24)),
     "v_mad_u32_u24": ("u32 u32 u32 u32", lambda a, b, c: (a & LOW24) * (b & LOW24) + c),
+    "v_mul_i32_i24": ("i32 i32 i32", lambda a, b: (a << EIGHT >> EIGHT) * (b << EIGHT >> EIGHT)),
+    "v_mad_i32_i24": ("i32 i32 i32 i32", lambda a, b, c: (a << EIGHT >> EIGHT) * (b << EIGHT >> EIGHT) + c),
+    "v_sub_co_u32": ("u32 [mask] u32 u32", lambda a, b: (a - b, a < b)),
+    "v_subb_co_u32": ("u32 [mask] u32 u32 mask", lambda a, b, c: (a - b - c, _wide(a) < _wide(b) + c)),
     # floats
     "v_mul_f32": ("f32 f32 f32", lambda a, b: a * b),
     "v_fma_f32": ("f32 f32 f32 f32", numbers.fma),
@@ -176,11 +182,14 @@ def _sdwa(i: Instruction, ops: Operands, write: Any, function: Any, names: list[
     """Integers whose sources are parts of a register; the result goes to a part of it, and zeros to the rest."""
     i.only("dst_sel", "dst_unused", "src0_sel", "src1_sel")
     part, rest = i.modifiers.get("dst_sel", ""), i.modifiers.get("dst_unused")
-    if part not in SELECTS or rest != "UNUSED_PAD" or any(kind != "u32" for kind in kinds):
+    if part not in SELECTS or rest != "UNUSED_PAD" or any(kind not in ("u32", "mask") for kind in kinds):
         raise i.refuse("SDWA with this destination or type is not modelled")
     up, kept = (U(x) for x in SELECTS[part])
     reads = []
     for k, name in enumerate(names[1:]):
+        if kinds[k + 1] == "mask":
+            reads.append(ops.read(name, "mask"))
+            continue
         select = i.modifiers.get(f"src{k}_sel", "")
         if select not in SELECTS:
             raise i.refuse(f"src{k}_sel:{select} is not modelled")
@@ -191,11 +200,15 @@ def _sdwa(i: Instruction, ops: Operands, write: Any, function: Any, names: list[
 
 
 def _dpp_lanes(i: Instruction) -> np.ndarray:
-    """The lane that each lane takes its first source from; moves that can leave their row of 16 are not modelled."""
+    """The lane that each lane takes its first source from; beyond its row of 16 it is another row's."""
     lane = np.arange(64)
     row, place = lane & ~15, lane & 15
     if "row_ror" in i.modifiers:
         return row + (place - i.number("row_ror")) % 16
+    if "row_shl" in i.modifiers:
+        return lane + i.number("row_shl")
+    if "row_shr" in i.modifiers:
+        return lane - i.number("row_shr")
     if "row_mirror" in i.modifiers:
         return row + 15 - place
     if "row_half_mirror" in i.modifiers:
@@ -206,18 +219,31 @@ def _dpp_lanes(i: Instruction) -> np.ndarray:
 
 
 def _dpp(i: Instruction, ops: Operands, write: Any, function: Any, names: list[str], kinds: list[str]) -> Run:
-    """The first source comes from another lane. bound_ctrl says what happens without one; here there always is."""
-    i.only("row_ror", "row_mirror", "row_half_mirror", "quad_perm", "row_mask", "bank_mask", "bound_ctrl")
-    if (i.number("row_mask"), i.number("bank_mask")) != (15, 15) or any(kind not in ("u32", "f32") for kind in kinds):
+    """The first source comes from another lane. Of four lanes each, bank_mask says which of a row are written.
+
+    bound_ctrl says what happens without a source; here there always is one for what is written.
+    """
+    moves = ("row_ror", "row_shl", "row_shr", "row_mirror", "row_half_mirror", "quad_perm")
+    i.only(*moves, "row_mask", "bank_mask", "bound_ctrl")
+    if i.number("row_mask") != 15 or any(kind not in ("u32", "f32") for kind in kinds):
         raise i.refuse("DPP with these masks or types is not modelled")
-    lanes = _dpp_lanes(i)
+    lane, lanes = np.arange(64), _dpp_lanes(i)
+    written = i.number("bank_mask") >> (lane % 16 // 4) & 1 == 1
+    if (lanes[written] // 16 != lane[written] // 16).any() or not written.any():
+        raise i.refuse("DPP that leaves its row is not modelled")
+    lanes = np.where(written, lanes, lane)
+    sources, targets = mask_of(np.isin(lane, lanes[written])), mask_of(written)
     first, *others = (ops.read(name, kind) for name, kind in zip(names[1:], kinds[1:], strict=True))
 
-    def moved(w: Wave) -> Array:
+    def run(w: Wave) -> None:
         w.need_all_lanes("DPP")
-        return first(w)[lanes]
+        w.set_exec(sources)
+        moved = first(w)[lanes]
+        w.set_exec(targets)
+        write(w, function(moved, *[read(w) for read in others]))
+        w.set_exec(ALL)
 
-    return _closure(write, None, function, [moved, *others])
+    return run
 
 
 def _packed(function: Callable[[Array, Array], Array]) -> Callable[[Instruction, Operands], Run]:

@@ -8,9 +8,11 @@ import triton.language as tl
 
 
 @triton.jit
-def _store_columns(row, first_col, x, row_mask, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _store_columns(ptr, x, num_rows, STRIDE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Stores in the layout of the matrix product."""
-    tl.store(row[:, None] + (first_col + tl.arange(0, WIDTH))[None, :], x, mask=row_mask[:, None])
+    row = tl.arange(0, ROWS)
+    to = ptr + (row * STRIDE)[:, None] + tl.arange(0, WIDTH)[None, :]
+    tl.store(to, x, mask=(row < num_rows)[:, None])
 
 
 @tl.core.builtin

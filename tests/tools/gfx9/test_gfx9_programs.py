@@ -94,6 +94,19 @@ PROGRAMS = [
        {"v2": taken, "v3": taken + 1000 * LANE})
       for move, taken in (("row_ror:8", (LANE & 48) + (LANE - 8) % 16), ("row_ror:1", (LANE & 48) + (LANE - 1) % 16),
                           ("row_mirror", (LANE & 48) + 15 - LANE % 16))],
+    # A shifted row has sources for the lanes that bank_mask names, four each; the others keep what they had.
+    ([LANE, 1000 + LANE], "v_mov_b32_dpp v1, v0 row_shr:8 row_mask:0xf bank_mask:0xc",
+     {"v1": np.where(LANE % 16 < 8, 1000 + LANE, LANE - 8)}),
+    ([LANE, 1000 + LANE], "v_mov_b32_dpp v1, v0 row_shl:8 row_mask:0xf bank_mask:0x3",
+     {"v1": np.where(LANE % 16 < 8, LANE + 8, 1000 + LANE)}),
+    # 64 bits by two subtractions, with the borrow of lanes in a mask.
+    ([LANE, 7, 32, 3], "v_sub_co_u32_e32 v10, vcc, v0, v2; v_subb_co_u32_e32 v11, vcc, v1, v3, vcc",
+     {"v10": LANE - 32, "v11": np.where(LANE < 32, 3, 4), "vcc": 0}),
+    ([LANE, 7, 32, 7], "v_sub_co_u32_e64 v10, s[8:9], v0, v2; v_subb_co_u32_e64 v11, s[10:11], v1, v3, s[8:9]",
+     {"v11": np.where(LANE < 32, -1, 0), "s[8:9]": 2**32 - 1, "s[10:11]": 2**32 - 1}),
+    ({"v0": 0x12345678, "v1": 0x9ABCDEF0, "vcc": 1},
+     "v_cndmask_b32_sdwa v2, v0, v1, vcc dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:DWORD src1_sel:WORD_1",
+     {"v2": np.where(LANE == 0, 0x9ABC, 0x12345678)}),
     # Above 16 bits that are written there are neither zeros nor what was there.
     *[({"v0": 0x12345678, "v1": 0x9ABCDEF0, "s0": 0}, line, {"v1": 0xBAAD0000 + low})
       for line, low in (("v_lshlrev_b16_e32 v1, 8, v0", 0x7800),

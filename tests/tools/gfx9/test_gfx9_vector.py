@@ -101,6 +101,9 @@ FORMULAS = {
     "v_mul_hi_i32": lambda a, b: a * b // 2**32,
     "v_mul_hi_u32": lambda a, b: a * b // 2**32,
     "v_mul_u32_u24": lambda a, b: (a % 2**24) * (b % 2**24),
+    "v_mul_i32_i24": lambda a, b: signed(a % 2**24, 24) * signed(b % 2**24, 24),
+    "v_mad_i32_i24": lambda a, b, c: signed(a % 2**24, 24) * signed(b % 2**24, 24) + c,
+    "v_ashrrev_i64": lambda n, a: math.floor(Fraction(a, 2 ** (n % 64))),
     "v_mad_u32_u24": lambda a, b, c: (a % 2**24) * (b % 2**24) + c,
     "v_mul_f32": lambda a, b: a * b,
     "v_fma_f32": fused,
@@ -118,7 +121,7 @@ FORMULAS = {
     "v_cmp_lg_f32": lambda a, b: a < b or a > b,
     "v_cmp_neq_f32": lambda a, b: a != b,
 }
-FORMULAS |= dict.fromkeys(("v_mov_b32", "v_mov_b64"), lambda a: a) | dict.fromkeys(
+FORMULAS |= dict.fromkeys(("v_mov_b32", "v_mov_b64", "v_accvgpr_read_b32"), lambda a: a) | dict.fromkeys(
     ("v_cvt_f32_u32", "v_cvt_f32_i32"), float
 )
 for width in (32, 64):
@@ -132,8 +135,8 @@ for order in ("lt", "le", "eq", "ge", "gt"):
     compare = getattr(operator, order)
     FORMULAS |= {f"v_cmp_{order}_{kind}": compare for kind in ("i32", "u32", "i64", "u64", "f32")}
 FORMULAS |= {f"v_cmp_ne_{kind}": lambda a, b: a != b for kind in ("i32", "u32", "i64", "u64")}
-# Tested by name, in test_gfx9_special.py.
-OWN_TESTS = {"v_fmac_f32", "v_div_scale_f32"}
+# Tested by name, in test_gfx9_special.py and test_gfx9_programs.py.
+OWN_TESTS = {"v_fmac_f32", "v_div_scale_f32", "v_sub_co_u32", "v_subb_co_u32"}
 
 
 def result(w, kind):

@@ -20,7 +20,7 @@ PLANTED_TEXT = {
      "    x = tl.load(src, mask=(slot >= 0)[:, None], other=0.0)\n    slot = ", ["KV latent program"]),
     "heads last": ("        rest = pid // N\n        head = pid - rest * N\n",
      "        rest = pid % (token_blocks * latent_tiles)\n        head = pid // (token_blocks * latent_tiles)\n",
-     ["bytes moved", "instructions of a query tile"]),
+     ["bytes moved"]),
 }  # fmt: skip
 # Each replaces a function of the kernel by that of ``kernel_planted``.
 PLANTED_FUNCTIONS = {

@@ -196,16 +196,17 @@ def _rotate_and_store(
 
 
 @triton.jit
-def _store_columns(row, first_col, x, row_mask, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Store ``x`` [ROWS, WIDTH] from column ``first_col`` on of the rows that ``row`` points to.
+def _store_columns(ptr, x, num_rows, STRIDE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Store the first ``num_rows`` rows of ``x`` [ROWS, WIDTH] at ``ptr``, STRIDE elements apart.
 
-    As three dimensions it takes a layout of its own. In that of the matrix product, a wave of gfx942 would write 8 or
-    16 bytes of a row at a time, and each request to memory moves up to 64.
+    Cut into runs of 16 values, it takes a layout of its own: neighbouring lanes store neighbouring runs. In that of the
+    matrix product a wave of gfx942 would write 8 or 16 bytes of a row at a time, where a request moves up to 64.
     """
     groups: tl.constexpr = WIDTH // RUN
-    x = tl.reshape(x, (ROWS, groups, RUN))
-    cols = first_col + (tl.arange(0, groups) * RUN)[:, None] + tl.arange(0, RUN)[None, :]
-    tl.store(row[:, None, None] + cols[None, :, :], x, mask=row_mask[:, None, None])
+    run = tl.arange(0, ROWS * groups)
+    row = run // groups
+    to = ptr + (row * STRIDE + (run - row * groups) * RUN)[:, None] + tl.arange(0, RUN)[None, :]
+    tl.store(to, tl.reshape(x, (ROWS * groups, RUN)), mask=(row < num_rows)[:, None])
 
 
 @triton.jit
@@ -232,7 +233,7 @@ def _query_tile(
     if kind == tl.uint8:
         w_scale_ptr += head.to(tl.int64) * w_scale_stride_h
     out_head = head * (M // N) if M % N == 0 else head
-    out_row = out_ptr + (first_token.to(tl.int64) * M + out_head) * ROW + rows * (M * ROW)
+    out_ptr += (first_token.to(tl.int64) * M + out_head) * ROW + first_col
     cols = first_col + tl.arange(0, BLOCK_L)
     w, w_scale = _load_weight(
         w_ptr, w_scale_ptr, cols, w_stride_p, w_stride_l, w_scale_stride_l, w_scale_stride_g, 0, min(P, BLOCK_K)
@@ -267,7 +268,7 @@ def _query_tile(
             x = _store_form(_rounded(acc, act, out_ptr.dtype.element_ty), scale, FP8_MAX, out_ptr.dtype.element_ty)
         else:
             x = acc.to(act)
-        _store_columns(out_row, first_col + block * BLOCK_L, x, row_mask, BLOCK_T, BLOCK_L)
+        _store_columns(out_ptr + block * BLOCK_L, x, num_tokens - first_token, M * ROW, BLOCK_T, BLOCK_L)
 
 
 @triton.jit
