@@ -157,7 +157,7 @@ def test_a_start_that_cannot_time_leaves_vllms_own_kernels_and_says_so_once(made
     spoil(monkeypatch.setattr, made_up)
     state = torch.get_rng_state()
     one = made_up.start(strict=strict)
-    assert {runs(one, tokens) for tokens in (1, 16, 10**6)} == {"vllm"}
+    assert {runs(one, tokens) for tokens in (1, 16, 40)} == {"vllm"}
     ((code, _),) = status.current().skipped.values()
     assert code == "not_timed"
     (line,) = made_up.said.at(logging.WARNING)
