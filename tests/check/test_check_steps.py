@@ -453,6 +453,13 @@ def test_over_an_fp8_cache_an_engine_may_differ_by_what_the_cast_does_to_vllms_o
     assert outcomes()["engine"].status == status
 
 
+def test_over_an_fp8_cache_fifteen_right_requests_do_not_hide_a_wrong_one() -> None:
+    right, noise = [STEP] * 20, 0.17
+    wrong = [(STEP[0], {token: logprob - 0.27 for token, logprob in STEP[1].items()})] * 20
+    assert engine.explained(engine.figures([right] * 16, [right] * 16), noise)
+    assert not engine.explained(engine.figures([right] * 16, [right] * 15 + [wrong]), noise)
+
+
 def test_a_check_that_is_cut_off_leaves_the_steps_before(card: dict[str, Any], tmp_path: Path) -> None:
     class Cut(BaseException):
         """As SIGINT would raise."""

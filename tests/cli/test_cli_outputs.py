@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from vllm_aiter_mla import files
@@ -85,3 +86,18 @@ def test_a_wrong_option_is_one_line_on_stderr_and_exits_2(command, arguments, na
 )
 def test_a_line_holds_no_control_character(text, shown):
     assert outputs.line(text) == shown
+
+
+def test_only_the_json_is_on_standard_output(capfd):
+    """A compiler and vLLM's log write to the descriptor, whatever ``sys.stdout`` is."""
+    with outputs.text_apart(outputs.STDOUT):
+        print("a sentence")
+        os.write(1, b"a compiler's line\n")
+    outputs.write(outputs.STDOUT, "{}\n")
+    assert capfd.readouterr() == ("{}\n", "a sentence\na compiler's line\n")
+
+
+def test_a_full_disk_ends_the_command_with_one_line(capsys):
+    with pytest.raises(typer.Exit) as ended:
+        outputs.write(Path("/dev/full"), "{}\n")
+    assert (ended.value.exit_code, capsys.readouterr().err) == (outputs.WRONG, "/dev/full: No space left on device\n")

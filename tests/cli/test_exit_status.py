@@ -1,12 +1,14 @@
 """One table of exit statuses for all commands; each row is a command line as typed, and what the machine is like."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.support import plans
+from vllm_aiter_mla import files, status
 from vllm_aiter_mla.commands import doctor, outputs
 from vllm_aiter_mla.commands.main import COMMANDS, app
 from vllm_aiter_mla.commands.plan import build, model
@@ -34,10 +36,6 @@ def plan_says(outcome):
 
 def a_server(engaged):
     def plant(monkeypatch, folder):
-        from dataclasses import replace
-
-        from vllm_aiter_mla import files, status
-
         monkeypatch.setenv("VLLM_CACHE_ROOT", str(folder))
         monkeypatch.setenv(status.RUN, "7-a")
         status.join_run(folder / "aiter_mla")
@@ -88,12 +86,12 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("command", "typed", "plant", "status"), TABLE)
-def test_an_exit_status_means_the_same_for_every_command(monkeypatch, tmp_path, command, typed, plant, status):
+@pytest.mark.parametrize(("command", "typed", "plant", "expected"), TABLE)
+def test_an_exit_status_means_the_same_for_every_command(monkeypatch, tmp_path, command, typed, plant, expected):
     monkeypatch.chdir(tmp_path)
     plant(monkeypatch, tmp_path)
     done = CliRunner().invoke(app, [command, *typed])
-    assert done.exit_code == status, done.output
+    assert done.exit_code == expected, done.output
     assert isinstance(done.exception, (SystemExit, type(None))), done.exception
 
 

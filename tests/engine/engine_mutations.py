@@ -231,3 +231,20 @@ def raise_when_told():
         return inner(*args)
 
     ops.prepared_query = prepared_query
+
+
+def the_last_decode_row_reads_another_head() -> None:
+    """One row of each decode step attends with the query of the next head: the others hide it in a mean."""
+    from vllm_aiter_mla import ops
+
+    inner = ops.decode
+
+    def decode(step, q_prepared, output):
+        last = step.num_actual_tokens - 1
+        if last > 0:
+            plugin.bug_ran()
+            q_prepared = q_prepared.clone()
+            q_prepared[last] = q_prepared[last].roll(1, dims=0)
+        inner(step, q_prepared, output)
+
+    ops.decode = decode

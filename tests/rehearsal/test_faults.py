@@ -5,8 +5,10 @@ import os
 
 import pytest
 
+from tests.engine import engine_mutations
 from tests.rehearsal import faults
 from tests.rehearsal.day import FLAG
+from tests.sandbox import plugin
 from tests.sandbox.rehearsal_card import Scenario
 from tests.sandbox.simulated_aiter.trees import CODE
 
@@ -62,6 +64,13 @@ def test_check_whose_aiter_aborts_fails_that_step_and_keeps_the_others(made):
     assert {steps[name]["status"] for name in ("kernels", "timing", "engine")} == {"failed"}
     assert faults.PLANTED in steps["kernels"]["lines"]
     assert "SIGABRT" in steps["timing"]["detail"]
+
+
+def test_check_over_an_fp8_cache_notices_one_wrong_row_of_a_decode_step(made):
+    bug = engine_mutations.the_last_decode_row_reads_another_head
+    day = made(variables={plugin.MUTATION: f"{bug.__module__}:{bug.__name__}"})
+    check = day.run("check", str(day.model), "--max-num-seqs", "4", "--kv-cache-dtype", "fp8", FLAG)
+    assert (check.returncode, "plugin and control are apart in" in check.stdout) == (1, True), check.stdout
 
 
 def test_a_triton_kernel_that_does_not_compile_is_left_out(made):

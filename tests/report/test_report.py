@@ -23,6 +23,7 @@ from tests.support.planted import break_import
 from vllm_aiter_mla import commands
 from vllm_aiter_mla import files as our_files
 from vllm_aiter_mla.commands.check import steps
+from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.report.page import SECTIONS, html_of
 from vllm_aiter_mla.first_call import FirstCall
@@ -182,6 +183,24 @@ def strays(page: str) -> list[str]:
 @pytest.fixture
 def hostile(files: dict[str, Path], written: Write) -> list[Path]:
     return [written(f"<img>{path.name}", poisoned(json.loads(path.read_text()))) for path in files.values()]
+
+
+def check_run(*done: Step, status: int | None) -> Any:
+    return json.loads(our_files.text_of(CheckRun("a-model", status, done)))
+
+
+def test_a_check_that_was_cut_off_shows_the_steps_that_ended(written: Write) -> None:
+    done = Step("plan", "failed", "a reason", (), None)
+    page = html_of([written("check.json", check_run(Step("machine", "passed", "a card", (), None), done, status=None))])
+    assert "The run was cut off after the step plan." in page
+    assert "plan FAILED: a reason" in page
+    assert html_of([written("none.json", check_run(status=None))])
+    assert "was cut off" not in html_of([written("whole.json", check_run(done, status=1))])
+
+
+def test_a_check_without_a_gain_says_so(written: Write) -> None:
+    page = html_of([written("check.json", check_run(Step("engine", "no gain", "faster", (), None), status=4))])
+    assert "engine: no gain: faster" in page
 
 
 def test_hostile_strings_stay_text(hostile: list[Path]) -> None:

@@ -22,21 +22,31 @@ Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the outco
 
 @contextlib.contextmanager
 def text_apart(path: Path | None) -> Iterator[None]:
-    """Send what is printed to standard error where ``path`` is standard output, so that a program can read that."""
-    with contextlib.redirect_stdout(sys.stderr) if path == STDOUT else contextlib.nullcontext():
+    """Send what is printed to standard error where ``path`` is standard output, so that a program can read that.
+
+    vLLM's log, a library and a compiler that it starts do not print through ``sys.stdout``: the descriptor moves too.
+    """
+    if path != STDOUT:
         yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file, or to standard output where ``path`` is "-".
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    if path == STDOUT:
-        sys.stdout.write(text)
-    else:
-        files.write_text(path, text)
+    """Write a file, or to standard output where ``path`` is "-"; end the command with one line if that fails."""
+    try:
+        sys.stdout.write(text) if path == STDOUT else files.write_text(path, text)
+    except OSError as error:
+        fail(f"{path}: {error.strerror or error}")
 
 
 def check(paths: Mapping[str, Path | None]) -> None:

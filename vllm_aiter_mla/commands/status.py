@@ -14,7 +14,7 @@ from vllm_aiter_mla.status.record import RankStatus
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineLine:
     """One engine, as its status files say."""
 
     run: str
@@ -29,7 +29,7 @@ class Engine:
 class Engines:
     """The engines of this machine; ``schemas.json`` says what the fields mean."""
 
-    engines: tuple[Engine, ...]
+    engines: tuple[EngineLine, ...]
     unreadable: tuple[str, ...]
     exit: int
     evidence: files.Stamp = files.stamped("engines")
@@ -63,9 +63,9 @@ def status(json: outputs.Json = None) -> None:
     raise typer.Exit(code)
 
 
-def _engine(folder: Path, name: tuple[str, str, str], ranks: Sequence[RankStatus]) -> Engine:
+def _engine(folder: Path, name: tuple[str, str, str], ranks: Sequence[RankStatus]) -> EngineLine:
     """Return what the files of one engine's ranks say; ``name`` is (run, model, engine)."""
     if status_of.has_ended(folder, name[0]):
-        return Engine(*name, "the server has ended", lives=False, whole=False)
+        return EngineLine(*name, "the server has ended", lives=False, whole=False)
     found = status_of.of_engine(ranks)
-    return Engine(*name, status_of.line(*ranks), lives=True, whole=found.whole and not found.record.skipped)
+    return EngineLine(*name, status_of.line(*ranks), lives=True, whole=found.whole and not found.record.skipped)

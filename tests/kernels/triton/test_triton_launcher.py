@@ -3,6 +3,8 @@
 Triton's own dispatch and compiler run, for a card that is not there; what would go to HIP is recorded.
 """
 
+import importlib.util
+import sys
 from dataclasses import replace
 from typing import ClassVar
 
@@ -152,6 +154,17 @@ def test_triton_launch_goes_through_the_dispatch_where_its_own_launcher_is_not_k
     run(inputs)
     assert len(counted) == 2
     assert len(on_card[0].launches) == 2
+
+
+def test_triton_release_without_the_parts_of_a_direct_launch_keeps_the_kernel(monkeypatch):
+    """The back end takes a module that cannot be imported for no Triton at all."""
+    spec = importlib.util.spec_from_file_location("launcher_of_another_release", launcher.__file__)
+    other = importlib.util.module_from_spec(spec)
+    monkeypatch.delattr(launcher.triton, "knobs")
+    monkeypatch.delattr(sys.modules["triton.compiler"], "CompiledKernel")
+    monkeypatch.setattr(launcher.triton, "__version__", "4.0.0")
+    spec.loader.exec_module(other)
+    assert other.Direct.of(object(), 1, ()) is None
 
 
 def moved(direct):

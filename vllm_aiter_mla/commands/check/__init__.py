@@ -7,6 +7,7 @@ Each of the ``steps`` is printed as it ends, then a table and a line. ``known_is
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -73,14 +74,15 @@ def check(
     if html is not None and html_of is not None:
         with tempfile.TemporaryDirectory() as folder:
             files.write(Path(folder) / "check.json", written)
-            files.write_text(html, html_of([Path(folder) / "check.json"]))
+            outputs.write(html, html_of([Path(folder) / "check.json"]))
     raise typer.Exit(status)
 
 
 def _keep(json: Path | None, so_far: CheckRun) -> None:
     """Write what there is so far, where a later whole one can replace it."""
     if json is not None and json != outputs.STDOUT and not files.is_device(json):
-        files.write(json, so_far)
+        with suppress(OSError):  # a full disk ends no run: the last write says it
+            files.write(json, so_far)
 
 
 def run(asked: Context, keep: Callable[[dict[str, Outcome]], None] = lambda so_far: None) -> dict[str, Outcome]:

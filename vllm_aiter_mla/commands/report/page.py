@@ -238,21 +238,26 @@ def verify(page: Page, name: str, data: Verification) -> None:
 
 def check(page: Page, name: str, data: CheckRun) -> None:
     """Add the steps of a check, and what its plan, its kernels and its timings found."""
-    steps = {step.name: step for step in data.steps}
     rows = [(step.name, step.status, step.detail, list(step.lines)) for step in data.steps]
-    failed = [f"{step.name} FAILED: {step.detail}" for step in data.steps if step.status == "failed"]
-    page.add("Check", f"{data.model}: the steps", ("step", "outcome", "finding", "more"), rows, alarms=failed)
+    alarms = [f"{step.name} FAILED: {step.detail}" for step in data.steps if step.status == "failed"]
+    if data.exit is None:
+        alarms.append(f"The run was cut off after the step {data.steps[-1].name}." if data.steps else "No step ended.")
+    notes = [f"{step.name}: no gain: {step.detail}" for step in data.steps if step.status == "no gain"]
+    page.add(
+        "Check", f"{data.model}: the steps", ("step", "outcome", "finding", "more"), rows, notes=notes, alarms=alarms
+    )
+    found = {step.name: step.data for step in data.steps}
     for what, schema in (("plan", "plan"), ("kernels", "verify"), ("timing", "measure")):
-        if steps[what].data:
+        if found.get(what):
             cls, reader = READERS[schema]
-            reader(page, name, files.part(cls, Path(what), steps[what].data))
-    compared: Any = steps["engine"].data or {"distances": {}}
+            reader(page, name, files.part(cls, Path(what), found[what]))
+    compared: Any = found.get("engine") or {"distances": {}}
     pairs = compared["distances"].items()
-    tokens = [(pair, what, *one.values()) for pair, found in pairs for what, one in found.items()]
+    tokens = [(pair, what, *one.values()) for pair, by in pairs for what, one in by.items()]
     heads = ("sides", "scenario", "tokens", "equal", "compared", "agreed", "max |dlogprob|", "mean", "top-1")
     if tokens:
         page.add("Check", "Plugin, control and today, token by token", heads, tokens)
-    counts: Any = steps["launches"].data or {}
+    counts: Any = found.get("launches") or {}
     if counts:
         page.add("Launches", "Kernels of one decode step", ("side", "kernels"), counts.items())
 

@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 import triton
-from triton import cdiv, knobs
-from triton.compiler import CompiledKernel
-from triton.runtime.driver import driver
+from triton import cdiv
 
 from vllm_aiter_mla.kernels import backend, formats
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
@@ -145,7 +143,12 @@ class Launch:
 class Direct:
     """A compiled kernel's own launcher, with all that does not change from call to call."""
 
-    def __init__(self, kernel: CompiledKernel, programs: int, constants: tuple[Any, ...]) -> None:
+    def __init__(self, kernel: Any, programs: int, constants: tuple[Any, ...]) -> None:
+        # Here, because another release may have them elsewhere: its kernels keep the dispatch.
+        from triton import knobs
+        from triton.runtime.driver import driver
+
+        self._driver, self._runtime = driver, knobs.runtime
         self._kernel, self._programs, self._constants = kernel, programs, constants
         self._run, self._handles = kernel.run, (kernel.function, kernel.packed_metadata)
         self._device = driver.active.get_current_device()
@@ -159,8 +162,11 @@ class Direct:
             programs: of the grid, which has one dimension.
             constants: the compile-time arguments, which the kernel takes last.
         """
-        known = ".".join(triton.__version__.split(".")[:2]) in RELEASES
-        return cls(kernel, programs, constants) if known and isinstance(kernel, CompiledKernel) else None
+        if ".".join(triton.__version__.split(".")[:2]) not in RELEASES:
+            return None
+        from triton.compiler import CompiledKernel
+
+        return cls(kernel, programs, constants) if isinstance(kernel, CompiledKernel) else None
 
     def __call__(self, given: tuple[Any, ...]) -> bool:
         """Launch as Triton's dispatch does in its last step, hooks of profilers included.
@@ -168,7 +174,7 @@ class Direct:
         Returns:
             Whether it was launched: False on another device than the kernel was loaded to.
         """
-        active, runtime = driver.active, knobs.runtime
+        active, runtime = self._driver.active, self._runtime
         if active.get_current_device() != self._device:
             return False
         stream, arguments = active.get_current_stream(self._device), (*given, *self._constants)
