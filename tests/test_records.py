@@ -18,6 +18,7 @@ from vllm_aiter_mla.commands.measure import Measurement, Row
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.commands.status import Engines
 from vllm_aiter_mla.kernels.measure import Measured
+from vllm_aiter_mla.kernels.triton.tuning import TunedTiles
 from vllm_aiter_mla.settings import KERNELS, Settings
 from vllm_aiter_mla.status.record import RankStatus, Skips, Timed
 from vllm_aiter_mla.verify.results import Verification
@@ -85,6 +86,7 @@ RECORDS = {
     "status": records(RankStatus),
     "skips": records(Skips),
     "measured": records(Measured, key=JSON_BY_NAME, rounds=rounds()),
+    "tuned": records(TunedTiles, chosen=st.dictionaries(TEXT, TEXT.map(lambda tile: ((1, 4, tile), (5, 9, tile))))),
     "first-call": records(first_call.FirstCall),
     "check": records(CheckRun),
     "verify": records(Verification),

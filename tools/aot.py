@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, MXFP4_ARCH, TABLE, Tile
+from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, MORE, MXFP4_ARCH, TABLE, Tile
 
 # A whole DeepSeek-V3 layer: the heads that an entry without a limit is compiled for.
 MANY_HEADS = 128
@@ -70,7 +70,7 @@ def variants(target: Target) -> list[Variant]:
 
     The last tile also with bfloat16 in the cache and the query, over each form of the weight. The first one also for
     head counts that the decode kernel does not take: one that divides its count, and one that does not. On ROCm each
-    with a cache below 2 GiB and with a larger one.
+    with a cache below 2 GiB and with a larger one; and the tiles of ``tiles.MORE`` with the larger one.
     """
     tiles: dict[Tile, int] = {}
     for entry in TABLE[target.name]:
@@ -91,7 +91,19 @@ def variants(target: Target) -> list[Variant]:
     if target.name == MXFP4_ARCH:
         found += [Variant(tile, tiles[tile], weight_major="P", weight="mxfp4") for tile in ordered]
         found.append(Variant(last, tiles[last], quantised=False, weight_major="P", weight="mxfp4"))
-    return [replace(one, pointer_hint=hint) for one in found for hint in hints(target)]
+    return [replace(one, pointer_hint=hint) for one in found for hint in hints(target)] + _tuned(target)
+
+
+def _tuned(target: Target) -> list[Variant]:
+    """The tiles that only tuning may choose, each over each form of weight, with a large cache; AMD's cards only."""
+    if target.backend != "hip":
+        return []
+    forms = {"plain": "L", "fp8": "P"} | ({"mxfp4": "P"} if target.name == MXFP4_ARCH else {})
+    return [
+        Variant(tile, 16, pointer_hint=False, weight=weight, weight_major=major)
+        for tile in MORE
+        for weight, major in forms.items()
+    ]
 
 
 def hints(target: Target) -> tuple[bool, ...]:

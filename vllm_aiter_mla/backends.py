@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel back ends of one engine: which there are, in which order they are tried, and how each is built."""
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
-from vllm_aiter_mla.kernels import absorb
+from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.kernels import absorb, measure
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.aiter.op import AiterUnavailableError
@@ -70,10 +72,16 @@ def aiter_factory(platform: Platform, settings: Settings, opt: bool = False) -> 
 
 def triton_factory(platform: Platform, settings: Settings) -> KernelBackend | str:
     """Build our Triton back end, or return why not."""
-    from vllm_aiter_mla.kernels.triton import interpreted
+    from vllm_aiter_mla.kernels.triton import interpreted, tuning
     from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 
-    return TritonBackend() if card().is_there() or interpreted() else "Triton needs a GPU"
+    if not card().is_there():
+        return TritonBackend() if interpreted() else "Triton needs a GPU"
+    machine, folders = measure.machine(), (compat_config.cache_folder(), tuning.SHIPPED)
+    chosen, left_out = tuning.load(folders, machine["card"], machine["triton"], card().arch)
+    if left_out:
+        log.say_once(logging.WARNING, f"tuned tiles are left out, `measure --tune` makes new ones: {left_out}")
+    return TritonBackend(chosen)
 
 
 def vllm_factory(platform: Platform, settings: Settings) -> KernelBackend | str:

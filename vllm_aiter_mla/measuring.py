@@ -8,7 +8,7 @@ figures: a rank that waits for another one that never comes would hang.
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import measure
 from vllm_aiter_mla.kernels.device import card
-from vllm_aiter_mla.kernels.inputs import LayerShape
+from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
 from vllm_aiter_mla.layer import Layer
 from vllm_aiter_mla.status.record import Timed
 
@@ -147,7 +147,10 @@ def _figures(config: Any, layer: Layer, counts: Sequence[int], budget: measure.B
     # What vLLM compiles decides what its own sequence costs.
     settings, graphs = compat_config.settings_of(config), bool(compat_config.full_graphs(config.compilation_config))
     options = {"vllm": compat_config.compiled_as(config), "graphs": graphs}
-    key = about | options | {"counts": list(counts), "candidates": list(backends)}
+    # Which variants are timed: another tile of a kernel has other figures.
+    calls = [synthetic_inputs(replace(shape, device="meta"), count) for count in counts]
+    kernels = {name: [backend.kernel_of(call) for call in calls] for name, backend in backends.items()}
+    key = about | options | {"counts": list(counts), "candidates": kernels}
     kept, since = measure.Rounds(), ""
     if settings.measure != "again":
         with log.warned("the kept figures could not be read"):

@@ -176,8 +176,15 @@ def _check_group(group: Sequence[Layer], strict: bool, capture_sizes: Sequence[i
     """Check the kernels of layers of one engine and one shape."""
     first, shape = group[0], group[0].shape()
     named = f"heads {shape.heads}, {shape.cache_dtype} cache, block size {shape.block_size}"
+    one = synthetic_inputs(replace(shape, device="meta"), tokens=1)
     for name, backend in first.kernels_to_check().items():
-        found = self_check(name, backend, shape, capture_sizes, first.limit)
+        found, tuned = self_check(name, backend, shape, capture_sizes, first.limit), backend.tuned(one)
+        if tuned and found.ok:
+            status.current().tuned[named] = tuned
+        elif tuned:
+            log.say_once(logging.WARNING, f"{found.message} ({named}); the tuned tiles {tuned} are left out")
+            backend.untune(one)
+            found = self_check(name, backend, shape, capture_sizes, first.limit)
         trouble = found.message
         if found.ok and not found.writes_nan:
             continue

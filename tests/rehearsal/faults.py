@@ -14,6 +14,8 @@ from vllm_aiter_mla import files
 
 TOLD = "raise-now"
 """A file in the day's folder; while it is there, AITER's kernel raises."""
+TILE = "16x128/8w"
+"""One that the table of tiles does not have."""
 PLANTED = "planted by the rehearsal"
 
 
@@ -52,6 +54,17 @@ def aiter_is_wrong_on_rank_1() -> None:
 def triton_does_not_compile() -> None:
     def run(*given: Any, **named: Any) -> None:
         raise RuntimeError(PLANTED)
+
+    TritonLaunch.run = staticmethod(run)
+
+
+def a_tile_is_wrong() -> None:
+    """The Triton kernel rotates by the wrong pairing on one tile."""
+    inner = TritonLaunch.run
+
+    def run(*given: Any, **named: Any) -> None:
+        wrong = rehearsal_card.label_of(named) == TILE
+        inner(*given, **(named | {"IS_NEOX": named["IS_NEOX"] != wrong}))
 
     TritonLaunch.run = staticmethod(run)
 

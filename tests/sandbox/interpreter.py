@@ -60,7 +60,7 @@ class Recorded:
             if not isinstance(mode, Recording):
                 return launch(*given, **named)
             if hasattr(mode, "launched"):  # the rehearsal card's; the number of tokens comes first
-                mode.launched("decode_prep_kernel", given[0], lambda: launch(*given, **named))
+                mode.launched("decode_prep_kernel", given[0], named, lambda: launch(*given, **named))
             else:
                 mode.add("decode_prep_kernel", lambda: launch(*given, **named))
             with _disable_current_modes():

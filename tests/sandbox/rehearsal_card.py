@@ -28,6 +28,7 @@ from vllm_aiter_mla.kernels import device, formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.device import Device
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.triton.tiles import Tile
 from vllm_aiter_mla.verify.engine import Recording
 
 VARIABLE = "AITER_MLA_SANDBOX_CARD"
@@ -45,7 +46,7 @@ class Scenario:
     arch: str = "gfx942"
     name: str = "AMD Instinct MI300X"
     rocm: str | None = "7.0.51831-rehearsal"
-    # By kernel: microseconds of a launch from so many tokens on, ascending
+    # By kernel, or "triton" and a tile: microseconds of a launch from so many tokens on, ascending
     us: dict[str, list[tuple[int, float]]] = field(
         default_factory=lambda: {"vllm": [(1, 10.0)], "aiter": [(1, 8.0)], "triton": [(1, 5.0)]}
     )
@@ -58,6 +59,11 @@ def rank() -> int:
     """Return this process's rank; 0 before there are ranks."""
     ready = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_rank() if ready else 0
+
+
+def label_of(named: dict[str, Any]) -> str:
+    """Return the label of the tile of a launch, from its constants."""
+    return Tile(named["BLOCK_T"], named["BLOCK_L"], named["num_warps"], blocks=named["BLOCKS"]).label
 
 
 class Launches(Recording):
@@ -74,9 +80,9 @@ class Launches(Recording):
             self.kernels.append((kernel, args[argument].shape[0]))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def launched(self, name: str, tokens: int, call: Callable[[], object]) -> None:
-        """Note a launch of the Triton kernel, which does not pass the dispatcher."""
-        self.kernels.append((TRITON[name], tokens))
+    def launched(self, name: str, tokens: int, named: dict[str, Any], call: Callable[[], object]) -> None:
+        """Note a launch of the Triton kernel, which does not pass the dispatcher, with its tile."""
+        self.kernels.append((f"{TRITON[name]} {label_of(named)}", tokens))
         self.add(name, call)
 
 
@@ -191,7 +197,7 @@ class RehearsalCard(Device):
 
     def cost(self, kernel: str, tokens: int) -> float:
         """Return the microseconds of one launch, with noise."""
-        table = self.scenario.us[kernel]
+        table = self.scenario.us.get(kernel) or self.scenario.us[kernel.partition(" ")[0]]
         us = [us for first, us in table if tokens >= first][-1]
         return us * self.scenario.rank_us.get(rank(), 1.0) * max(self.draw.gauss(1.0, self.scenario.noise), 0.1)
 

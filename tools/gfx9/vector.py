@@ -8,6 +8,7 @@ binds the instruction.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -373,8 +374,8 @@ def _bitop3(i: Instruction, ops: Operands) -> Run:
     return run
 
 
-def _permlane32_swap(i: Instruction, ops: Operands) -> Run:
-    """The upper 32 lanes of the first register change places with the lower 32 of the second."""
+def _swap_rows(width: int, i: Instruction, ops: Operands) -> Run:
+    """The odd rows of ``width`` lanes of the first register change places with the even ones of the second."""
     ops.count(2)
     i.only()
     first, second = ops.reg(0, "v", 1), ops.reg(1, "v", 1)
@@ -383,9 +384,11 @@ def _permlane32_swap(i: Instruction, ops: Operands) -> Run:
         w.need_all_lanes(i.name)
         w.need(first)
         w.need(second)
-        upper, lower = w.u[first][32:].copy(), w.u[second][:32].copy()
-        w.put(w.u, first, np.concatenate((w.u[first][:32], lower)))
-        w.put(w.u, second, np.concatenate((upper, w.u[second][32:])))
+        one, two = (w.u[register].reshape(-1, 2, width).copy() for register in (first, second))
+        odd = one[:, 1].copy()
+        one[:, 1], two[:, 0] = two[:, 0], odd
+        w.put(w.u, first, one.ravel())
+        w.put(w.u, second, two.ravel())
 
     return run
 
@@ -415,6 +418,7 @@ SPECIAL: dict[str, Callable[[Instruction, Operands], Run]] = {
     "v_div_fmas_f32": _div_fmas,
     "v_bitop3_b32": _bitop3,
     "v_bitop3_b16": _bitop3,
-    "v_permlane32_swap_b32": _permlane32_swap,
+    "v_permlane16_swap_b32": partial(_swap_rows, 16),
+    "v_permlane32_swap_b32": partial(_swap_rows, 32),
     "v_readfirstlane_b32": _readfirstlane,
 }

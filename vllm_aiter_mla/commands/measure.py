@@ -62,7 +62,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A run of ``measure``; ``schemas.json`` says what the fields mean."""
+    """A run of ``measure`` without ``--tune``; ``schemas.json`` says what the fields mean."""
 
     machine: dict[str, str]
     weights: str
@@ -81,6 +81,9 @@ def measure(
     ] = None,
     kind: Annotated[Kind, typer.Option("--type", help="Type of the query and the cache.")] = Kind.both,
     weights: Annotated[Weights, typer.Option(help="Format of the absorb weights.")] = Weights.bf16,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Time the Triton kernel's tiles; starts take the fastest.")
+    ] = False,
     json: outputs.Json = None,
 ) -> None:
     """Time AITER's kernels, ours and vLLM's own on this GPU, as start-up does to choose between them.
@@ -88,6 +91,10 @@ def measure(
     Each kernel is first compared with the reference; a wrong one is not timed. The table shows median microseconds per
     call in a replayed graph, and how much faster than the fastest rival our fastest kernel is. Rivals are vLLM's own
     kernels and two that never serve: AITER's single launch, and its op behind an fp8 product on tiles for few rows.
+
+    With --tune: the tiles of the Triton kernel, at 1, 2, 4 ... 1024 tokens unless -t says others. What is fastest goes
+    to a file of this card and release of Triton, which the next start reads, checks and names in its status line.
+
     Exit status: 0; 1 if a kernel was wrong or the run stopped early; 2 if an option is wrong; 3 without a GPU.
     """
     import torch
@@ -104,11 +111,19 @@ def measure(
             f"measure: a GPU is needed, torch {torch.__version__} sees none; nothing was timed", outputs.NOT_LOOKED
         )
     with outputs.text_apart(json):
-        record = run(tokens or TOKENS, heads or HEADS, [one.value for one in kinds], weights.value)
-        show(record)
+        if tune:
+            from vllm_aiter_mla.commands import tune as tuning
+
+            sizes = product(kinds, heads or HEADS)
+            tiles, status = tuning.run(tokens, (shape_of(count, one.value, weights.value) for one, count in sizes))
+            text = files.text_of(tiles)
+        else:
+            record = run(tokens or TOKENS, heads or HEADS, [one.value for one in kinds], weights.value)
+            show(record)
+            text, status = files.text_of(record), int(bool(record.stopped or record.wrong))
     if json is not None:
-        outputs.write(json, files.text_of(record))
-    raise typer.Exit(1 if record.stopped or record.wrong else 0)
+        outputs.write(json, text)
+    raise typer.Exit(status)
 
 
 def run(tokens: Any, heads: Any, kinds: list[str], weights: str) -> Measurement:

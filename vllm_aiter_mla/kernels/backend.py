@@ -114,6 +114,13 @@ class KernelBackend(ABC):
         """Return the token counts that a check of such calls has to try, so that each of its kernels runs once."""
         return ()
 
+    def tuned(self, inputs: DecodeInputs) -> str:
+        """Return which variants a file of this machine has chosen for such calls, in words; empty if none has."""
+        return ""
+
+    def untune(self, inputs: DecodeInputs) -> None:  # noqa: B027  most have no such file
+        """Forget what a file has chosen for such calls."""
+
     def reloaded(self) -> None:  # noqa: B027  most keep nothing
         """Renew, in place, what was derived from tensors that vLLM has loaded again."""
 

@@ -270,23 +270,26 @@ def beats(ours: Sequence[float], theirs: Sequence[float]) -> bool:
     return ratios[int(CLEAR * len(ratios))] <= 1 - MARGIN
 
 
-def fastest(samples: Mapping[str, Sequence[float]], order: Sequence[str]) -> str:
-    """Return the candidate to run, of those in ``samples``; ``order`` is the static one."""
-    best = VLLM
+def fastest(samples: Mapping[str, Sequence[float]], order: Sequence[str], base: str = VLLM) -> str:
+    """Return the candidate to run, of those in ``samples``; ``order`` is the static one.
+
+    ``base`` runs unless another one clearly beats it.
+    """
+    best = base
     for name in order:
-        if name != VLLM and name in samples and beats(samples[name], samples[VLLM]):
-            best = name if best == VLLM or beats(samples[name], samples[best]) else best
+        if name != base and name in samples and beats(samples[name], samples[base]):
+            best = name if best == base or beats(samples[name], samples[best]) else best
     return best
 
 
-def ranges(rounds: Rounds, order: Sequence[str]) -> Ranges:
+def ranges(rounds: Rounds, order: Sequence[str], base: Callable[[int], str] = lambda tokens: VLLM) -> Ranges:
     """Return what runs from 1 token to the largest count timed; the larger of two counts decides between them.
 
-    Steps are padded up to captured sizes, so the larger count is the nearer one.
+    Steps are padded up to captured sizes, so the larger count is the nearer one. ``base`` is that of ``fastest``.
     """
     found: list[tuple[int, int, str]] = []
     for before, tokens in pairwise((0, *sorted(rounds))):
-        name = fastest(rounds[tokens], order)
+        name = fastest(rounds[tokens], order, base(tokens))
         if found and found[-1][2] == name:
             found[-1] = (found[-1][0], tokens, name)
         else:

@@ -50,6 +50,7 @@ class _Status:
     # What the passes did in each compile range, over all graphs of it, as "start-end" -> counts by pass
     compiled: dict[str, Counter[str]] = field(default_factory=dict)
     measured: list[Timed] = field(default_factory=list)  # one for each layer shape that was timed
+    tuned: dict[str, str] = field(default_factory=dict)  # tuned tiles by tokens, for each layer shape that has them
     # Kernels that the user named although they turn an fp8 overflow into NaN
     overflows: set[str] = field(default_factory=set)
     written: tuple[Path, RankStatus] | None = None  # the status file and its record, once it was written
@@ -133,6 +134,7 @@ def record_of(
         overflows=tuple(sorted(_status.overflows & set(_status.engaged.values()))),
         decode_limit=limit,
         kv_cache_dtype=kv_cache_dtype,
+        tuned=dict(_status.tuned) if "triton" in _status.engaged.values() else {},
     )
 
 
@@ -168,7 +170,9 @@ def line(*ranks: RankStatus | None, replica: int | None = None) -> str:
     by = ", integration module" if record.integration == "module" else ""
     whole = found.ranks - len(found.fallen) - found.silent
     on = f" on {whole} of {found.ranks} ranks" if found.ranks > 1 else ""
-    text = f"{engaged}/{record.total} MLA layers engaged{on} ({_measured(record) or _kernels(record)}{by})"
+    text = (
+        f"{engaged}/{record.total} MLA layers engaged{on} ({_measured(record) or _kernels(record)}{_tuned(record)}{by})"
+    )
     for rank, why in found.fallen.items():
         text += f"; rank {rank} fell back: {_printable(why)}"
     text += f"; {found.silent} without a status" if found.silent else ""
@@ -181,6 +185,11 @@ def _kernels(record: RankStatus) -> str:
     cache = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(record.kv_cache_dtype, "fp8")
     names = "+".join(sorted(set(record.engaged.values())))
     return f"{names}, {cache} KV, decode limit {record.decode_limit}{unmeasured(record.card)}"
+
+
+def _tuned(record: RankStatus) -> str:
+    """Return which tiles of the Triton kernel `measure --tune` has chosen; nothing for the table's."""
+    return "".join(f"; tuned tiles {tiles}" for tiles in dict.fromkeys(record.tuned.values()))
 
 
 def unmeasured(card: str) -> str:

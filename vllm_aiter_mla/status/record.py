@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from vllm_aiter_mla import files
 
@@ -51,6 +51,7 @@ class RankStatus:
     overflows: tuple[str, ...]
     decode_limit: int
     kv_cache_dtype: str
+    tuned: dict[str, str] = field(default_factory=dict)
     capture_sizes: tuple[int, ...] = ()
     partition: bool = False
     model_name: str | None = None

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 from tools import aot, isa
+from vllm_aiter_mla.kernels.triton.tiles import MORE
 
 pytestmark = pytest.mark.slow
 TARGETS = ("gfx942", "gfx950", "sm90")
@@ -27,10 +28,16 @@ def test_triton_every_variant_keeps_its_bounds_and_uses_fp8_where_its_label_says
     rows = {row["label"]: row for row in reports[name]}
     assert [row["breaches"] for row in rows.values() if row["breaches"]] == []
     assert len(rows) == len(aot.variants(aot.TARGETS[name]))
-    assert sum("W-mxfp4" in label for label in rows) == (12 if name == "gfx950" else 0), (
+    tuned = (
+        {label for label in rows if label.partition(" ")[0] in {tile.label for tile in MORE}}
+        if name != "sm90"
+        else set()
+    )
+    assert sum("W-mxfp4" in label for label in rows.keys() - tuned) == (12 if name == "gfx950" else 0), (
         "each tile, and bfloat16, both hints"
     )
-    small, large = ({label[:-5] for label in rows if label.endswith(end)} for end in ("<2GiB", ">2GiB"))
+    assert len(tuned) == len(MORE) * {"gfx942": 2, "gfx950": 3, "sm90": 0}[name], "each over each form of weight"
+    small, large = ({label[:-5] for label in rows.keys() - tuned if label.endswith(end)} for end in ("<2GiB", ">2GiB"))
     assert large == (set() if name == "sm90" else small), "each with and without the pointer hint"
     for label, row in rows.items():
         found, over_fp8 = row["figures"], "W-fp8" in label

@@ -81,6 +81,9 @@ PROGRAMS = [
     ([2.0, 3.0, 5.0, 7.0], "v_pk_add_f32 v[4:5], v[0:1], v[2:3] op_sel:[1,0] neg_lo:[0,1] neg_hi:[0,1]",
      {"v4": -2.0, "v5": -4.0}),
     ([2.0, 3.0], "v_pk_add_f32 v[16:17], v[0:1], 0 op_sel_hi:[1,0]", {"v16": 2.0, "v17": 3.0}),
+    *[([LANE, 100 + LANE], f"v_permlane{n}_swap_b32_e32 v0, v1",
+       {"v0": np.where(LANE & n, 100 + LANE - n, LANE), "v1": np.where(LANE & n, 100 + LANE, LANE + n)})
+      for n in (16, 32)],
     ([1.0, 2.0, 3.0, 4.0], "v_pk_mov_b32 v[10:11], v[0:1], v[2:3] op_sel:[1,0]", {"v10": 2.0, "v11": 3.0}),
     ([1.0, 2.0, 3.0, 4.0], "v_pk_mov_b32 v[0:1], v[2:3], v[0:1] op_sel:[0,1]", {"v0": 3.0, "v1": 2.0}),
     # A constant is bits of the type as which it is read. SDWA takes a part of a source, DPP the source of another lane.

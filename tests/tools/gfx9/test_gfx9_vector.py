@@ -175,5 +175,5 @@ def test_gfx9_vector_opcode_is_its_formula_in_every_lane(name):
 def test_gfx9_every_vector_opcode_has_a_test():
     assert set(FORMULAS) | OWN_TESTS == set(VOP)
     named = "pk_mul_f32 pk_add_f32 pk_mov_b32 cvt_pk_fp8_f32 cvt_scalef32_pk_fp8_f32 mad_u64_u32 mad_i64_i32"
-    named += " div_fmas_f32 bitop3_b32 bitop3_b16 permlane32_swap_b32 readfirstlane_b32"
+    named += " div_fmas_f32 bitop3_b32 bitop3_b16 permlane16_swap_b32 permlane32_swap_b32 readfirstlane_b32"
     assert {f"v_{name}" for name in named.split()} == set(SPECIAL)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The back end ``triton``: what it takes, what it declines and why."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -11,9 +11,10 @@ from vllm_aiter_mla.kernels.backend import OWN_BMM, Binding, KernelBackend
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.formats import is_fp8
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, contract_violation
+from vllm_aiter_mla.kernels.measure import Ranges, name_at
 from vllm_aiter_mla.kernels.platform import CARDS
 from vllm_aiter_mla.kernels.reference import TRITON
-from vllm_aiter_mla.kernels.triton import interpreted, tiles
+from vllm_aiter_mla.kernels.triton import interpreted, tiles, tuning
 from vllm_aiter_mla.kernels.triton.tiles import BLOCK_K, MXFP4_ARCH, Tile, tile_for
 
 INT32_SPAN = 1 << 31
@@ -27,11 +28,32 @@ MIN_FP8_WIDTH = 32
 
 
 class TritonBackend(KernelBackend):
-    """One portable launch, absorb BMM included. With ``kernel=auto`` it runs if start-up timed it as the fastest."""
+    """One portable launch, absorb BMM included. With ``kernel=auto`` it runs if start-up timed it as the fastest.
+
+    Args:
+        chosen: tiles that were timed on this card, as ``tuning.load`` returns them; other calls get the table's.
+    """
 
     name = "triton"
     bounds = OWN_BMM
     caches = (False, True)  # Triton compiles another variant, with 64-bit offsets, for a large cache
+
+    def __init__(self, chosen: Mapping[str, Ranges] | None = None) -> None:
+        self._chosen = dict(chosen or {})
+
+    def tile(self, arch: str, inputs: DecodeInputs, tokens: int) -> Tile:
+        """Return the tile of calls like ``inputs`` with ``tokens`` rows, on a card of ``arch``."""
+        label = name_at(self._chosen.get(tuning.key_of(inputs), ()), tokens)
+        return tile_for(arch, tokens, inputs.num_heads) if label is None else tiles.allowed(arch)[label]
+
+    def tuned(self, inputs: DecodeInputs) -> str:
+        """See the base class: tiles by tokens, as in "16x64/4w 1..32"."""
+        chosen = self._chosen.get(tuning.key_of(inputs), ())
+        return ", ".join(f"{label} {first}..{last}" for first, last, label in chosen)
+
+    def untune(self, inputs: DecodeInputs) -> None:
+        """See the base class: the table's tiles take over."""
+        self._chosen.pop(tuning.key_of(inputs), None)
 
     def bind(self, inputs: DecodeInputs) -> Binding | str:
         """See the base class: one launch, on the tile that belongs to the call's shape.
@@ -49,14 +71,20 @@ class TritonBackend(KernelBackend):
         arch = launcher.current_arch()
         if (reason := refused_on(arch, inputs)) is not None:
             return reason
-        tile = tile_for(arch, inputs.num_tokens, inputs.num_heads)
+        tile = self.tile(arch, inputs, inputs.num_tokens)
         return Binding(launcher.Launch(inputs, tile), tile.label, TRITON)
 
     def tried_counts(self, inputs: DecodeInputs) -> tuple[int, ...]:
         """See the base class: one for each tile."""
         from vllm_aiter_mla.kernels.triton import launcher
 
-        return tiles.tried_counts(launcher.current_arch(), inputs.num_heads)
+        arch = launcher.current_arch()
+        chosen = self._chosen.get(tuning.key_of(inputs), ())
+        if not chosen:
+            return tiles.tried_counts(arch, inputs.num_heads)
+        known, (*others, (start, _, label)) = tiles.allowed(arch), chosen
+        spans = (*others, (start, tiles.NO_LIMIT, label))  # the last one has no end
+        return tuple(min(last, max(first, known[label].block_t + 1)) for first, last, label in spans)
 
     def warm_up(self, template: DecodeInputs, token_counts: Iterable[int]) -> tuple[Tile, ...]:
         """Compile and load every variant that captures of ``token_counts`` rows need. Call it outside capture.
@@ -84,8 +112,8 @@ class TritonBackend(KernelBackend):
 
         rows = {name: getattr(template, name)[:1] for name in ("q", "k_pe", "kv_c", "positions")}
         one = replace(template, slot_mapping=template.slot_mapping[:0], **rows)
-        arch, heads = launcher.current_arch(), template.num_heads
-        needed = tuple(dict.fromkeys(tile_for(arch, heads=heads, tokens=n) for n in token_counts if n > 0))
+        arch = launcher.current_arch()
+        needed = tuple(dict.fromkeys(self.tile(arch, template, tokens=n) for n in token_counts if n > 0))
         for tile in needed:
             launcher.Launch(one, tile)(one)
         return needed

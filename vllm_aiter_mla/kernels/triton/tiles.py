@@ -85,6 +85,11 @@ TABLE: dict[str, tuple[Entry, ...]] = {
         Entry(NO_LIMIT, NO_LIMIT, Tile(128, 128, 8, rope_rows=64, kv_rows=8)),
     ),
 }
+# Tried by tuning beside the table's: what AMD's own tuned files take for the same BMM, and neighbours of the table's.
+MORE = (
+    Tile(16, 128, 8), Tile(32, 64, 4, mfma=16), Tile(32, 128, 4, mfma=16), Tile(32, 256, 8, mfma=16), Tile(64, 64, 4),
+    Tile(64, 128, 8, mfma=16),
+)  # fmt: skip
 # Width of the reduction block: DeepSeek's whole nope width, so that all loads of a tile are under way at once. It is
 # also the group in which AITER's fp8 GEMM quantises a query row (``absorb.FP8_GROUP``): each block has one scale a row.
 BLOCK_K = 128
@@ -101,6 +106,11 @@ def tile_for(arch: str, tokens: int, heads: int) -> Tile:
     Cards without a table get the fallback's.
     """
     return next(entry.tile for entry in TABLE.get(arch, FALLBACK) if tokens <= entry.tokens(heads))
+
+
+def allowed(arch: str) -> dict[str, Tile]:
+    """Return, by label, the tiles that tuning tries on a card; its file may name no others."""
+    return {tile.label: tile for tile in (*MORE, *(entry.tile for entry in TABLE.get(arch, FALLBACK)))}
 
 
 def tried_counts(arch: str, heads: int) -> tuple[int, ...]:

@@ -1,0 +1,212 @@
+"""``measure --tune`` on a rehearsal card: the file it keeps, the start that reads it, and what a start leaves out."""
+
+import logging
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from tests.ops.opcalls import NAME
+from tests.passes.stubs import Sizes, StubLayer
+from tests.rehearsal import faults
+from tests.sandbox import gpu_ops
+from tests.sandbox.interpreter import Recorded
+from tests.sandbox.rehearsal_card import RehearsalCard, Scenario, TritonLaunch
+from tests.support import worker
+from tests.support.worker import Worker, layer_in, ours
+from vllm_aiter_mla import backends, files, status
+from vllm_aiter_mla.commands import measure as command
+from vllm_aiter_mla.commands import outputs
+from vllm_aiter_mla.commands.main import app
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.kernels import measure
+from vllm_aiter_mla.kernels.inputs import synthetic_inputs
+from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.kernels.triton import launcher, tiles, tuning
+from vllm_aiter_mla.kernels.triton.backend import TritonBackend
+
+BEST, TABLE = faults.TILE, "16x64/4w"
+US = {"vllm": [(1, 10.0)], "triton": [(1, 9.0)], f"triton {BEST}": [(1, 5.0)]}
+LIMIT = 16
+
+
+@pytest.fixture
+def card(monkeypatch, said):
+    """An MI300X on which one tile that is not in the table is the fastest; AITER is not installed."""
+    monkeypatch.setattr(launcher, "decode_prep_kernel", Recorded(TritonLaunch()))
+    monkeypatch.setattr(launcher, "_compiled", set())
+    monkeypatch.setattr(compat_layer, "fp8_dtype", lambda: torch.float8_e4m3fnuz)
+    monkeypatch.setattr(compat_config, "as_current", lambda config=None: nullcontext())
+    monkeypatch.setattr(backends, "detect_platform", lambda: Platform("gfx942"))
+    for name in backends.AITER_KERNELS:
+        monkeypatch.setitem(backends.FACTORIES, name, lambda *_: "not installed")
+    sizes = Sizes(p=128, r=64, latent=512)  # as `measure` has them
+    monkeypatch.setattr(worker, "layer_of", lambda: StubLayer(NAME, sizes, torch.bfloat16))
+    gpu_ops.register()
+    return RehearsalCard(Scenario(us=US)).install(monkeypatch)
+
+
+def wrong_tile(monkeypatch):
+    monkeypatch.setattr(TritonLaunch, "run", staticmethod(TritonLaunch.run))
+    faults.a_tile_is_wrong()
+
+
+def tune(*options):
+    return CliRunner().invoke(app, ["measure", "--tune", "-n", "2", "-t", "1", "-t", "16", *options])
+
+
+def start(kernel="triton"):
+    """A worker whose layer has two heads and a bf16 cache; a kernel by name is checked and not timed."""
+    one = Worker(ours(LIMIT), kernel=kernel)
+    one.vllm_config.device_config = SimpleNamespace(device_type="cpu")
+    one.load_model()
+    return one
+
+
+def tile_of(one, tokens=4):
+    layer = layer_in(one)
+    bound = layer.backends.bind("triton", synthetic_inputs(layer.shape(), tokens))
+    return bound.kernel
+
+
+def tuned(folder):
+    """The file that tuning leaves, with figures that are made up."""
+    triton, key = measure.machine()["triton"], "2 heads, plain weight, bfloat16 cache"
+    path = tuning.path_of(folder, "AMD Instinct MI300X", triton)
+    files.write(path, tuning.TunedTiles("AMD Instinct MI300X", triton, {key: ((1, 16, BEST),)}, {}))
+    return path
+
+
+def line():
+    status.engage(NAME, "triton")
+    return status.line(status.record_of([NAME], LIMIT, "bfloat16", 0, card="gfx942"))
+
+
+def test_tune_keeps_the_fastest_tile_and_the_next_start_times_and_serves_it(card, tmp_path, said):
+    assert tile_of(start("auto")) == TABLE
+    assert "tuned" not in line()
+    done = tune("--type", "bf16", "--json", str(tmp_path / "sent.json"))
+    assert (done.exit_code, f"1..16 tokens  {BEST}: 5.0" in done.output) == (0, True), done.output
+    (kept,) = tmp_path.glob("tuned-*.json")
+    found = files.read(tuning.TunedTiles, kept)
+    assert replace(files.read(tuning.TunedTiles, tmp_path / "sent.json"), evidence=found.evidence) == found
+    assert found.card == "AMD Instinct MI300X"
+    assert [*found.chosen.values()] == [((1, 16, BEST),)]
+    assert tile_of(start("auto")) == BEST
+    assert "5.0 us a layer at 16 tokens against vLLM's own 10.0" in line()
+    assert f"; tuned tiles {BEST} 1..16)" in line()
+    assert status.record_of([NAME], LIMIT, "bfloat16", 0).tuned.popitem()[1] == f"{BEST} 1..16"
+    assert said.at(logging.WARNING) == []
+
+
+def test_tune_adds_to_what_was_tuned_before(card, tmp_path):
+    assert tune("--type", "bf16").exit_code == tune("--type", "fp8").exit_code == 0
+    (kept,) = tmp_path.glob("tuned-*.json")
+    assert len(files.read(tuning.TunedTiles, kept).chosen) == 2
+
+
+def test_tune_leaves_a_wrong_tile_out(card, monkeypatch, tmp_path):
+    wrong_tile(monkeypatch)
+    done = tune("--type", "bf16")
+    assert done.exit_code == outputs.FINDING
+    assert done.output.count(f"WRONG, not timed: {BEST} at 2 heads") == 1
+    (kept,) = tmp_path.glob("tuned-*.json")
+    assert [*files.read(tuning.TunedTiles, kept).chosen.values()] == [((1, 16, TABLE),)]
+
+
+def test_tune_without_a_card_looks_at_nothing(tmp_path):
+    assert tune().exit_code == outputs.NOT_LOOKED
+    assert not list(tmp_path.glob("tuned-*.json"))
+
+
+def test_a_tuned_tile_that_fails_its_check_is_left_out_and_the_tables_serves(card, monkeypatch, tmp_path, said):
+    tuned(tmp_path)
+    wrong_tile(monkeypatch)
+    assert tile_of(start()) == TABLE
+    (left_out,) = said.at(logging.WARNING)
+    assert f"the tuned tiles {BEST} 1..16 are left out" in left_out
+    assert "tuned" not in line()
+
+
+def other_card(kept):
+    files.write(kept, replace(files.read(tuning.TunedTiles, kept), card="AMD Instinct MI355X"))
+
+
+def other_triton(kept):
+    kept.rename(kept.with_name(kept.name.replace("triton-", "triton-0.")))
+
+
+def cut_off(kept):
+    kept.write_text(kept.read_text()[:-40])
+
+
+def strange_tile(kept):
+    found = files.read(tuning.TunedTiles, kept)
+    chosen = {key: ((1, 4, "8x8/1w"), (5, 16, BEST)) for key in found.chosen}
+    files.write(kept, replace(found, chosen=chosen))
+
+
+def gap(kept):
+    kept.write_text(kept.read_text().replace('"chosen"', '"chosen": {"a call": [[2, 4, "16x64/4w"]]}, "was"'))
+
+
+@pytest.mark.parametrize("harm", [other_card, other_triton, cut_off, strange_tile, gap])
+def test_a_tuned_file_that_is_not_for_this_start_is_left_out_with_one_line(card, tmp_path, said, harm):
+    harm(tuned(tmp_path))
+    assert tile_of(start()) == TABLE
+    (left_out,) = said.at(logging.WARNING)
+    assert "tuned-AMD-Instinct-MI300X-triton-" in left_out
+    assert "tuned" not in line()
+
+
+def test_a_tuned_file_of_another_card_on_the_same_volume_is_no_news(card, tmp_path, said):
+    kept = tuned(tmp_path)
+    kept.with_name(kept.name.replace("MI300X", "MI355X")).write_text("{")
+    assert tile_of(start()) == BEST
+    assert said.at(logging.WARNING) == []
+
+
+def test_a_tuned_file_that_came_with_the_plugin_serves_where_the_machine_has_none(card, monkeypatch, tmp_path):
+    kept, shipped = tuned(tmp_path), tmp_path / "shipped"
+    shipped.mkdir()
+    kept.rename(shipped / kept.name)
+    monkeypatch.setattr(tuning, "SHIPPED", shipped)
+    assert tile_of(start()) == BEST
+
+
+@pytest.mark.parametrize("arch", [*tiles.TABLE, "sm80"])
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=4, unique=True), st.data())
+def test_every_tuned_tile_that_may_serve_is_tried_by_the_check(arch, lasts, data):
+    known = tiles.allowed(arch)
+    firsts = [1, *(last + 1 for last in sorted(lasts)[:-1])]
+    spans = [(a, b, data.draw(st.sampled_from([*known]))) for a, b in zip(firsts, sorted(lasts), strict=True)]
+    inputs = synthetic_inputs(replace(command.shape_of(16, "bf16", "bf16"), device="meta"), tokens=1)
+    backend = TritonBackend({tuning.key_of(inputs): tuple(spans)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher, "current_arch", lambda: arch)
+        counts = backend.tried_counts(inputs)
+    tried = {backend.tile(arch, inputs, count).label for count in counts}
+    assert tried == {backend.tile(arch, inputs, count).label for count in (*range(1, 302), 1 << 20)}
+    assert counts[-1] > known[spans[-1][2]].block_t, "a second block of the last"
+
+
+@pytest.mark.parametrize("arch", tiles.TABLE)
+def test_a_tuned_tile_has_a_name_of_its_own_and_blocks_that_the_kernel_can_address(arch):
+    table = {entry.tile for entry in tiles.TABLE[arch]}
+    known = tiles.allowed(arch)
+    assert {tile.label: tile for tile in table} == {label: known[label] for label in (tile.label for tile in table)}
+    assert len({tile.label for tile in tiles.MORE}) == len(tiles.MORE)
+    assert not {tile.label for tile in tiles.MORE} & {tile.label for tile in table if tile not in tiles.MORE}
+    assert max(tile.block_t for tile in known.values()) <= 128
+
+
+def test_tune_takes_another_tile_only_where_it_is_clearly_faster():
+    rounds = {1: {"a": [10.0] * 5, "b": [9.9] * 5}, 8: {"a": [10.0] * 5, "b": [9.0] * 5}}
+    assert measure.ranges(rounds, ["a", "b"], lambda tokens: "a") == ((1, 1, "a"), (2, 8, "b"))
+    assert measure.ranges(rounds, ["a", "b"], lambda tokens: "b") == ((1, 8, "b"),)

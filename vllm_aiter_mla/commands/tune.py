@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``measure --tune``: time the tiles of the Triton kernel on this GPU and keep the fastest for its starts."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+import typer
+
+from vllm_aiter_mla import files, startup
+from vllm_aiter_mla.commands import outputs
+from vllm_aiter_mla.commands.compat.offline import load_plugins
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.kernels import measure as timing
+from vllm_aiter_mla.kernels.device import card
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.triton import tiles, tuning
+from vllm_aiter_mla.kernels.triton.backend import TritonBackend
+
+LIMIT = 1024
+"""Up to how many tokens tiles are timed, unless the user names the counts."""
+
+
+def run(tokens: Sequence[int] | None, shapes: Iterable[LayerShape]) -> tuple[tuning.TunedTiles, int]:
+    """Tune each shape, print a line for each range and keep the file; return this run's record and the exit status.
+
+    A shape that raises ends the run. What was tuned before is kept, next to what earlier runs have tuned.
+    """
+    load_plugins()  # as in a server: they may bring the platform
+    machine, counts = timing.machine(), sorted(set(tokens or timing.token_counts(LIMIT)))
+    chosen, us, wrong, stopped = dict[str, timing.Ranges](), {}, list[str](), ""
+    with compat_config.as_current():
+        for shape in shapes:
+            key, base = tuning.key_of(call_of(shape)), partial(default, heads=shape.heads)
+            try:
+                rounds = timed(shape, key, counts, wrong)
+            except Exception as error:  # out of memory for a large size, or Triton is absent
+                stopped = f"{key}: {type(error).__name__}: {error}"
+                break
+            us[key] = timing.medians(rounds)
+            chosen[key] = timing.ranges(rounds, [*tiles.allowed(card().arch)], base)
+            typer.echo(f"{key}:")
+            for first, last, label in chosen[key]:
+                table = base(last)
+                beaten = f"; the table's {table} {us[key][last][table]:.2f}" if label != table else ", the table's"
+                typer.echo(f"  {first}..{last} tokens  {label}: {us[key][last][label]:.2f} us{beaten}")
+            card().give_back()
+    for why in wrong:
+        typer.echo(outputs.line(f"WRONG, not timed: {why}"))
+    if stopped:
+        typer.echo(outputs.line(f"STOPPED at {stopped}"))
+    record = tuning.TunedTiles(machine["card"], machine["triton"], chosen, us)
+    if chosen:
+        keep(record)
+    elif not wrong:
+        return record, outputs.NOT_LOOKED
+    return record, outputs.FINDING if wrong or stopped else outputs.FINE
+
+
+def default(tokens: int, heads: int) -> str:
+    """Return the label of the table's tile."""
+    return tiles.tile_for(card().arch, tokens, heads).label
+
+
+def call_of(shape: LayerShape) -> DecodeInputs:
+    """Return a call without memory."""
+    return synthetic_inputs(replace(shape, device="meta"), tokens=1)
+
+
+def timed(shape: LayerShape, key: str, counts: Sequence[int], wrong: list[str]) -> timing.Rounds:
+    """Check each tile as start-up does and time those that are right.
+
+    Raises:
+        ValueError: the kernel does not take the shape, or one of the table's tiles is wrong.
+    """
+    call, able = call_of(shape), {}
+    for label in tiles.allowed(card().arch):
+        backend = TritonBackend({key: ((1, sys.maxsize, label),)})
+        if (why := backend.refuse(call)) is not None:
+            raise ValueError(why)
+        checked = startup.self_check(label, backend, shape, (), max(counts))
+        if checked.ok:
+            able[label] = backend
+        else:
+            wrong.append(f"{label} at {key}: {checked.message}")
+    missing = {default(tokens, shape.heads) for tokens in counts} - able.keys()
+    if missing:
+        raise ValueError(f"the tile {min(missing)} of the table failed its check")
+    return timing.time_shape(able, shape, synthetic_inputs(shape).weight, counts, timing.Budget(float("inf")))
+
+
+def keep(record: tuning.TunedTiles) -> None:
+    """Write the file, with what earlier runs have tuned for other shapes; end with a line if that fails."""
+    folder = compat_config.cache_folder()
+    path = tuning.path_of(folder, record.card, record.triton)
+    with suppress(OSError, ValueError):  # none, or one that start-up leaves out as well
+        old = files.read(tuning.TunedTiles, path)
+        record = replace(record, chosen=old.chosen | record.chosen, us=old.us | record.us)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        files.write(path, record)
+    except OSError as error:
+        outputs.fail(f"measure: {path}: {error.strerror or error}")
+    typer.echo(f"kept in {path}; the next start checks these tiles and names them in its status line")

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tiles that `measure --tune` has timed on a card, in one file for each card and release of Triton."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from vllm_aiter_mla import files
+from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.measure import Ranges
+from vllm_aiter_mla.kernels.triton.tiles import allowed
+
+SHIPPED = Path(__file__).parent / "tuned"
+"""Files that users have sent; the machine's own comes first."""
+
+
+@dataclass(frozen=True)
+class TunedTiles:
+    """What was fastest on one card with one release of Triton.
+
+    Raises:
+        ValueError: the ranges of a call do not follow one another from 1 on.
+    """
+
+    card: str  # its name, as torch has it
+    triton: str  # the release
+    chosen: dict[str, Ranges]  # by ``key_of``: (first, last, label of a tile) in tokens; the last one has no end
+    us: dict[str, dict[int, dict[str, float]]]  # median microseconds by ``key_of``, token count and tile
+    evidence: files.Stamp = files.stamped("tuned")
+
+    def __post_init__(self) -> None:
+        for ranges in self.chosen.values():
+            follows = all(before[1] + 1 == after[0] for before, after in pairwise(ranges))
+            if not ranges or ranges[0][0] != 1 or not follows or any(first > last for first, last, _ in ranges):
+                raise ValueError("the ranges of tokens do not follow one another from 1 on")
+
+
+def key_of(inputs: DecodeInputs) -> str:
+    """Return what a choice of tiles belongs to, in words: the heads of a rank, the absorb weight and the cache."""
+    weight = " ".join(str(part) for part in inputs.weight.key)
+    return f"{inputs.num_heads} heads, {weight} weight, {inputs.kv_cache.dtype} cache".replace("torch.", "")
+
+
+def path_of(folder: Path, card: str, triton: str) -> Path:
+    """Return the file for a card and a release of Triton."""
+    return folder / f"tuned-{re.sub(r'[^A-Za-z0-9.+]+', '-', f'{card} triton {triton}')}.json"
+
+
+def load(folders: Sequence[Path], card: str, triton: str, arch: str) -> tuple[Mapping[str, Ranges], str]:
+    """Return the chosen tiles by ``key_of`` of the first folder that has the file, and what was left out and why.
+
+    Args:
+        folders: the machine's own first.
+        card: name of this card.
+        triton: release of this Triton.
+        arch: architecture of this card.
+    """
+    for path in (path_of(folder, card, triton) for folder in folders):
+        try:
+            found = files.read(TunedTiles, path)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            return {}, str(error)
+        if (found.card, found.triton) != (card, triton):
+            return {}, f"{path}: for {found.card} with Triton {found.triton}, this is {card} with {triton}"
+        known = allowed(arch)
+        strange = {key: label for key, ranges in found.chosen.items() for *_, label in ranges if label not in known}
+        why = "".join(f"{path}: {key}: {label} is no tile of this kernel" for key, label in [*strange.items()][:1])
+        return {key: ranges for key, ranges in found.chosen.items() if key not in strange}, why
+    others = ", ".join(sorted(path.name for path in folders[0].glob("tuned-*.json")))
+    return {}, f"{others}: for another card or Triton; this is {card} with {triton}" if others else ""
