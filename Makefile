@@ -106,7 +106,6 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --follow-imports=skip --no-warn-unused-ignores
-	$(BIN)/python tools/prose.py
 
 # The same with the types of torch and vLLM, whose sources take mypy a minute.
 types: setup

@@ -50,12 +50,13 @@ def cache_folder() -> Path:
     return Path(os.path.expanduser(os.environ.get("VLLM_CACHE_ROOT", default)), "aiter_mla")
 
 
-def stamp(schema: str) -> dict[str, Any]:
+def stamp(schema: str, version: int | None = None) -> dict[str, Any]:
     """Return the stamp under its key, to merge into a record: ``record | stamp("status")``.
 
     Args:
         schema: name of the record's layout in ``schemas.json``, which has the fields and the version of each. The
             version grows when a field goes or changes its meaning.
+        version: of a layout of the checkout's tools, which is not in the wheel's file.
 
     Returns:
         ``{"evidence": {...}}`` with ``schema`` (its name after "vllm-aiter-mla/"), ``schema_version``, ``plugin``,
@@ -63,7 +64,7 @@ def stamp(schema: str) -> dict[str, Any]:
     """
     found = {
         "schema": f"vllm-aiter-mla/{schema}",
-        "schema_version": schemas()[schema]["version"],
+        "schema_version": version or schemas()[schema]["version"],
         "plugin": __version__,
         "vllm": _version("vllm") or _version(*_distributions("vllm")),
         "aiter": _version(*AITER),
