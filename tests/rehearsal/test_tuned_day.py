@@ -27,7 +27,7 @@ def test_tune_once_and_the_next_start_serves_the_tuned_tile_unless_it_fails_its_
         assert len(after.burst(["a", "bc", "def"])) == 3
         said = after.line("MLA layers engaged")
         assert "(triton 1..4; 5.0 us a layer" in said
-        assert f"; tuned tiles {faults.TILE} 1..4)" in said
+        assert f"; tuned tiles {faults.TILE} 1..4" in said
         status = day.run("status")
         assert (status.returncode, said in status.stdout) == (0, True), status.stdout
 
