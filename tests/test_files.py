@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ def test_a_stamp_names_schema_versions_time_and_host():
     assert set(stamp) == {"schema", "schema_version", "plugin", "vllm", "aiter", "time", "host"}
     assert (stamp["schema"], stamp["schema_version"]) == ("vllm-aiter-mla/status", 3)
     assert (stamp["plugin"], stamp["host"]) == (__version__, os.uname().nodename)
-    now = datetime.now(timezone.utc)
+    now = datetime.now(UTC)
     assert timedelta(0) <= now - datetime.fromisoformat(stamp["time"]) < timedelta(minutes=1)
     vllm = pytest.importorskip("vllm")
     assert stamp["vllm"].partition("+")[0] == vllm.__version__.partition("+")[0], "under another distribution's name"

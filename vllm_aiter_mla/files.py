@@ -18,7 +18,7 @@ import socket
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,7 +68,7 @@ def stamp(schema: str, version: int | None = None) -> dict[str, Any]:
         "plugin": __version__,
         "vllm": _version("vllm") or _version(*_distributions("vllm")),
         "aiter": _version(*AITER),
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
     }
     return {KEY: found}

@@ -5,7 +5,7 @@ It says nothing about a real card.
 
 import json
 import re
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 import pytest
 
@@ -76,7 +76,7 @@ def test_a_server_times_its_kernels_says_so_everywhere_and_a_warm_restart_keeps_
         assert second.burst(prompts) == answers
         again = second.line("MLA layers engaged")
     assert re.sub(r" on \d{4}-\d\d-\d\d", "", again) == said
-    assert f"measured here on {datetime.now(timezone.utc):%Y-%m-}" in again
+    assert f"measured here on {datetime.now(UTC):%Y-%m-}" in again
     assert not [line for line in second.lines() if line.startswith("kernels timed on this card")]
     assert "Traceback" not in status.stdout + ended.stdout
 

@@ -1,5 +1,6 @@
 """Claims about the tool that makes the lock, and about the lock: one line for what is wrong, a hash for each Python."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,8 +37,8 @@ def test_a_missing_release_is_pips_own_last_line(monkeypatch, capsys, tmp_path):
     assert not (tmp_path / "x.lock").exists()
 
 
-@pytest.mark.parametrize(("options", "whole"), [([], True), (["--over"], False)])
-def test_over_leaves_out_what_is_there(monkeypatch, tmp_path, options, whole):
+@pytest.mark.parametrize(("options", "fresh"), [([], [True, True]), (["--over"], [False])])
+def test_over_leaves_out_what_is_there_and_what_is_extra(monkeypatch, tmp_path, options, fresh):
     commands = []
 
     def pip(command, **_):
@@ -47,7 +48,17 @@ def test_over_leaves_out_what_is_there(monkeypatch, tmp_path, options, whole):
 
     monkeypatch.setattr(subprocess, "run", pip)
     assert make_lock.main([*options, "--out", str(tmp_path / "x.lock")]) == 0
-    assert [("--ignore-installed" in command) for command in commands] == [whole]
+    assert [("--ignore-installed" in command) for command in commands] == fresh
+
+
+def test_the_second_lock_has_what_the_extra_roots_need_over_the_pins_of_the_first(monkeypatch, tmp_path):
+    base = {name: entry(name, "", *make_lock.DROPPED) for name in ("torch", *make_lock.DROPPED)}
+    extra = {"ray": entry("ray", "", "torch", "msgpack"), "msgpack": entry("msgpack", "")}
+    monkeypatch.setattr(make_lock, "report", lambda *asked: base | extra if {"torch==1.0", "ray"} <= {*asked} else base)
+    monkeypatch.setattr(make_lock, "pinned", lambda entries, _: list(entries))
+    assert make_lock.main(["--out", str(tmp_path / "base.lock")]) == 0
+    pins = [(tmp_path / name).read_text().split("\n")[2:-1] for name in ("base.lock", "extra.lock")]
+    assert pins == [["torch"], ["msgpack", "ray"]]
 
 
 def entry(name, digest, *requires):
@@ -80,8 +91,28 @@ def test_what_only_another_python_needs_is_named(monkeypatch):
 
 
 def test_the_locks_are_for_every_python_that_the_tool_locks():
-    for lock in (ROOT / "requirements" / "cpu.lock", *(ROOT / "requirements" / "releases").glob("*.lock")):
+    for lock in (ROOT / "requirements").rglob("*.lock"):
         assert lock.read_text().split("\n")[1] == f"# Python {' '.join(make_lock.PYTHONS)}", lock
+
+
+def make_setup(tmp_path, python):
+    python.chmod(0o755)
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    (tmp_path / "venv" / "bin" / "python").symlink_to(python)
+    command = ["make", "-s", "setup", f"VENV={tmp_path / 'venv'}", f"PYTHON={python}"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_make_says_where_torch_is_before_it_downloads_the_rest(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$2" != pip ] || { cat; exit 1; }\n')
+    done = make_setup(tmp_path, python)
+    said, _ = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert said.startswith("No torch==")
+    readme = " ".join((ROOT / "README.md").read_text().replace("`", "").split())
+    assert said.partition("? ")[2] in readme
+    assert re.findall(r"^(\S+)==", done.stdout, re.M) == ["torch"]
 
 
 @pytest.mark.parametrize(("version", "status"), [((3, 10), 2), ((3, 12), 0), ((3, 14), 2)])
@@ -89,11 +120,7 @@ def test_make_refuses_a_python_without_a_lock_before_pip(tmp_path, version, stat
     python = tmp_path / "python"
     known = f"import sys; sys.version_info = {version}; exec(sys.argv.pop())"
     python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} -c "{known}" "$2"\necho started "$@"\n')
-    python.chmod(0o755)
-    (tmp_path / "venv" / "bin").mkdir(parents=True)
-    (tmp_path / "venv" / "bin" / "python").symlink_to(python)
-    command = ["make", "-s", "setup", f"VENV={tmp_path / 'venv'}", f"PYTHON={python}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = make_setup(tmp_path, python)
     assert done.returncode == status, done
     assert ("started -m pip" in done.stdout) == (status == 0)
     if status:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +28,7 @@ MOST_TOKENS, MOST_HEADS = 65536, 1024
 RIVALS = ("vllm", "aiter-decode-tile", "aiter-one-launch")
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """Types of the query and the cache."""
 
     fp8 = "fp8"
@@ -36,7 +36,7 @@ class Kind(str, Enum):
     both = "both"
 
 
-class Weights(str, Enum):
+class Weights(StrEnum):
     """Formats of the absorb weights."""
 
     bf16 = "bf16"

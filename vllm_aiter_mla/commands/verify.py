@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _MARKS = {"passed": "[green]ok[/]", "failed": "[red]FAILED[/]", "skipped": "[yellow]skipped[/]"}
 
 
-class Device(str, Enum):
+class Device(StrEnum):
     """Where something runs."""
 
     gpu = "gpu"

@@ -74,7 +74,7 @@ def digest(function: Any) -> str:
 def source_digest(source: str) -> str:
     """Return the SHA-256 of the syntax tree of ``source`` without docstrings, comments and layout.
 
-    It is the same on Python 3.10 to 3.14. ``ast.dump`` is not: its output differs in empty and new fields.
+    It is the same on Python 3.11 to 3.14. ``ast.dump`` is not: its output differs in empty and new fields.
     """
     return hashlib.sha256(_spelt(ast.parse(textwrap.dedent(source))).encode()).hexdigest()
 

@@ -8,7 +8,7 @@
 
 import os
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
@@ -37,7 +37,7 @@ COMMAND: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Arch(str, Enum):
+class Arch(StrEnum):
     """Cards a plan can be made for."""
 
     gfx942 = "gfx942"
