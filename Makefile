@@ -30,7 +30,7 @@ AVX2_TESTS := tests/ops tests/passes/test_recognised.py tests/passes/test_traced
 # Processes that share the tests of `make test`; each imports torch and vLLM. A file stays in one for its fixtures.
 WORKERS ?= 2
 
-.PHONY: setup extras demo test test-all test-rest test-wide test-torch test-triton lint types quick docs unit test-avx2 avx2-quick format lock clean
+.PHONY: setup extras demo test test-all test-rest test-wide test-torch test-triton mutants lint types quick docs unit test-avx2 avx2-quick format lock clean
 
 setup: $(LOCK_STAMP) $(PKG_STAMP)
 
@@ -117,6 +117,20 @@ test-triton: $(TRITON_LANE)/.installed
 	$(TRITON_PATH) $(BIN)/python -m pytest -q -n0 $(TRITON_TESTS)
 	$(TRITON_PATH) $(BIN)/python -m tools.gfx9 --arch gfx942
 	$(TRITON_PATH) $(BIN)/python -m tools.gfx9 --arch gfx950
+
+# Mutants of what decides, rewrites and remembers, by the tests that need no engine: hours, before a release. A second
+# run goes on where the first stopped; ARGS="vllm_aiter_mla.passes.*" runs a part. `pyproject.toml` names files and tests.
+MUTANTS_LANE := $(VENV)-mutants
+MUTMUT := PYTHONPATH=$(CURDIR)/$(MUTANTS_LANE) $(BIN)/python -m mutmut
+
+$(MUTANTS_LANE)/.installed: | setup
+	$(BIN)/$(PIP) --no-deps --target $(MUTANTS_LANE) mutmut==3.8.1 libcst==1.9.0 coverage==7.17.4 textual==8.2.8 \
+	    platformdirs==4.14.8 linkify-it-py==2.2.0 mdit-py-plugins==0.7.0
+	touch $@
+
+mutants: $(MUTANTS_LANE)/.installed
+	$(MUTMUT) run --max-children $(WORKERS) $(ARGS)
+	$(MUTMUT) results
 
 lint: setup
 	$(BIN)/ruff check .

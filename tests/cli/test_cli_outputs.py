@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import typer
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs
-from vllm_aiter_mla.commands.main import app
+from vllm_aiter_mla.commands.main import COMMANDS, app
 
 
 @pytest.fixture
@@ -101,3 +103,19 @@ def test_a_full_disk_ends_the_command_with_one_line(capsys):
     with pytest.raises(typer.Exit) as ended:
         outputs.write(Path("/dev/full"), "{}\n")
     assert (ended.value.exit_code, capsys.readouterr().err) == (outputs.WRONG, "/dev/full: No space left on device\n")
+
+
+@given(st.lists(st.text("abc:,-", min_size=1, max_size=40), max_size=30), st.integers(0, 20))
+def test_folded_text_keeps_each_word_and_fits_a_terminal(words, indent):
+    text = f"{' ' * indent}name  {' '.join(words)}"
+    lines = outputs.folded(text).splitlines()
+    assert " ".join(lines).split() == text.split()
+    assert max(map(len, lines)) <= outputs.WIDTH
+    assert {len(line) - len(line.lstrip()) for line in lines[1:]} <= {indent + 6}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_h_is_help(command):
+    short, long = (CliRunner().invoke(app, [command, option]) for option in ("-h", "--help"))
+    assert (short.exit_code, short.output) == (0, long.output)
+    assert "Usage:" in short.output

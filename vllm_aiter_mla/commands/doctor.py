@@ -117,7 +117,8 @@ def show(checks: Sequence[Check]) -> None:
     width = max(len(check.name) for check in checks)
     for check in checks:
         remedy = f" -> {check.remedy}" if check.remedy else ""
-        typer.echo(outputs.line(f"{check.status:<8} {check.name:<{width}}  {' '.join(check.detail.split())}{remedy}"))
+        detail = f"{' '.join(check.detail.split())}{remedy}"
+        typer.echo(outputs.folded(outputs.line(f"{check.status:<8} {check.name:<{width}}  {detail}")))
     counts = Counter(check.status for check in checks)
     typer.echo(f"vllm-aiter-mla {__version__}: " + ", ".join(f"{counts[status]} {status}" for status in STATUSES))
 

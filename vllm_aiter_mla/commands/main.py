@@ -22,6 +22,7 @@ app = typer.Typer(
     epilog="Exit status of every command: 0 all is well, 1 something was found, 2 an option, the model or a file is "
     "wrong, 3 it could not look. check: 4 the flag gains nothing on this card.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )

@@ -3,7 +3,9 @@
 
 import contextlib
 import os
+import re
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +19,8 @@ from vllm_aiter_mla.files import is_device
 FINE, FINDING, WRONG, NOT_LOOKED = range(4)
 """Exit statuses of every command: all is well; something was found; an option or a file is wrong; nobody could look."""
 STDOUT = Path("-")
+WIDTH, COLUMN = 80, 32
+"""Columns of a terminal; where a line's last column starts at the latest."""
 Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the outcome to this JSON file; - for stdout.")]
 
 
@@ -94,6 +98,20 @@ def printable(text: str) -> str:
         c.encode("unicode_escape").decode() if unicodedata.category(c)[0] == "C" and c not in "\n\t" else c
         for c in text
     )
+
+
+def folded(text: str) -> str:
+    """Return the text in lines of ``WIDTH`` columns; what follows a line is indented as its last column is."""
+    return "\n".join("\n".join(_parts(one)) for one in text.splitlines())
+
+
+def _parts(text: str) -> list[str]:
+    columns = re.match(r" *(\S.*  )?(- )?", text[:COLUMN])
+    indent = columns.end() if columns and columns.end() else 2
+    fold = textwrap.TextWrapper(
+        WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
+    )
+    return fold.wrap(text) or [""]
 
 
 def line(text: str) -> str:

@@ -25,15 +25,21 @@ class PassesOn(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse our own options; from ``--`` on nothing is ours, and vLLM gets the ``--`` as well."""
+        """Parse our own options; from ``--`` on nothing is ours, and vLLM gets the ``--`` as well.
+
+        ``-h`` is a word here and no letter: click would find it in vLLM's single-dash words.
+        """
         end = args.index("--") if "--" in args else len(args)
-        super().parse_args(ctx, args[:end])
+        super().parse_args(ctx, ["--help" if word == "-h" else word for word in args[:end]])
         ctx.args += args[end:]
         return list(ctx.args)
 
 
 COMMAND: dict[str, Any] = {
-    "cls": PassesOn, "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}
+    "cls": PassesOn,
+    "context_settings": {
+        "allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["--help"],
+    },
 }  # fmt: skip
 
 
@@ -83,7 +89,7 @@ def plan(
     except (LookupError, ValueError) as error:
         outputs.fail(f"plan: {error}")
     with outputs.text_apart(json):
-        print(printout.text(found))
+        print(outputs.folded(printout.text(found)))
     if json is not None:
         outputs.write(json, files.text_of(found))
     raise typer.Exit({"engaged": outputs.FINE, "unknown": outputs.NOT_LOOKED}.get(found.outcome, outputs.FINDING))

@@ -103,11 +103,17 @@ def _kernels(plan: Plan) -> Iterator[str]:
     yield f"Kernel (option kernel={plan.options.settings.kernel}){blocked}"
     if not plan.kernels:
         yield "  none"
+    said = set[str]()
     for span in plan.kernels or ():
         where = f"{span.first}..{span.last} tokens"
         detail = f": {span.detail}" if span.detail else ""
-        yield f"  {where:<19}{span.kernel or 'none'}{detail}"
-        yield from (f"{'':<21}not {name}: {reason}" for name, reason in span.skips)
+        yield f"  {where:<18} {span.kernel or 'none'}{detail}"
+        names: dict[str, list[str]] = {}
+        for name, reason in span.skips:
+            names.setdefault(reason, []).append(name)
+        for reason, left in names.items():
+            yield f"{'':<21}not {', '.join(left)}: {'as above' if reason in said else reason}"
+        said |= names.keys()
 
 
 def _figures(plan: Plan) -> Iterator[str]:
@@ -117,10 +123,11 @@ def _figures(plan: Plan) -> Iterator[str]:
     mla = figures.layers
     yield f"Query preparation and KV write of {mla} layers on one rank, absorb BMM included"
     yield "by formula (docs/configuration.md), not measured"
-    yield f"  {'T':>6}  {'path':<32}{'launches/layer':>15}{'launches/step':>15}{'bytes/layer':>15}{'bytes/step':>17}"
+    yield f"{'':<38}{'launches of a':>15}{'bytes of a':>27}"
+    yield f"{'T':>6} {'path':<31}{'layer':>8}{'step':>7}{'layer':>12}{'step':>15}"
     for tokens, paths in figures.by_tokens.items():
         for name, path in paths.items():
             count, moved = len(path.launches), path.bytes
-            yield f"  {tokens:>6}  {name:<32}{count:>15}{path.launches_per_step:>15}{moved:>15,}{moved * mla:>17,}"
+            yield f"{tokens:>6} {name:<31}{count:>8}{path.launches_per_step:>7}{moved:>12,}{moved * mla:>15,}"
     yield f"  q_prepared at the limit: {figures.q_prepared_bytes:,} bytes, one layer's at a time"
     yield f"  cos and sin halves (aiter only): {figures.table_halves_bytes:,} bytes, once per rotary table"
