@@ -12,12 +12,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
-from tests.sandbox import engine, gpu_ops, platform, plugin
+from tests.sandbox import check, engine, gpu_ops, platform, plugin
 from tests.sandbox.card import PageIndices
 from tests.sandbox.spec import EngineSpec
+from tests.support import plans
 from vllm_aiter_mla import status
+from vllm_aiter_mla.commands.check import steps
+from vllm_aiter_mla.commands.plan import build, model
 
 GROUP = "vllm.general_plugins"
+
+
+def test_make_demo_plans_and_runs_its_engine_over_each_cache(monkeypatch):
+    caches = []
+
+    def ask(source, arguments, *_):
+        answer = plans.made_up_answer(kv_cache_dtype="fp8" if "fp8" in arguments else "auto")
+        return plans.parsed(build.build(answer, plans.ABOUT, model.environment((), {})))
+
+    def engine_of(context):
+        caches.append(context.plan.options.kv_cache_dtype)
+        return steps.Outcome("passed", "")
+
+    monkeypatch.setattr(model, "ask", ask)
+    replaced = {"plan": steps.plan, "engine": engine_of, "decode against prefill": engine_of}
+    monkeypatch.setattr(steps, "STEPS", replaced)
+    check.main()
+    assert caches == ["auto", "auto", "fp8", "fp8"]
 
 
 def test_no_installed_package_lists_the_sandbox():
