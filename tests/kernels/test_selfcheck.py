@@ -51,7 +51,7 @@ def test_each_kernel_up_to_the_limit_is_compared_once(limit, counts):
 @pytest.mark.mutation
 @pytest.mark.parametrize("bad", ["few", "some", "many"])
 def test_mutation_a_kernel_that_is_wrong_fails_the_check_whichever_it_is(bad):
-    assert not self_check(Stepped(bad), SMALL).ok
+    assert self_check(Stepped(bad), SMALL).wrong == ("q nope", "q rope")
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
@@ -168,7 +168,7 @@ def test_a_synthetic_large_cache_is_one_to_triton_and_as_small_as_the_other(larg
 def test_a_kernel_that_is_wrong_over_a_large_cache_alone_fails_its_self_check():
     caches = TritonBackend.caches
     assert self_check(Wrong(caches, lambda inputs: False), SHAPE).ok
-    assert not self_check(Wrong(caches, is_large), SHAPE).ok
+    assert self_check(Wrong(caches, is_large), SHAPE).wrong == ("q nope", "q rope")
 
 
 @pytest.mark.parametrize(("opt", "kernel"), [(False, "per-head"), (True, "opt")])
