@@ -38,8 +38,8 @@ VLLM = "0.32.0"
 # lm-eval: tools/serving.py and its end-to-end test; it moves no version of the others. build, twine: the test of the
 # packages that a release has. ray: the test of workers in its actors.
 ROOTS = (
-    "torch==2.13.0", "triton", "pytest", "pytest-xdist", "hypothesis", "matplotlib", "ruff", "mypy", "setuptools",
-    "lm-eval[api]", "build", "twine", "ray",
+    "torch==2.13.0", "triton", "pytest", "pytest-xdist", "pytest-randomly", "hypothesis", "matplotlib", "ruff", "mypy",
+    "setuptools", "lm-eval[api]", "build", "twine", "ray",
 )  # fmt: skip
 # Only CUDA builds resolve beside a CPU torch, and then `import transformers` fails; text models need none of them.
 DROPPED = frozenset({"torchvision", "torchaudio", "torchcodec"})
