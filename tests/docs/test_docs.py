@@ -111,25 +111,3 @@ def test_the_documented_formulas_are_those_of_the_code(e: int, w: int) -> None:
     products = [[re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", cell) for cell in row] for row in rows]
     assert len(rows) == 7
     assert sorted([eval(product, {}, sizes) for product in row] for row in products) == sorted(found.values())
-
-
-# What nobody but us called these things.
-GONE = re.compile(
-    rf"\b({'|'.join(('stock', 'census', 'verdict', 'emitter', 'rung', 'bucket', 'demote', 'refusal'))})s?\b", re.I
-)
-SUFFIXES = {".py", ".j2", ".json", ".md", ".toml"}
-
-
-def texts() -> list[Path]:
-    folders = [ROOT / "vllm_aiter_mla", ROOT / "tools", ROOT / "docs"]
-    return [ROOT / "README.md", *(p for f in folders for p in f.rglob("*") if p.suffix in SUFFIXES)]
-
-
-def test_words_of_our_own_are_gone() -> None:
-    found = [f"{path.relative_to(ROOT)}: {match[0]}" for path in texts() if (match := GONE.search(path.read_text()))]
-    assert found == []
-
-
-@pytest.mark.parametrize("text", ["the verdict of a layer", '"emitter": 1', "two buckets"])
-def test_the_search_finds_such_a_word(text: str) -> None:
-    assert GONE.search(text)

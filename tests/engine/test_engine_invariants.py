@@ -116,13 +116,6 @@ def test_i5_prerequisite_above_the_decode_limit_the_graph_is_vllms_own_fused_one
     assert on.graphs["1-16"] != off.graphs["1-16"]
 
 
-@pytest.mark.mutation("I5")
-@pytest.mark.engine("bf16-off", "on-after-vllms-pass")
-def test_mutation_prerequisite_that_the_control_lacks_is_caught(engines):
-    control, ours = map(above_the_decode_limit, (engines("bf16-off"), engines("on-after-vllms-pass")))
-    assert (VLLMS_FUSED in control, VLLMS_FUSED in ours) == (False, True)
-
-
 @pytest.mark.engine("bf16-off", "no-plugin")
 def test_i5_flag_off_is_vllm_without_the_plugin(engines):
     off, bare = engines("bf16-off"), engines("no-plugin")

@@ -96,12 +96,6 @@ def test_the_log_goes_through_vllms_own_logger_once_and_names_the_caller(monkeyp
     assert log.logger.getEffectiveLevel() == logging.getLogger("vllm").getEffectiveLevel()
 
 
-def test_every_patch_says_its_symptom_and_when_it_can_go():
-    for patch in (patches.extend_pass_config, patches.hook_platform, patches.hook_workers):
-        text = patch.__doc__ or ""
-        assert all(word in text for word in ("Symptom: ", "Upstream: https://", "Remove when: "))
-
-
 def test_the_gate_runs_once_for_each_config_and_after_all_wrappers(compiling, mla_model, monkeypatch, said):
     ops = gate_support.vllm_config(mla_model, additional_config=ON).compilation_config.splitting_ops
     assert set(ATTENTION_OPS) <= set(ops), "it sees the mode that the wrapper around the hook leaves"

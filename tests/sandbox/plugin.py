@@ -30,13 +30,9 @@ def bug_ran() -> None:
 
 
 def spoil(owner: Any, name: str, wrong: Callable[..., Any], when: Callable[..., bool] = lambda *_: True) -> None:
-    """Replace a function by a wrong one, and say that the bug ran once a call of it has returned.
+    """Replace a function by ``wrong``, which receives the right one first, where ``when`` holds for the arguments.
 
-    A call that raises, as over a stale signature, is no proof: what stands in for it may be right.
-
-    Args:
-        wrong: receives the right function, then the arguments.
-        when: receives the arguments; the right function runs where it returns False.
+    A call says that the bug ran once it has returned: over a stale signature it raises, and something right runs.
     """
     inner = getattr(owner, name)
 
