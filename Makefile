@@ -29,7 +29,7 @@ AVX2_TESTS := tests/ops tests/passes/test_recognised.py tests/passes/test_traced
 # Processes that share the tests of `make test`; each imports torch and vLLM. A file stays in one for its fixtures.
 WORKERS ?= 2
 
-.PHONY: setup extras demo test test-all test-rest test-wide test-torch test-triton mutants lint types quick docs unit test-avx2 avx2-quick format lock clean
+.PHONY: setup extras demo test test-all test-rest test-wide test-torch test-triton mutants lint types quick orders alone docs unit test-avx2 avx2-quick format lock clean
 
 setup: $(LOCK_STAMP) $(PKG_STAMP)
 
@@ -147,6 +147,15 @@ docs: setup
 
 quick: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=10 -m "not engine and not slow"
+
+# Before a release: the same in three random orders, then each file by itself; status 5 is a file without such a test.
+orders: setup
+	for seed in 1 2 3; do $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -p randomly --randomly-seed=$$seed \
+	    -m "not engine and not slow" tests || exit 1; done
+
+alone: setup
+	for file in $$(git ls-files 'tests/*test_*.py'); do \
+	    $(BIN)/python -m pytest -q -m "not engine and not slow" $$file || test $$? = 5 || exit 1; done
 
 unit: extras
 	$(BIN)/python -m pytest $(ARGS)

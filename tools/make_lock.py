@@ -38,8 +38,8 @@ ELSEWHERE = {
 VLLM = "0.32.0"
 # `make demo` and `make test` need these.
 ROOTS = (
-    "torch==2.13.0", "triton", "pytest", "pytest-xdist", "hypothesis", "matplotlib", "ruff", "mypy", "codespell",
-    "setuptools",
+    "torch==2.13.0", "triton", "pytest", "pytest-xdist", "pytest-randomly", "hypothesis", "matplotlib", "ruff", "mypy",
+    "codespell", "setuptools",
 )  # fmt: skip
 # A few slow tests need these. lm-eval: tools/serving.py. build, twine: a release's files. ray: workers in its actors.
 EXTRA = ("lm-eval[api]", "build", "twine", "ray")

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.sandbox import plugin
+
 
 def decode_reads_another_channel() -> None:
     """Each value of the result of decode attention comes from its neighbour's channel, on every side."""
     from tests.sandbox.attention import SandboxMLAImpl
 
-    inner = SandboxMLAImpl.forward_mqa
-
-    def forward_mqa(*args: Any) -> Any:
+    def forward_mqa(inner: Any, *args: Any) -> Any:
         attended, *rest = inner(*args)
         return attended.roll(1, dims=-1), *rest
 
-    SandboxMLAImpl.forward_mqa = forward_mqa
+    plugin.spoil(SandboxMLAImpl, "forward_mqa", forward_mqa)
 
 
 def the_gate_partitions_with_the_flag_off() -> None:
@@ -23,14 +23,11 @@ def the_gate_partitions_with_the_flag_off() -> None:
     from vllm_aiter_mla import gate
     from vllm_aiter_mla.compat.config import settings_of
 
-    inner = gate.apply
-
-    def apply(vllm_config: Any) -> Any:
-        if not settings_of(vllm_config).enabled:
-            vllm_config.compilation_config.use_inductor_graph_partition = True
+    def apply(inner: Any, vllm_config: Any) -> Any:
+        vllm_config.compilation_config.use_inductor_graph_partition = True
         return inner(vllm_config)
 
-    gate.apply = apply
+    plugin.spoil(gate, "apply", apply, when=lambda vllm_config: not settings_of(vllm_config).enabled)
 
 
 def a_rounding_moves_above_the_limit() -> None:
@@ -44,19 +41,18 @@ def a_rounding_moves_above_the_limit() -> None:
     from vllm_aiter_mla.compat.inductor import get_pass_context
     from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 
-    inner = AiterMLAPipeline.__call__
-
-    def call(self: AiterMLAPipeline, graph: fx.Graph) -> None:
+    def call(inner: Any, self: AiterMLAPipeline, graph: fx.Graph) -> None:
         inner(self, graph)
-        if get_pass_context().compile_range.end <= self.limit:
-            return
         last = [node for node in graph.nodes if node.op == "call_function" and _is_a_matrix(node)][-1]
         with graph.inserting_after(last):
             grown = graph.call_function(torch.ops.aten.mul.Tensor, (last, 1 + 2**-7))
         grown.meta["val"] = last.meta["val"]
         last.replace_all_uses_with(grown, delete_user_cb=lambda user: user is not grown)
 
-    AiterMLAPipeline.__call__ = call  # type: ignore[method-assign]
+    def above(self: AiterMLAPipeline, graph: fx.Graph) -> bool:
+        return int(get_pass_context().compile_range.end) > self.limit
+
+    plugin.spoil(AiterMLAPipeline, "__call__", call, when=above)
     AiterMLAPipeline.is_applicable_for_range = lambda self, compile_range: True  # type: ignore[method-assign]
 
 

@@ -181,33 +181,43 @@ def an_extra_launch(card: dict[str, Any]) -> None:
     card["answers"]["plugin"]["launches"] = 40
 
 
-PLANTED: dict[str, list[Callable[[dict[str, Any]], None]]] = {
-    "machine": [a_problem_of_the_machine, a_module_without_code_for_this_card],
-    "plan": [no_layer_engages],
-    "known issues": [a_shape_with_a_known_issue],
-    "kernels": [a_wrong_kernel, an_aiter_that_does_not_saturate],
-    "timing": [a_kernel_fails_its_self_check, nothing_is_timed],
-    "engine": [
-        other_tokens,
-        log_probabilities_apart,
-        nothing_engaged,
-        today_is_partitioned,
-        the_control_is_compiled_as_today,
-        a_rounding_moves_above_the_limit,
-    ],
-    "decode against prefill": [a_broken_decode_on_both_sides, a_decode_that_is_not_a_number],
-    "launches": [an_extra_launch, a_profiler_that_sees_nothing],
+PLANTED: dict[str, dict[Callable[[dict[str, Any]], None], str]] = {
+    "machine": {a_problem_of_the_machine: "1 problem", a_module_without_code_for_this_card: "1 problem"},
+    "plan": {no_layer_engages: "61/61 MLA layers"},
+    "known issues": {a_shape_with_a_known_issue: "1 for this shape"},
+    "kernels": {a_wrong_kernel: "0 passed, 1 failed", an_aiter_that_does_not_saturate: "1 passed, 0 failed"},
+    "timing": {
+        a_kernel_fails_its_self_check: "a kernel is wrong, or none of ours was timed",
+        nothing_is_timed: "a kernel is wrong, or none of ours was timed",
+    },
+    "engine": {
+        other_tokens: "plugin and control are apart in short",
+        log_probabilities_apart: "plugin and control are apart in short",
+        nothing_engaged: "not every MLA layer engaged",
+        today_is_partitioned: "-cc.use_inductor_graph_partition=true",
+        the_control_is_compiled_as_today: "another value of use_inductor_graph_partition",
+        a_rounding_moves_above_the_limit: "plugin against control: max |dlogprob| 0.0001",
+    },
+    "decode against prefill": {
+        a_broken_decode_on_both_sides: "plugin: 2, control: 2, today: 2",
+        a_decode_that_is_not_a_number: "plugin: inf, control: 0, today: 0",
+    },
+    "launches": {an_extra_launch: "plugin 40, control 40", a_profiler_that_sees_nothing: "saw no kernel"},
 }
+"""What is wrong, by the step that must fail, and what that step then shows."""
 
 
 @pytest.mark.mutation
-@pytest.mark.parametrize(("step", "plant"), [(step, plant) for step, of in PLANTED.items() for plant in of])
+@pytest.mark.parametrize(
+    ("step", "plant", "shown"), [(step, *planted) for step, of in PLANTED.items() for planted in of.items()]
+)
 def test_mutation_a_planted_fault_makes_its_own_step_fail(
-    card: dict[str, Any], step: str, plant: Callable[[dict[str, Any]], None]
+    card: dict[str, Any], step: str, plant: Callable[[dict[str, Any]], None], shown: str
 ) -> None:
     plant(card)
     found = outcomes(strict=True)
     assert failed(found) == [step] or (plant is nothing_engaged and failed(found) == [step, "launches"])
+    assert shown in found[step].detail
     assert command.exit_status(found, on_cpu=False) == 1
 
 
@@ -335,7 +345,7 @@ def test_mutation_an_unknown_shape_that_is_looked_up_is_caught(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(steps, "without_a_shape", lambda plan: "")
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=r"'kernels', 'launches'\] != \['plan'\]"):
         test_a_plan_that_is_not_known_is_no_all_clear(card)
 
 

@@ -211,7 +211,7 @@ def test_mutation_a_short_option_of_ours_is_caught(command):
     try:
         answer = planted.run(command, "deepseek-r1", "-tp", "8", FLAG)
         assert answer["reached"] == ["-tp", "8", FLAG.replace("v", "")], "the planted option eats the letter"
-        with pytest.raises(AssertionError):
+        with pytest.raises(AssertionError, match=re.escape(FLAG.replace("v", ""))):
             test_what_follows_model_reaches_vllm_unchanged.hypothesis.inner_test(
                 planted, (["-tp", "8", FLAG], ["-tp", "8", FLAG]), command
             )

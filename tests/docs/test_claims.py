@@ -217,9 +217,3 @@ def test_rocm_aiter_mla_is_a_name_that_vllm_takes():
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     assert AttentionBackendEnum["ROCM_AITER_MLA"].value.endswith(".AiterMLABackend")
-
-
-def test_nothing_tells_to_install_from_an_index_what_is_not_there():
-    sources = [*ROOT.glob("vllm_aiter_mla/**/*.py"), *ROOT.glob("tools/**/*.py")]
-    texts = {path.name: path.read_text(encoding="utf-8") for path in sources} | PAGES
-    assert [name for name, text in texts.items() if re.search(r"pip install '?\"?vllm-aiter-mla", text)] == []

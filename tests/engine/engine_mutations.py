@@ -1,6 +1,6 @@
 """Planted bugs. An engine's process calls one of them before its config is built.
 
-Each calls ``plugin.bug_ran`` where it does its harm; an engine in which that never happened is no result.
+Each calls ``plugin.spoil``, or ``plugin.bug_ran`` where it does its harm. An engine in which no bug ran is no result.
 """
 
 from tests.sandbox import plugin
@@ -13,14 +13,11 @@ def attention_does_not_split() -> None:
     from vllm_aiter_mla import gate
     from vllm_aiter_mla.admission import ATTENTION_OPS
 
-    inner = gate._split
-
-    def split(compilation, integration):
-        plugin.bug_ran()
+    def split(inner, compilation, integration):
         inner(compilation, integration)
         compilation.splitting_ops = [op for op in compilation.splitting_ops if op not in ATTENTION_OPS]
 
-    gate._split = split
+    plugin.spoil(gate, "_split", split)
     scheduler.is_cudagraph_unsafe_op = lambda node: False  # the op's tag would cut as well
 
 
@@ -32,13 +29,9 @@ def prefill_rows_stay_raw_and_passes_ignore_the_range() -> None:
     """
     from vllm_aiter_mla import admission, ops
 
-    inner = ops.rotate_and_write
-
-    def rotate_and_write(step, q, k_pe, *rest):
-        plugin.bug_ran()
-        inner(step, q.clone(), k_pe.clone(), *rest)
-
-    ops.rotate_and_write = rotate_and_write
+    plugin.spoil(
+        ops, "rotate_and_write", lambda inner, step, q, k_pe, *rest: inner(step, q.clone(), k_pe.clone(), *rest)
+    )
     admission.within_limit = lambda end, limit: True
 
 
@@ -52,15 +45,8 @@ def every_second_layer_is_skipped() -> None:
     from vllm_aiter_mla.admission import Skip
     from vllm_aiter_mla.passes import pipeline
 
-    inner = pipeline._admit
-
-    def admit(match, *rest):
-        if ".0." not in match.layer_name:
-            return inner(match, *rest)
-        plugin.bug_ran()
-        return Skip("geometry", "skipped by the test")
-
-    pipeline._admit = admit
+    skip = Skip("geometry", "skipped by the test")
+    plugin.spoil(pipeline, "_admit", lambda *_: skip, when=lambda match, *_: ".0." in match.layer_name)
     files.fingerprint = lambda: "0.0.0-changed"
 
 
@@ -85,13 +71,7 @@ def q_scale_is_applied_twice() -> None:
     """The query is scaled before the kernel and by it."""
     from vllm_aiter_mla.kernels import absorb
 
-    inner = absorb.absorb_plain
-
-    def absorb_plain(q_nope, w):
-        plugin.bug_ran()
-        return inner(q_nope, w) / 0.7
-
-    absorb.absorb_plain = absorb_plain
+    plugin.spoil(absorb, "absorb_plain", lambda inner, q_nope, w: inner(q_nope, w) / 0.7)
 
 
 def the_aiter_kernel_is_wrong() -> None:
@@ -100,13 +80,10 @@ def the_aiter_kernel_is_wrong() -> None:
 
     from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 
-    inner = AiterBackend._run
+    def run(inner, *given):
+        return inner(*given[:-1], replace(given[-1], is_neox=not given[-1].is_neox))
 
-    def run(self, *given):
-        plugin.bug_ran()
-        return inner(self, *given[:-1], replace(given[-1], is_neox=not given[-1].is_neox))
-
-    AiterBackend._run = run
+    plugin.spoil(AiterBackend, "_run", run)
 
 
 def a_request_has_one_decode_row() -> None:
@@ -116,27 +93,20 @@ def a_request_has_one_decode_row() -> None:
     """
     from vllm_aiter_mla import ops
 
-    inner = ops.decode
-
-    def decode(step, q_prepared, output):
-        plugin.bug_ran()
+    def decode(inner, step, q_prepared, output):
         n, requests = step.num_actual_tokens, step.metadata.num_decodes
         last = q_prepared[:n].view(requests, n // requests, *q_prepared.shape[1:])[:, -1:]
         rows = last.expand(-1, n // requests, -1, -1).reshape(n, *q_prepared.shape[1:])
         inner(step, rows.contiguous(), output)
 
-    ops.decode = decode
+    plugin.spoil(ops, "decode", decode)
 
 
 def a_mixed_batch_counts_as_decode() -> None:
     """The op looks for decode rows in the metadata and ignores prefill rows."""
     from vllm_aiter_mla.compat import layer as compat_layer
 
-    def is_decode_only(metadata, slots):
-        plugin.bug_ran()
-        return metadata.decode is not None
-
-    compat_layer.is_decode_only = is_decode_only
+    plugin.spoil(compat_layer, "is_decode_only", lambda inner, metadata, slots: metadata.decode is not None)
 
 
 def padding_has_the_slot_of_another_row() -> None:
@@ -145,13 +115,10 @@ def padding_has_the_slot_of_another_row() -> None:
 
     from vllm_aiter_mla import ops
 
-    inner = ops.prepared_query
-
-    def prepared_query(step, *rest):
-        plugin.bug_ran()
+    def prepared_query(inner, step, *rest):
         return inner(step._replace(slots=torch.where(step.slots < 0, step.slots.max(), step.slots)), *rest)
 
-    ops.prepared_query = prepared_query
+    plugin.spoil(ops, "prepared_query", prepared_query)
 
 
 def the_wrappers_forward_is_unknown() -> None:
@@ -180,39 +147,30 @@ def the_check_fails_on_rank_1() -> None:
     from vllm_aiter_mla.kernels.selfcheck import SelfCheckResult
 
     os.environ[plugin.MUTATION] = f"{__name__}:{the_check_fails_on_rank_1.__name__}"
-    inner = startup.self_check
 
-    def self_check(*given):
-        if torch.distributed.get_rank() != 1:
-            return inner(*given)
-        plugin.bug_ran()
-        return SelfCheckResult(False, "self-check FAILED: planted", {}, 0)
-
-    startup.self_check = self_check
+    failed = SelfCheckResult(False, "self-check FAILED: planted", {}, 0)
+    plugin.spoil(startup, "self_check", lambda *_: failed, when=lambda *_: torch.distributed.get_rank() == 1)
 
 
 def query_and_key_are_swapped() -> None:
     """The op gets the rope part of the key in the first head of the query, and that head's rope part as its key."""
     from vllm_aiter_mla import module
 
-    inner = module._project
-
-    def project(wrapper, hidden_states):
-        plugin.bug_ran()
+    def project(inner, wrapper, hidden_states):
         q, kv_c, k_pe = inner(wrapper, hidden_states)
         rope = k_pe.shape[-1]
         swapped = q.clone()
         swapped[:, 0, -rope:] = k_pe
         return swapped, kv_c, q[:, 0, -rope:]
 
-    module._project = project
+    plugin.spoil(module, "_project", project)
 
 
 def the_op_writes_no_kv_row() -> None:
     """The op prepares the query and leaves the KV cache as it is."""
     from vllm_aiter_mla.kernels import reference
 
-    reference.scatter_rows = lambda cache, slots, rows: plugin.bug_ran()
+    plugin.spoil(reference, "scatter_rows", lambda inner, cache, slots, rows: None)
 
 
 def raise_when_told():
@@ -220,31 +178,20 @@ def raise_when_told():
     import os
     from pathlib import Path
 
+    from tests.support.planted import raising
     from vllm_aiter_mla import ops
 
-    inner = ops.prepared_query
-
-    def prepared_query(*args):
-        if Path(os.environ["AITER_MLA_TEST_TRIGGER"]).exists():
-            plugin.bug_ran()
-            raise RuntimeError("planted")
-        return inner(*args)
-
-    ops.prepared_query = prepared_query
+    told = Path(os.environ["AITER_MLA_TEST_TRIGGER"])
+    plugin.spoil(ops, "prepared_query", raising(RuntimeError("planted")), when=lambda *_: told.exists())
 
 
 def the_last_decode_row_reads_another_head() -> None:
     """One row of each decode step attends with the query of the next head: the others hide it in a mean."""
     from vllm_aiter_mla import ops
 
-    inner = ops.decode
-
-    def decode(step, q_prepared, output):
-        last = step.num_actual_tokens - 1
-        if last > 0:
-            plugin.bug_ran()
-            q_prepared = q_prepared.clone()
-            q_prepared[last] = q_prepared[last].roll(1, dims=0)
+    def decode(inner, step, q_prepared, output):
+        q_prepared, last = q_prepared.clone(), step.num_actual_tokens - 1
+        q_prepared[last] = q_prepared[last].roll(1, dims=0)
         inner(step, q_prepared, output)
 
-    ops.decode = decode
+    plugin.spoil(ops, "decode", decode, when=lambda step, *_: step.num_actual_tokens > 1)

@@ -8,10 +8,12 @@ from tests.engine.engine_checks import MAX_DLOGPROB, assert_all_engaged, assert_
 from tests.sandbox.engine import EngineFailedError
 from tests.sandbox.runs import EXACT, SUM_ORDER
 
+VLLMS_FUSED = "fused_rope_unified_mla_kv_cache_update"
 
-def assert_same_graph_above_the_decode_limit(base, other):
-    above = f"{other.ranges[-1][0]}-{other.ranges[-1][1]}"
-    assert other.graphs[above] == base.graphs[above]
+
+def above_the_decode_limit(result):
+    """The graph of the last range."""
+    return result.graphs["{}-{}".format(*result.ranges[-1])]
 
 
 # Planted bugs that the tokens show.
@@ -100,25 +102,18 @@ def test_i4_a_skipped_layer_changes_nothing_for_an_engaged_one(engines):
 
 @pytest.mark.engine("bf16-off", "bf16-on")
 def test_i5_the_graph_above_the_decode_limit_is_that_of_vllm(engines):
-    assert_same_graph_above_the_decode_limit(engines("bf16-off"), engines("bf16-on"))
+    assert above_the_decode_limit(engines("bf16-on")) == above_the_decode_limit(engines("bf16-off"))
     assert engines("bf16-on").graphs["1-16"] != engines("bf16-off").graphs["1-16"]
 
 
 @pytest.mark.engine("off-after-vllms-pass", "on-after-vllms-pass")
 def test_i5_prerequisite_above_the_decode_limit_the_graph_is_vllms_own_fused_one(engines):
     off, on = engines("off-after-vllms-pass"), engines("on-after-vllms-pass")
-    assert_same_graph_above_the_decode_limit(off, on)
-    above = off.graphs[f"{off.ranges[-1][0]}-{off.ranges[-1][1]}"]
-    assert above.count("fused_rope_unified_mla_kv_cache_update") >= 2
+    above = above_the_decode_limit(off)
+    assert above_the_decode_limit(on) == above
+    assert above.count(VLLMS_FUSED) >= 2
     assert not any(word in above for word in ("aten.clone", "aten.copy", "slice_scatter")), "vLLM's op costs no copy"
     assert on.graphs["1-16"] != off.graphs["1-16"]
-
-
-@pytest.mark.mutation("I5")
-@pytest.mark.engine("bf16-off", "on-after-vllms-pass")
-def test_mutation_prerequisite_that_the_control_lacks_is_caught(engines):
-    with pytest.raises(AssertionError):
-        assert_same_graph_above_the_decode_limit(engines("bf16-off"), engines("on-after-vllms-pass"))
 
 
 @pytest.mark.engine("bf16-off", "no-plugin")
@@ -132,8 +127,8 @@ def test_i5_flag_off_is_vllm_without_the_plugin(engines):
 @pytest.mark.engine("bf16-off", "mutation-raw-prefill-and-no-range")
 @pytest.mark.mutation("I5")
 def test_mutation_i5_passes_that_ignore_the_range_are_caught(engines):
-    with pytest.raises(AssertionError):
-        assert_same_graph_above_the_decode_limit(engines("bf16-off"), engines("mutation-raw-prefill-and-no-range"))
+    control, ours = map(above_the_decode_limit, (engines("bf16-off"), engines("mutation-raw-prefill-and-no-range")))
+    assert ("vllm_aiter_mla" in control, "vllm_aiter_mla" in ours) == (False, True)
 
 
 # I8: the status line says once what engaged. No engaged layer is a warning with the reason, or an error when strict.
@@ -164,8 +159,7 @@ def test_i8_an_engine_in_which_nothing_failed_warns_of_nothing(engines):
 def test_mutation_nothing_engaged_is_one_line_with_the_reason_and_vllm_results(engines, bug, line, words):
     (said,) = [one for one in engines(bug).log if line in one]
     assert [word for word in words if word not in said] == []
-    with pytest.raises(AssertionError):
-        assert_all_engaged(engines(bug))
+    assert not any(record["engaged"] for record in engines(bug).status)
     assert_parity(engines("eager-off"), engines(bug), 0.0)
 
 

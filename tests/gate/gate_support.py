@@ -51,12 +51,17 @@ def ranges_of(config: Any) -> list[tuple[int, int]]:
 
 def assert_skipped(said: Said, built: Any, code: str, knob: str) -> None:
     """Nothing of ours is in the config, and one warning says the code and the knob."""
-    assert pass_of(built) is None
+    assert pass_of(built) is None, "the gate has engaged"
     assert not set(ATTENTION_OPS) & set(built.compilation_config.splitting_ops or ())
     (line,) = said.at(logging.WARNING)
     assert code in line
     assert knob in line
     assert "\n" not in line
+
+
+def differing(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """What has another value than it should."""
+    return [name for name in found if found[name] != wanted[name]]
 
 
 def added_to(config: Any) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def assert_added_nothing(found, off, code, remedy):
     assert code in line
     assert remedy in line
     assert found["gate"] is None
-    assert {name: found[name] for name in MAY_CHANGE} == {name: off[name] for name in MAY_CHANGE}
+    assert [name for name in MAY_CHANGE if found[name] != off[name]] == []
 
 
 def test_platform_skip_with_aiter_off(without_aiter):
@@ -149,19 +149,10 @@ def test_platform_skip_on_cuda(model):
     assert_added_nothing(found["flag"], found["off"], "platform", "kernel=triton")
 
 
-@pytest.mark.mutation
-def test_mutation_platform_skip_that_keeps_the_partition_is_caught(with_aiter):
-    engaged, off = with_aiter["flag"], with_aiter["off"]
-    with pytest.raises(AssertionError):
-        assert_added_nothing(
-            engaged | {"said": [(logging.WARNING, "code remedy")], "gate": None}, off, "code", "remedy"
-        )
-
-
 def assert_prerequisite(found, control):
     """The flag gives vLLM's own fusion what vLLM gives it where the user switches partition on."""
-    assert found["graph_partition"] is control["graph_partition"] is True
-    assert found["fusion"] is control["fusion"]
+    given = [(one["graph_partition"], one["fusion"]) for one in (found, control)]
+    assert given == [(True, control["fusion"])] * 2
 
 
 def test_prerequisite_is_what_vllms_defaults_give_with_partition(with_aiter):
@@ -181,12 +172,6 @@ def test_prerequisite_that_the_user_gave_is_kept_without_a_line(with_aiter, give
     assert with_aiter[given]["graph_partition"] is True
     assert with_aiter[given]["fusion"] is kept
     assert not [line for _, line in with_aiter[given]["said"] if "fuse_rope_kvcache_cat_mla" in line]
-
-
-@pytest.mark.mutation
-def test_mutation_prerequisite_that_stays_off_is_caught(with_aiter):
-    with pytest.raises(AssertionError):
-        assert_prerequisite(with_aiter["the user's False"], with_aiter["partition without the flag"])
 
 
 @pytest.mark.wide

@@ -67,7 +67,7 @@ def test_a_step_that_fails_is_said_once_and_never_raised(said, monkeypatch):
 @pytest.mark.mutation
 def test_mutation_a_registration_that_lets_errors_out_is_caught(said, monkeypatch):
     monkeypatch.setattr(patches, "run", lambda name, step: step())
-    with pytest.raises(ImportError):
+    with pytest.raises(ImportError, match="planted"):
         test_a_step_that_fails_is_said_once_and_never_raised(said, monkeypatch)
 
 

@@ -93,14 +93,15 @@ def test_mutation_overflow_in_one_of_aiters_two_kernels_is_noticed(arch, monkeyp
     rope = execute._rope
 
     def only_opt_overflows(*args, **kwargs):
+        ran.add(args[5].kernel)
         clamps = args[5].kernel == "per-head"
         monkeypatch.setattr(execute, "encode", clamping(encode) if clamps else encode)
         return rope(*args, **kwargs)
 
-    encode = execute.encode
+    encode, ran = execute.encode, set()
     monkeypatch.setattr(execute, "_rope", only_opt_overflows)
     found = self_check(backend(arch), LayerShape(4, 16, FP8[arch], FP8[arch], 16, False))
-    assert (found.ok, found.writes_nan) == (True, True)
+    assert (found.ok, found.writes_nan, ran) == (True, True, {"per-head", "opt"})
 
 
 def test_overflow_of_an_unquantised_cache_is_none(arch):

@@ -22,10 +22,10 @@ MI300X = Platform("gfx942", ROCM)
 
 
 class Stepped(ReferenceBackend):
-    """The reference under three names: up to 8 rows, up to 40, beyond; ``bad`` returns zeros."""
+    """The reference under three names: up to 8 rows, up to 40, beyond."""
 
-    def __init__(self, bad=None):
-        self.bad, self.ran = bad, []
+    def __init__(self):
+        self.ran = []
 
     def tried_counts(self, inputs):
         return (41, 8, 40)
@@ -37,8 +37,7 @@ class Stepped(ReferenceBackend):
 
     def _run(self, inputs):
         self.ran.append(inputs.num_tokens)
-        out = reference.prepare(inputs)
-        return out * 0 if self.kernel_of(inputs) == self.bad else out
+        return reference.prepare(inputs)
 
 
 @pytest.mark.parametrize(("limit", "counts"), [(None, [1, 7, 40, 41]), (20, [1, 7, 20]), (8, [1, 7]), (1, [1, 7])])
@@ -46,12 +45,6 @@ def test_each_kernel_up_to_the_limit_is_compared_once(limit, counts):
     backend = Stepped()
     assert self_check(backend, SMALL, limit).ok
     assert backend.ran == counts, "one row warms up"
-
-
-@pytest.mark.mutation
-@pytest.mark.parametrize("bad", ["few", "some", "many"])
-def test_mutation_a_kernel_that_is_wrong_fails_the_check_whichever_it_is(bad):
-    assert not self_check(Stepped(bad), SMALL).ok
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
@@ -142,33 +135,12 @@ def is_large(inputs):
     return launcher._reach(inputs.kv_cache) >= 1 << 31
 
 
-class Wrong(ReferenceBackend):
-    """Right but over the caches that ``where`` tells."""
-
-    name, trusted = "wrong", False
-
-    def __init__(self, caches, where):
-        super().__init__()
-        self.caches, self.where = caches, where
-
-    def bind(self, inputs):
-        wrong = self.where(inputs)
-        run = lambda one: reference.prepare(one) * (-1 if wrong else 1)  # noqa: E731
-        return Binding(run, f"blocks of {inputs.kv_cache.shape[1]}")
-
-
 @pytest.mark.parametrize("large", [False, True])
 def test_a_synthetic_large_cache_is_one_to_triton_and_as_small_as_the_other(large):
     inputs = synthetic_inputs(SHAPE, 3, large=large)
     assert is_large(inputs) is large
     assert inputs.kv_cache.numel() * 2 < 1 << 20
-
-
-@pytest.mark.mutation
-def test_a_kernel_that_is_wrong_over_a_large_cache_alone_fails_its_self_check():
-    caches = TritonBackend.caches
-    assert self_check(Wrong(caches, lambda inputs: False), SHAPE).ok
-    assert not self_check(Wrong(caches, is_large), SHAPE).ok
+    assert large in TritonBackend.caches
 
 
 @pytest.mark.parametrize(("opt", "kernel"), [(False, "per-head"), (True, "opt")])

@@ -64,7 +64,7 @@ def test_a_kernel_that_rounds_otherwise_than_vllms_is_not_taken_for_it(wrong):
 
     shape = LayerShape(16, 128, BF16, BF16, 16, False)
     assert selfcheck.self_check(Claims(reference.VLLM_KERNEL), shape).ok
-    assert not selfcheck.self_check(Claims(wrong), shape).ok
+    assert selfcheck.self_check(Claims(wrong), shape).wrong == ("q rope", "kv rope")
 
 
 def test_vllms_kernel_leaves_rows_without_a_slot_as_they_are():

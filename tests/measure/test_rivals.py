@@ -10,6 +10,7 @@ from tests.sandbox.simulated_aiter import ROCM
 from vllm_aiter_mla.backends import candidates, contenders
 from vllm_aiter_mla.commands import measure
 from vllm_aiter_mla.commands.rivals import DecodeTileBackend, OneLaunchBackend, decode_tile
+from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import absorb, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
@@ -55,13 +56,13 @@ def test_its_arguments_lead_to_the_results_of_the_reference(platform, change, is
 
 
 @pytest.mark.mutation
-@pytest.mark.parametrize("wrong", ["is_neox", "k_scale"])
-def test_mutation_an_argument_that_is_handed_over_wrongly_fails_the_check(wrong):
+@pytest.mark.parametrize(("wrong", "parts"), [("is_neox", ("q rope", "kv rope")), ("k_scale", ("kv nope", "kv rope"))])
+def test_mutation_an_argument_that_is_handed_over_wrongly_fails_the_check(wrong, parts):
     def spoilt(*given, **named):
         return by_reference(*given, **named | {wrong: not named[wrong] if wrong == "is_neox" else torch.ones(1)})
 
     shape = replace(SHAPE, cache_dtype=FNUZ)
-    assert not self_check(OneLaunchBackend(MI300X, {"fp8": spoilt}), shape).ok
+    assert self_check(OneLaunchBackend(MI300X, {"fp8": spoilt}), shape).wrong == parts
 
 
 def test_it_declines_what_it_would_do_wrongly():
@@ -93,7 +94,7 @@ def test_a_tile_for_few_rows_fills_three_quarters_of_a_card(tokens, heads, tile,
 
 @pytest.mark.usefixtures("fake_gfx942")
 def test_the_tile_reaches_vllms_product_and_changes_no_byte(monkeypatch):
-    gemm, tiles = absorb.GEMMS["fp8"], []
+    gemm, tiles = compat_layer.absorb_products()["fp8"], []
 
     def called(*operands, config=None, **options):
         tiles.append(config)

@@ -162,7 +162,7 @@ def test_mutation_i15_a_failed_check_that_the_back_ends_keep_is_caught(monkeypat
         self.refused_kernels = shared
 
     monkeypatch.setattr(Layer, "__init__", sharing)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=r"\[None, None\] != \['triton', 'triton'\]"):
         test_i15_two_engines_in_one_process_decide_apart(monkeypatch, said)
 
 

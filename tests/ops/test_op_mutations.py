@@ -25,6 +25,7 @@ from vllm_aiter_mla.compat import layer as compat_layer
 )
 def test_mutation_i2_the_op_does_not_ask_for(monkeypatch, owner, name, wrong, what, op):
     opcalls.capturing(monkeypatch)
+    opcalls.assert_raises_while_capturing(what, op, layer_of())
     monkeypatch.setattr(owner, name, wrong)
     with pytest.raises(AssertionError, match=f"captured: {what}"):
         opcalls.assert_raises_while_capturing(what, op, layer_of())
@@ -34,7 +35,7 @@ def test_mutation_i2_the_op_does_not_ask_for(monkeypatch, owner, name, wrong, wh
 @pytest.mark.parametrize("op", OPS)
 def test_mutation_i7_fake_reads_the_layer(op):
     at = next(i for i, arg in enumerate(OPS[op]._schema.arguments) if arg.name == "layer_name")
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="the fake looked at"):
         opcalls.assert_fake_is_blind(lambda *args: (ops.layer_step(args[at]), FAKES[op](*args))[1], op)
 
 
@@ -52,5 +53,5 @@ def test_mutation_i10_decode_attention_reads_the_padded_rows(monkeypatch, stop):
     monkeypatch.setattr(ops, "decode", every_row)
     all_rows = lambda step, q, *rest: real(step._replace(num_actual_tokens=q.shape[0]), q, *rest)  # noqa: E731
     monkeypatch.setattr(ops, "prepared_query", all_rows)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=f"differs .*stop={stop}, padded decode"):
         assert_rewritten_right(gm, stubs, batches=(PADDED,), stops=(stop,))

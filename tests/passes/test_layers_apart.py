@@ -158,11 +158,18 @@ def pass_three_is_done_half(graph, layer):
 
 
 @pytest.mark.mutation("I4")
-@pytest.mark.parametrize("plant", [matching_ends_at_a_skip, skipped_layer_loses_a_node, pass_three_is_done_half])
-def test_mutation_i4(plant, monkeypatch):
+@pytest.mark.parametrize(
+    ("plant", "seen"),
+    [
+        (matching_ends_at_a_skip, r"\(1, 1\) == \(2, 1\)"),
+        (skipped_layer_loses_a_node, "touched"),
+        (pass_three_is_done_half, r"not \[mla_decode_q_prep_default"),
+    ],
+)
+def test_mutation_i4(plant, seen, monkeypatch):
     if plant is pass_three_is_done_half:
         monkeypatch.setitem(pipeline.PASSES, "aiter_fusion", plant)
     else:
         monkeypatch.setattr(pipeline, "match_layers", plant)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=seen):
         test_i4_skipped_layer_keeps_its_nodes_and_the_others_are_rewritten(1)

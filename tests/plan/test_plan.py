@@ -75,9 +75,15 @@ def test_plan_truth(name, tmp_path):
 
 @slow
 @pytest.mark.mutation
-@pytest.mark.parametrize("bug", ["nothing is quantised", "the limit is not the gate's"])
-def test_plan_truth_catches_a_planted_bug(bug, tmp_path):
-    with pytest.raises(AssertionError):
+@pytest.mark.parametrize(
+    ("bug", "shown"),
+    [
+        ("nothing is quantised", r"\{'mxfp4': 61\} == \{'fp8': 61\}"),
+        ("the limit is not the gate's", r"^assert \(1 == "),
+    ],
+)
+def test_plan_truth_catches_a_planted_bug(bug, shown, tmp_path):
+    with pytest.raises(AssertionError, match=shown):
         check(Row(V3, {"fp8": 61}, FP8), tmp_path, bug)
 
 

@@ -85,7 +85,7 @@ def test_a_triton_kernel_that_does_not_compile_is_left_out(made):
 def test_a_kernel_that_is_wrong_on_one_rank_runs_on_no_rank(made):
     with made(broken(faults.aiter_is_wrong_on_rank_1, us=AITER_FIRST)).server(*EAGER, "-tp", "2") as server:
         assert server.ask("abcd")
-        assert "self-check FAILED" in server.line("aiter: ")
+        assert "self-check FAILED: q nope" in server.line("aiter: ")
         assert "(triton 1..4" in server.line("MLA layers engaged")
 
 
@@ -119,6 +119,7 @@ def test_a_status_folder_that_takes_no_file_costs_the_files_only(made, kind):
         assert server.ask("abcd")
         said = [line for line in server.lines() if "engaged" in line]
         assert len(said) == 1, server.lines()
+        assert kind != "full" or faults.PLANTED in server.log.read_text()
 
 
 def test_a_status_folder_with_junk_hurts_neither_server_nor_status(day):

@@ -8,8 +8,10 @@ back end, which is not admitted in serving.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 NAME = "aiter_mla_sandbox"
 FOLDER = Path(__file__).parent / "entry_point"
@@ -25,6 +27,23 @@ GPU_ATTENTION = ("TRITON_MLA", "TritonMLAImpl")
 def bug_ran() -> None:
     """Say once in this process that a planted bug has done its harm."""
     print(BUG_RAN, flush=True)
+
+
+def spoil(owner: Any, name: str, wrong: Callable[..., Any], when: Callable[..., bool] = lambda *_: True) -> None:
+    """Replace a function by ``wrong``, which receives the right one first, where ``when`` holds for the arguments.
+
+    A call says that the bug ran once it has returned: over a stale signature it raises, and something right runs.
+    """
+    inner = getattr(owner, name)
+
+    def planted(*given: Any) -> Any:
+        if not when(*given):
+            return inner(*given)
+        found = wrong(inner, *given)
+        bug_ran()
+        return found
+
+    setattr(owner, name, planted)
 
 
 def activate() -> None:

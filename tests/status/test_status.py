@@ -105,21 +105,20 @@ def forget_the_skipped(ranks, told=status.of_engine):
 
 @pytest.mark.mutation("I8")
 @pytest.mark.parametrize(
-    ("owner", "name", "plant"),
+    ("owner", "name", "plant", "counts"),
     [
-        (startup, "_say", lambda config, ranks, record, strict: log.say(0, status.line(record))),
-        (status, "of_engine", forget_the_skipped),
-        (startup, "_say", lambda *given, say=startup._say: (say(*given), say(*given))),
+        (startup, "_say", lambda config, ranks, record, strict: log.say(0, status.line(record)), ["1/2", "1/2"]),
+        (status, "of_engine", forget_the_skipped, ["1/1"]),
+        (startup, "_say", lambda *given, say=startup._say: (say(*given), say(*given)), ["1/2", "1/2"]),
     ],
     ids=["every rank speaks", "a skipped layer is forgotten", "the line is said twice"],
 )
-def test_mutation_i8_a_line_that_is_not_said_once_and_whole_is_caught(said, monkeypatch, tmp_path, owner, name, plant):
+def test_mutation_i8_a_line_that_is_not_said_once_and_whole_is_caught(said, monkeypatch, owner, name, plant, counts):
     monkeypatch.setattr(owner, name, plant)
     engage_one()
     after_warm_up(rank=3)
     after_warm_up()
-    with pytest.raises(AssertionError):
-        assert [text.endswith("1 skipped: no_rope: why") for _, text in said] == [True]
+    assert [text.partition(" ")[0] for _, text in said] == counts
 
 
 def failed_warm_up():
@@ -437,7 +436,7 @@ def test_mutation_a_gauge_that_does_not_follow_a_failure_is_caught(gauge, monkey
         monkeypatch.setattr(status, "fail", lambda name, reason: status.skip(name, "kernel_failed", reason))
     else:
         monkeypatch.setattr(status, "samples", lambda folder: [(["m", "0", "engaged"], len(LAYERS))])
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=r"engaged\"': 2\.0\} != .*: 1\}"):
         test_gauge_changes_when_a_kernel_fails_while_serving(gauge)
 
 

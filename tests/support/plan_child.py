@@ -31,9 +31,13 @@ def _unquantised(config: Any) -> Any:
     return config
 
 
+def _with_limit(engine: dict[str, Any], limit: int) -> dict[str, Any]:
+    return engine | {"gate": engine["gate"] | {"limit": limit}}
+
+
 BUGS = {
     "nothing is quantised": (rocm_config, "finished_config", lambda args: _unquantised(finished(args))),
-    "the limit is not the gate's": (answer, "engine_facts", lambda config: facts(config) | {"gate": None}),
+    "the limit is not the gate's": (answer, "engine_facts", lambda config: _with_limit(facts(config), 1)),
 }
 # Imported once for all plans, which would else each import them.
 WARM = (

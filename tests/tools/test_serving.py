@@ -198,7 +198,7 @@ def test_mutation_a_flag_on_every_side_is_caught(fakes: SimpleNamespace, monkeyp
 @pytest.mark.mutation
 def test_mutation_uncounted_failures_are_caught(fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "_invalid", lambda values, point, given: None)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=r"^assert 0 == 1"):
         test_a_missing_answer_invalidates_its_row(fakes, "failed", "")
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from tests.support.planted import raising
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.verify import layer as verify_layer
@@ -319,9 +320,7 @@ FAULTS = [
     Fault("body-never-prepares", "full-graph-decode", "shape-and-dtype",
           body("attention_with_rope", _step(decode_only=lambda step: False))),
     Fault("body-never-decodes", "full-graph-decode", "attention-output", body("decode", lambda right, *given: None)),
-    Fault("body-decodes-padding", "piecewise-decode", "runs",
-          body("decode", lambda right, step, query, out: step.layer.v_up(
-              step.layer.forward_mqa(query, step.kv_cache, step.metadata), out))),
+    Fault("body-raises", "piecewise-decode", "runs", body("decode", raising(RuntimeError("planted")))),
     Fault("body-does-not-rotate", MIXED, "attention-output", body("rotate_and_write", lambda right, *given: None)),
     Fault("body-rotates-another-q", MIXED, "attention-output",
           body("rotate_and_write", lambda right, step, q, *given: right(step, q.clone(), *given))),

@@ -39,13 +39,13 @@ class Forgetful(EagerEngine):
 @pytest.mark.mutation
 def test_mutation_without_frozen_python_a_captured_branch_goes_unnoticed(caught):
     assert "attention-output" in caught("captured-in-a-piece")
-    assert "attention-output" not in caught("captured-in-a-piece", engine=Forgetful())
+    assert caught("captured-in-a-piece", engine=Forgetful()) == {"shape-and-dtype"}
 
 
 @pytest.mark.mutation
 def test_mutation_without_poison_a_padded_row_may_pass_for_a_number(caught, monkeypatch):
     monkeypatch.setattr(runner, "POISON", 0.0)
-    assert "finite" not in caught("mixes-padded-rows")
+    assert caught("mixes-padded-rows") == set()
 
 
 @pytest.mark.mutation

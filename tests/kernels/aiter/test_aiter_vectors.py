@@ -58,7 +58,7 @@ def test_both_products_over_fp4_weights_are_those_of_aiters_source_to_the_byte(c
 
 def assert_as_aiter_left_them(call, query):
     """Cache and defined rows byte by byte; the others AITER leaves as they were, and nobody may read them."""
-    assert same_bytes(call.inputs.kv_cache, call.cache)
+    assert same_bytes(call.inputs.kv_cache, call.cache), "the KV cache differs"
     assert same_bytes(query[call.rows], call.query[call.rows])
     undefined = plain_bits(call.query).index_fill(0, call.rows, aiter_results.QUERY_FILL)
     assert (undefined == aiter_results.QUERY_FILL).all()
@@ -97,7 +97,7 @@ def test_mutation_of_the_reference_is_seen_in_aiters_results(plant):
     if plant == "another scale":
         call.inputs.k_scale.mul_(1.25)
     numerics = reference.VLLM_COMPILED if plant == "two roundings" else reference.AITER
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="KV cache differs"):
         assert_as_aiter_left_them(call, reference.prepare(call.inputs, numerics))
 
 
