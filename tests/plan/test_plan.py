@@ -14,6 +14,7 @@ from tests.support.model_configs import ROWS as MATRIX
 from tests.support.pages import PAGES, ROOT, quoted, table, words
 from tests.support.plans import codes, planned
 from vllm_aiter_mla.commands import outputs
+from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import model, printout
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
@@ -345,7 +346,6 @@ def refused(*arguments):
         (["--config"], "config file"),
         (["--no-such-option", "1"], "--no-such-option"),
         (["--dtype", "floatx"], "--dtype"),
-        (["-h"], "vllm serve --help=all"),
         ([OURS, "2"], f"{OURS} 2"),
         (["-cc.pass_config.fuse_norm_qant=true"], "pass_config.fuse_norm_qant Unexpected"),
         ([OURS, '{"aiter_mla": {"max_token_num": 100000000000000000000}}'], "max-token-num 100000000000000000000"),
@@ -368,6 +368,11 @@ def refused(*arguments):
 )
 def test_a_wrong_option_is_one_line(arguments, named):
     assert named in refused("deepseek-r1", *arguments)
+
+
+def test_a_parser_that_prints_its_help_and_ends_has_planned_nothing():
+    with pytest.raises(ValueError, match="vllm serve --help=all"):
+        offline.serve_options(["deepseek-r1", "-h"])
 
 
 @pytest.mark.parametrize(
