@@ -59,7 +59,8 @@ def test_a_switch_is_read_by_the_installed_vllms_own_reader(default: bool, monke
     """FP8BMM is on in 0.30 to 0.32 and off in 0.33."""
     name = offline.FP8_BMM
     read = lambda: bool(int(os.environ.get(name, str(int(default)))))  # noqa: E731
-    monkeypatch.setitem(vllm.envs.environment_variables, name, read)
+    variables = vllm.envs.environment_variables | {name: read}
+    monkeypatch.setattr(vllm.envs, "environment_variables", variables)
     monkeypatch.delenv(name, raising=False)
     assert offline.switches()[name] is default
     monkeypatch.setenv(name, str(int(not default)))
@@ -67,7 +68,7 @@ def test_a_switch_is_read_by_the_installed_vllms_own_reader(default: bool, monke
     monkeypatch.setenv(name, "maybe")
     with pytest.raises(ValueError, match=f"{name}=maybe"):
         offline.switches()
-    monkeypatch.delitem(vllm.envs.environment_variables, name)
+    del variables[name]
     assert offline.switches()[name] is False
 
 
