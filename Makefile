@@ -22,7 +22,7 @@ export PYTHONUNBUFFERED := 1
 export OMP_NUM_THREADS := 1
 
 # Bit-exact tests of under two minutes, for a machine without AVX-512; ARGS= names more.
-AVX2_TESTS := tests/ops tests/passes/test_recognised.py tests/passes/test_traced.py tests/passes/test_layers_apart.py \
+AVX2_TESTS := tests/serving tests/passes/test_recognised.py tests/passes/test_traced.py tests/passes/test_layers_apart.py \
     tests/passes/test_fallback.py tests/kernels/test_reference.py tests/kernels/aiter/test_absorb.py \
     tests/kernels/aiter/test_aiter_numerics.py tests/kernels/aiter/test_aiter_vectors.py
 
@@ -98,7 +98,7 @@ $(LANE_STAMP): $(LOCK) pyproject.toml
 
 test-torch: $(LANE_STAMP)
 	$(LANE)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not engine and not slow" \
-	    tests/passes tests/ops tests/gate tests/test_module.py
+	    tests/passes tests/serving tests/gate tests/test_module.py
 
 # The Triton kernel as another release of Triton compiles and launches it, and its code executed for both cards: a
 # quarter of an hour. The release lies beside the environment and comes first in Python's path.

@@ -150,7 +150,7 @@ def test_every_part_is_in_the_table_and_every_row_is_a_part():
 @pytest.mark.parametrize(
     ("part", "source"),
     [
-        ("module", "from vllm_aiter_mla.passes import pipeline"),
+        ("serving", "from vllm_aiter_mla.passes import pipeline"),
         ("kernels", "def late():\n    from vllm_aiter_mla import compat"),
         ("compat", "import vllm_aiter_mla.gate"),
         ("verify", "from vllm_aiter_mla.compat import config"),

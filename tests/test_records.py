@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from pydantic import JsonValue
 
 from tests.support.bad_files import BAD
-from vllm_aiter_mla import files, first_call, status
+from vllm_aiter_mla import files, status
 from vllm_aiter_mla.commands.check.record import CheckRun
 from vllm_aiter_mla.commands.measure import Measurement, Row
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.commands.status import Engines
-from vllm_aiter_mla.kernels.measure import Measured
 from vllm_aiter_mla.kernels.triton.tuning import TunedTiles
 from vllm_aiter_mla.settings import KERNELS, Settings
+from vllm_aiter_mla.startup import first_call
+from vllm_aiter_mla.startup.timing import Measured
 from vllm_aiter_mla.status.record import RankStatus, Skips, Timed
 from vllm_aiter_mla.verify.results import Verification
 

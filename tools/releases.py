@@ -33,7 +33,7 @@ from tools.common import Parser, RunError, UsageError, guarded, run_pip
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "requirements" / "releases"
 BASE_LOCK = ROOT / "requirements" / "cpu.lock"
-TESTS = ("tests/passes", "tests/gate", "tests/ops", "tests/plan")
+TESTS = ("tests/passes", "tests/gate", "tests/serving", "tests/plan")
 # The 0.9 GB of vLLM's wheel that only a GPU or a compiler needs.
 BINARY = (".so", ".cuh", ".cu", ".cpp", ".h", ".hpp", ".inl", "/vllm-rs")
 

@@ -51,11 +51,11 @@ def _late(module: str, function: str) -> Callable[[Any], None]:
     return call
 
 
-apply_gate, attach = _late("gate", "apply"), _late("startup", "attach")
+apply_gate, attach = _late("gate", "apply"), _late("startup.worker", "attach")
 """Run the gate on a ``VllmConfig``; hand a new worker to the start-up code."""
 
 
 def _register_ops() -> None:
-    from vllm_aiter_mla.ops import register as define_ops
+    from vllm_aiter_mla.serving.ops import register as define_ops
 
     define_ops()

@@ -27,7 +27,8 @@ def prefill_rows_stay_raw_and_passes_ignore_the_range() -> None:
     The op rotates copies of prefill rows for their KV rows and hands the raw rows on. The passes run in every compile
     range; no batch of the scenarios is above the decode limit.
     """
-    from vllm_aiter_mla import admission, ops
+    from vllm_aiter_mla import admission
+    from vllm_aiter_mla.serving import ops
 
     plugin.spoil(
         ops, "rotate_and_write", lambda inner, step, q, k_pe, *rest: inner(step, q.clone(), k_pe.clone(), *rest)
@@ -91,7 +92,7 @@ def a_request_has_one_decode_row() -> None:
 
     The last one, because the first decides the next token whether or not a draft is accepted.
     """
-    from vllm_aiter_mla import ops
+    from vllm_aiter_mla.serving import ops
 
     def decode(inner, step, q_prepared, output):
         n, requests = step.num_actual_tokens, step.metadata.num_decodes
@@ -113,7 +114,7 @@ def padding_has_the_slot_of_another_row() -> None:
     """A row without a slot is written over a row that has one; it shows only where a full graph is padded."""
     import torch
 
-    from vllm_aiter_mla import ops
+    from vllm_aiter_mla.serving import ops
 
     def prepared_query(inner, step, *rest):
         return inner(step._replace(slots=torch.where(step.slots < 0, step.slots.max(), step.slots)), *rest)
@@ -143,8 +144,8 @@ def the_check_fails_on_rank_1() -> None:
 
     import torch
 
-    from vllm_aiter_mla import startup
-    from vllm_aiter_mla.kernels.selfcheck import SelfCheckResult
+    from vllm_aiter_mla.startup import worker as startup
+    from vllm_aiter_mla.startup.selfcheck import SelfCheckResult
 
     os.environ[plugin.MUTATION] = f"{__name__}:{the_check_fails_on_rank_1.__name__}"
 
@@ -154,7 +155,7 @@ def the_check_fails_on_rank_1() -> None:
 
 def query_and_key_are_swapped() -> None:
     """The op gets the rope part of the key in the first head of the query, and that head's rope part as its key."""
-    from vllm_aiter_mla import module
+    from vllm_aiter_mla.serving import module
 
     def project(inner, wrapper, hidden_states):
         q, kv_c, k_pe = inner(wrapper, hidden_states)
@@ -179,7 +180,7 @@ def raise_when_told():
     from pathlib import Path
 
     from tests.support.planted import raising
-    from vllm_aiter_mla import ops
+    from vllm_aiter_mla.serving import ops
 
     told = Path(os.environ["AITER_MLA_TEST_TRIGGER"])
     plugin.spoil(ops, "prepared_query", raising(RuntimeError("planted")), when=lambda *_: told.exists())
@@ -187,7 +188,7 @@ def raise_when_told():
 
 def the_last_decode_row_reads_another_head() -> None:
     """One row of each decode step attends with the query of the next head: the others hide it in a mean."""
-    from vllm_aiter_mla import ops
+    from vllm_aiter_mla.serving import ops
 
     def decode(inner, step, q_prepared, output):
         q_prepared, last = q_prepared.clone(), step.num_actual_tokens - 1

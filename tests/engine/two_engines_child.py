@@ -19,8 +19,9 @@ def main(spec_path: str, folder: str) -> None:
 
     load_general_plugins()
     knobs.apply(spec)
-    from vllm_aiter_mla import startup, status
-    from vllm_aiter_mla.kernels.selfcheck import SelfCheckResult
+    from vllm_aiter_mla import status
+    from vllm_aiter_mla.startup import worker as startup
+    from vllm_aiter_mla.startup.selfcheck import SelfCheckResult
 
     found, check = [], startup.self_check
     planted = SelfCheckResult(False, "self-check FAILED: planted", {}, 0)

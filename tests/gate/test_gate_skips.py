@@ -21,10 +21,10 @@ from vllm_aiter_mla import gate, status
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
-from vllm_aiter_mla.compat import patches
+from vllm_aiter_mla.compat import patches, release
 
 UNTESTED = {"aiter_mla": {"enabled": True, "debug": {"untested_vllm": True}}}
-ATTENTION, UPDATE, FUSED = compat_config.OP_ARGUMENTS
+ATTENTION, UPDATE, FUSED = release.OP_ARGUMENTS
 
 
 def set_on(holder, field, value):
@@ -101,7 +101,7 @@ def test_a_model_without_mla_is_skipped(compiling, dense_model, said):
 
 
 def test_a_vllm_outside_the_window_is_skipped_unless_forced(config, said, monkeypatch):
-    monkeypatch.setattr(compat_config, "vllm_version", lambda: "0.34.0rc1")
+    monkeypatch.setattr(release, "vllm_version", lambda: "0.34.0rc1")
     assert_skipped(said, config(additional_config=ON), "vllm_version", "0.34.0rc1")
     assert pass_of(config(additional_config=UNTESTED)) is not None
 
@@ -149,16 +149,16 @@ OUTSIDE = ("0.29.3", "0.34.0", "0.34.0rc1", "1.0.0", "0.1.dev1+gabc", "dev", "")
 
 @pytest.mark.parametrize("version", [*INSIDE, *OUTSIDE])
 def test_the_window_of_versions(version):
-    assert compat_config.in_window(version) == (version in INSIDE)
+    assert release.in_window(version) == (version in INSIDE)
 
 
 def test_the_installed_vllm_lacks_nothing_and_a_missing_name_is_reported(monkeypatch):
     from vllm.config import CompilationConfig
 
-    assert compat_config.missing_capabilities() == ()
-    assert compat_config.op_differences() == ()
+    assert release.missing_capabilities() == ()
+    assert release.op_differences() == ()
     monkeypatch.delattr(CompilationConfig, "_attention_ops")
-    assert compat_config.missing_capabilities() == ("CompilationConfig._attention_ops",)
+    assert release.missing_capabilities() == ("CompilationConfig._attention_ops",)
 
 
 SCHEMA = {
@@ -185,7 +185,7 @@ OTHERS = {
 
 def plant(monkeypatch, op, old="", new=""):
     """Give an op a schema like the known one, with ``old`` replaced."""
-    compat_config.op_differences()  # imports the modules that define the ops
+    release.op_differences()  # imports the modules that define the ops
     assert old in SCHEMA[op]
     schema = torch._C.parse_schema(f"vllm::{op}{SCHEMA[op].replace(old, new)}")
     monkeypatch.setattr(torch.ops.vllm, op, SimpleNamespace(default=SimpleNamespace(_schema=schema)))
@@ -203,22 +203,22 @@ def test_another_argument_of_an_op_skips_the_engine_by_name(config, said, monkey
 @pytest.mark.parametrize("op", SCHEMA)
 def test_the_known_arguments_are_accepted_and_a_missing_op_skips_the_engine(config, said, monkeypatch, op):
     plant(monkeypatch, op)
-    assert compat_config.op_differences() == ()
+    assert release.op_differences() == ()
     monkeypatch.setattr(torch.ops.vllm, op, SimpleNamespace())
     assert_skipped(said, config(additional_config=ON), "op_schema", f"vllm::{op} cannot be found")
 
 
 def test_a_module_that_cannot_be_imported_skips_the_engine(config, said, monkeypatch):
-    monkeypatch.setattr(compat_config, "FUSED_MODULE", "vllm.moved.elsewhere")
+    monkeypatch.setattr(release, "FUSED_MODULE", "vllm.moved.elsewhere")
     assert_skipped(said, config(additional_config=ON), "op_schema", "vllm.moved")
 
 
 def test_with_the_flag_off_no_op_is_looked_at_and_vllms_attention_is_not_imported(registered, mla_model, monkeypatch):
-    monkeypatch.setattr(compat_config, "op_differences", lambda: pytest.fail("asked with the flag off"))
+    monkeypatch.setattr(release, "op_differences", lambda: pytest.fail("asked with the flag off"))
     gate_support.vllm_config(mla_model)
     code = (
         "import sys, vllm.engine.arg_utils; from vllm.config import VllmConfig; from vllm.plugins import *;"
-        f"load_general_plugins(); VllmConfig(); print('{compat_config.ATTENTION_MODULE}' in sys.modules)"
+        f"load_general_plugins(); VllmConfig(); print('{release.ATTENTION_MODULE}' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == "False"
@@ -257,7 +257,7 @@ def test_private_names_that_serving_calls_skip_the_engine_if_one_is_missing(conf
 @pytest.mark.mutation("I11")
 def test_mutation_a_comparison_that_forgets_an_argument_is_caught(config, said, monkeypatch):
     op, old, new, word = OTHERS["an argument more"]
-    monkeypatch.setitem(compat_config.OP_ARGUMENTS, op, f"{compat_config.OP_ARGUMENTS[op]} {word}")
+    monkeypatch.setitem(release.OP_ARGUMENTS, op, f"{release.OP_ARGUMENTS[op]} {word}")
     plant(monkeypatch, op, old, new)
     with pytest.raises(AssertionError, match="has engaged"):
         assert_skipped(said, config(additional_config=ON), "op_schema", word)

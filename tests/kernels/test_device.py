@@ -13,11 +13,12 @@ from tests.support.made_up_clock import Named
 from vllm_aiter_mla.commands import doctor
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.compat.engine import CountsKernels
-from vllm_aiter_mla.kernels import device, measure
+from vllm_aiter_mla.kernels import device, stopwatch
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.device import Device, card
 from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform, detect_platform
+from vllm_aiter_mla.serving import decision
 from vllm_aiter_mla.verify import launches, session
 from vllm_aiter_mla.verify.engine import EagerEngine, GraphEngine
 
@@ -233,7 +234,7 @@ def test_what_asks_for_a_card_finds_the_installed_one(recorded):
     assert doctor.gpu_arch() == detect_platform().arch == "sm90"
     assert doctor.torch({}).status == "problem"
     assert steps.has_gpu()
-    assert measure.machine()["card"] == session.Session(quick=True, only=("fresh-data",)).machine["card"]
+    assert stopwatch.machine()["card"] == session.Session(quick=True, only=("fresh-data",)).machine["card"]
     engine = session.engine_here()
     assert (type(engine), engine.device) == (GraphEngine, "cpu")
     recorded.rocm, recorded.arch = "7.0.2", "gfx942"
@@ -263,20 +264,20 @@ class Launching(Named):
 def timed(graphs):
     found = {"triton": Launching("triton", 1, 4), "vllm": Launching("vllm", 4, 1)}
     weight = synthetic_inputs(SHAPE).weight
-    return measure.time_shape(found, SHAPE, weight, (2, 8), measure.Budget(float("inf")), graphs)
+    return stopwatch.time_shape(found, SHAPE, weight, (2, 8), stopwatch.Budget(float("inf")), graphs)
 
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_kernels_are_timed_and_chosen_by_what_a_launch_costs_on_the_installed_card(recorded, graphs):
     rounds = timed(graphs)
-    assert measure.medians(rounds) == {2: {"triton": 10.0, "vllm": 40.0}, 8: {"triton": 40.0, "vllm": 10.0}}
-    assert measure.ranges(rounds, ("triton", "vllm")) == ((1, 2, "triton"), (3, 8, "vllm"))
+    assert stopwatch.medians(rounds) == {2: {"triton": 10.0, "vllm": 40.0}, 8: {"triton": 40.0, "vllm": 10.0}}
+    assert decision.ranges(rounds, ("triton", "vllm")) == ((1, 2, "triton"), (3, 8, "vllm"))
     assert recorded.recorded == 4 * graphs
 
 
 def test_what_is_recorded_for_timing_runs_once_and_its_replays_run_no_python(recorded):
-    ran, calls = [], measure.calls_of(SHAPE, [synthetic_inputs(SHAPE).weight], 2, resident=4096)
-    replay = measure.record(lambda given: ran.append(given) or given.q.neg(), calls)
+    ran, calls = [], stopwatch.calls_of(SHAPE, [synthetic_inputs(SHAPE).weight], 2, resident=4096)
+    replay = stopwatch.record(lambda given: ran.append(given) or given.q.neg(), calls)
     assert (replay(), replay()) == (10.0, 10.0)
     assert len(ran) == len(calls)
 

@@ -7,7 +7,7 @@ from tests.sandbox.simulated_aiter import execute
 from tests.support.simulated_aiter import FP8, backend, inputs, same_bytes, twin
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.inputs import LayerShape
-from vllm_aiter_mla.kernels.selfcheck import self_check
+from vllm_aiter_mla.startup.selfcheck import self_check
 
 INF, NAN = float("inf"), float("nan")
 

@@ -13,7 +13,7 @@ from tests.support.simulated_aiter import same_bytes
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.inputs import PATTERN, LayerShape, synthetic_inputs
-from vllm_aiter_mla.kernels.selfcheck import steps_of
+from vllm_aiter_mla.startup.selfcheck import steps_of
 
 FLAVOURS = list(formats.FLAVOURS.values())
 BF16 = torch.bfloat16

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tests.sandbox import gpu_ops
-from vllm_aiter_mla.kernels import reference, selfcheck
+from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import Numerics
 from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
+from vllm_aiter_mla.startup import selfcheck
 
 FN, FNUZ, BF16 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.bfloat16
 MODELS = {"aiter": reference.AITER, "vllm-compiled": reference.VLLM_COMPILED, "vllm-kernel": reference.VLLM_KERNEL}

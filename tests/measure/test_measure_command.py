@@ -14,8 +14,7 @@ from tests.support.made_up_clock import MadeUpClock, Named, costs, named_kernels
 from vllm_aiter_mla.commands import measure, rivals
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import layer as compat_layer
-from vllm_aiter_mla.kernels import measure as timing
-from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels import reference, stopwatch
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.vllm_own import VLLMBackend
@@ -100,14 +99,14 @@ def test_measure_does_not_time_a_wrong_kernel_and_exits_1(card, tmp_path):
 
 
 def test_measure_keeps_what_was_timed_when_a_size_fails(card, monkeypatch):
-    real = timing.time_shape
+    real = stopwatch.time_shape
 
     def fails(able, shape, weight, counts, budget):
         if counts == [8]:
             raise MemoryError("planted")
         return real(able, shape, weight, counts, budget)
 
-    monkeypatch.setattr(timing, "time_shape", fails)
+    monkeypatch.setattr(stopwatch, "time_shape", fails)
     done = run("-t", "1", "-t", "8", "-t", "64", "--type", "fp8")
     assert done.exit_code == 1
     assert "STOPPED at 2 heads, fp8: MemoryError: planted" in done.output

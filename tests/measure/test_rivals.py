@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.sandbox.simulated_aiter import ROCM
-from vllm_aiter_mla.backends import candidates, contenders
 from vllm_aiter_mla.commands import measure
 from vllm_aiter_mla.commands.rivals import DecodeTileBackend, OneLaunchBackend, decode_tile
 from vllm_aiter_mla.compat import layer as compat_layer
@@ -16,8 +15,9 @@ from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.kernels.selfcheck import self_check
+from vllm_aiter_mla.serving.backends import candidates, contenders
 from vllm_aiter_mla.settings import KERNELS
+from vllm_aiter_mla.startup.selfcheck import self_check
 
 FNUZ, BF16 = torch.float8_e4m3fnuz, torch.bfloat16
 MI300X, MI355X = Platform("gfx942", ROCM), Platform("gfx950", ROCM)

@@ -95,7 +95,7 @@ def test_every_emission_of_a_layer_is_covered(monkeypatch):
 
 def test_an_admission_that_raises_leaves_the_layers_to_vllm(monkeypatch):
     gm, layers = build(2, BF16)
-    monkeypatch.setattr("vllm_aiter_mla.layer.layer_skips", raising(RuntimeError("planted")))
+    monkeypatch.setattr("vllm_aiter_mla.serving.layer.layer_skips", raising(RuntimeError("planted")))
     counts = assert_rewritten_right(gm, stubs_for(layers, BF16), stops=(None,))
     assert (counts["skipped"], counts["aiter_fusion"]) == (2, 0)
     assert {code for code, _ in status.current().skipped.values()} == {"not_evaluated"}

@@ -11,11 +11,12 @@ import torch
 from tests.passes.execute import assert_rewritten_right, calls, clean, rewrite, stubs_for
 from tests.passes.graphs import Builder, Spelling, build
 from tests.passes.stubs import DECODE, MIXED, Sizes
-from vllm_aiter_mla import ops, status
+from vllm_aiter_mla import status
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.passes import match, pipeline, q_prep_lift, rope_kv
 from vllm_aiter_mla.passes.fx import view_root
 from vllm_aiter_mla.passes.match import LayerMatch, match_layers
+from vllm_aiter_mla.serving import ops
 
 BF16 = torch.bfloat16
 SPELLINGS = {

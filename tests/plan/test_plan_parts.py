@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.support import plans
 from tests.support.pages import ROOT
 from vllm_aiter_mla import admission
-from vllm_aiter_mla.backends import candidates
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.plan import build, formulas, kernels, model
+from vllm_aiter_mla.serving.backends import candidates
 from vllm_aiter_mla.settings import Settings
 
 ENGINE = admission.ConfigView(

@@ -26,7 +26,7 @@ from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.report.page import SECTIONS, html_of
-from vllm_aiter_mla.first_call import FirstCall
+from vllm_aiter_mla.startup.first_call import FirstCall
 
 Write = Callable[[str, Any], Path]
 

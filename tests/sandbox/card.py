@@ -100,7 +100,7 @@ def _change_checks(arch: str) -> None:
     """
     from vllm.platforms import current_platform
 
-    from vllm_aiter_mla import backends
+    from vllm_aiter_mla.serving import backends
 
     dtype, card = FP8[arch], Platform(arch, ROCM)
     vllm_platform: Any = type(current_platform)

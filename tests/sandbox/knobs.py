@@ -57,7 +57,7 @@ def plant(mutation: str) -> None:
 
 def count_branches() -> None:
     """Count what the op does with its batches: a claim about prefill rows is empty where none came by."""
-    from vllm_aiter_mla import ops
+    from vllm_aiter_mla.serving import ops
 
     for name in ("prepared_query", "rotate_and_write"):
         inner = getattr(ops, name)
@@ -87,7 +87,7 @@ def count_copies() -> None:
     """Count the queries that vLLM copies to more heads, of those that the op has prepared."""
     from vllm.v1.attention.backends.mla.rocm_aiter_mla import AiterMLAHelper
 
-    from vllm_aiter_mla.layer import Layer
+    from vllm_aiter_mla.serving.layer import Layer
 
     pad, decode, inside = AiterMLAHelper.get_mla_padded_q, Layer.forward_mqa, []
 

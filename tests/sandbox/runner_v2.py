@@ -62,7 +62,7 @@ class Setup:
         from vllm.config import set_current_vllm_config
         from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
-        from vllm_aiter_mla.layer import Layer
+        from vllm_aiter_mla.serving.layer import Layer
 
         with set_current_vllm_config(self.config):
             meeting = f"file://{tempfile.mkdtemp()}/meeting"

@@ -9,10 +9,11 @@ import vllm._custom_ops  # noqa: F401  loads vLLM's own library before the sandb
 
 from tests.sandbox import gpu_ops
 from tests.support.made_up_clock import Named
-from vllm_aiter_mla import backends, plugin
+from vllm_aiter_mla import plugin
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.serving import backends
 
 plugin.register()
 gpu_ops.register()

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from tests.support.bad_files import BAD
-from vllm_aiter_mla import files, first_call
+from vllm_aiter_mla import files
+from vllm_aiter_mla.startup import first_call
 
 
 def start(folder, kind):

@@ -5,16 +5,18 @@ import re
 
 import pytest
 
-from tests.ops.opcalls import NAME, layer_of
-from vllm_aiter_mla import startup, status
-from vllm_aiter_mla.backends import Backends
-from vllm_aiter_mla.kernels import reference, selfcheck
+from tests.support.opcalls import NAME, layer_of
+from vllm_aiter_mla import status
+from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
-from vllm_aiter_mla.layer import Layer
+from vllm_aiter_mla.serving.backends import Backends
+from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings
+from vllm_aiter_mla.startup import selfcheck
+from vllm_aiter_mla.startup import worker as startup
 
 CLAMPS, OVERFLOWS = reference.TRITON, reference.AITER
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.ops.opcalls import NAME
+from tests.support.opcalls import NAME
 from tests.support.planted import raising
 from tests.support.simulated_aiter import ROCM
 from tests.support.worker import Worker, layer_in, ours
-from vllm_aiter_mla import startup
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.startup import worker as startup
 
 
 @pytest.fixture

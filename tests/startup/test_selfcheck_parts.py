@@ -8,19 +8,20 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from tests.ops.opcalls import layer_of
 from tests.sandbox.simulated_aiter import ROCM, install, op
-from vllm_aiter_mla import startup
-from vllm_aiter_mla.backends import Backends
-from vllm_aiter_mla.kernels import reference, selfcheck
+from tests.support.opcalls import layer_of
+from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.kernels.triton import launcher
-from vllm_aiter_mla.layer import Layer
+from vllm_aiter_mla.serving.backends import Backends
+from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings
+from vllm_aiter_mla.startup import selfcheck
+from vllm_aiter_mla.startup import worker as startup
 
 FP8 = torch.float8_e4m3fn
 SHAPE = LayerShape(4, 16, FP8, FP8, 16, False, latent=128, rope=8)

@@ -9,19 +9,21 @@ import torch
 from torch.fx import Graph
 from vllm.config import CUDAGraphMode
 
-from tests.ops.opcalls import NAME, layer_of
+from tests.support.opcalls import NAME, layer_of
 from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
 from tests.support.worker import CONFIG, Worker, layer_in, ours
-from vllm_aiter_mla import admission, measuring, startup, status
+from vllm_aiter_mla import admission, status
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.compat.inductor import InductorPass
-from vllm_aiter_mla.layer import Layer
 from vllm_aiter_mla.passes import pipeline
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
+from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings
+from vllm_aiter_mla.startup import timing
+from vllm_aiter_mla.startup import worker as startup
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_a_failed_warm_up_hands_over_to_the_other_ranks_and_raises_its_error_bef
     monkeypatch.setattr(Worker, "compile_or_warm_up_model", planted)
     one = Worker(ours(), strict=True)
     one.load_model()
-    monkeypatch.setattr(startup.log, "exchange", exchange)
+    monkeypatch.setattr(startup.ranks, "exchange", exchange)
     with pytest.raises(KeyError, match="planted"):
         one.compile_or_warm_up_model()
     assert handed == []
@@ -129,7 +131,7 @@ class FailsToLoad(Worker):
 def failed_load(monkeypatch, seconds=10, **options):
     """What a rank whose model cannot be loaded hands over to the others."""
     handed, done = [], Event()
-    monkeypatch.setattr(startup.log, "exchange", lambda mine: (handed.append(mine), done.set(), (0, [mine]))[2])
+    monkeypatch.setattr(startup.ranks, "exchange", lambda mine: (handed.append(mine), done.set(), (0, [mine]))[2])
     with pytest.raises(KeyError, match="planted"):
         FailsToLoad(ours(), **options).load_model()
     done.wait(seconds)
@@ -138,7 +140,7 @@ def failed_load(monkeypatch, seconds=10, **options):
 
 def test_a_rank_that_cannot_load_its_model_hands_over_its_answer_so_that_the_others_do_not_wait(said, monkeypatch):
     (answer,) = failed_load(monkeypatch)
-    figures, troubles = measuring.agree([measuring.Answer(), answer])
+    figures, troubles = timing.agree([timing.Answer(), answer])
     assert (figures, len(troubles)) == ({}, 1)
     assert failed_load(monkeypatch, 0, measure=False) == [], "the others exchange nothing either"
 
@@ -163,7 +165,7 @@ AT_THE_CHECK = {
     "the weights": lambda patch, one: patch(compat_layer, "activation_dtype", planted),
     "the back ends": lambda patch, one: patch(Layer, "kernels_to_check", planted),
     "the decision": lambda patch, one: patch(Layer, "not_admitted", planted),
-    "the rows": lambda patch, one: patch("vllm_aiter_mla.layer.synthetic_inputs", planted),
+    "the rows": lambda patch, one: patch("vllm_aiter_mla.serving.layer.synthetic_inputs", planted),
 }
 
 

@@ -10,20 +10,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.ops.opcalls import NAME
 from tests.sandbox.rehearsal_card import RehearsalCard
 from tests.support.made_up_clock import MadeUpClock, costs, named_kernels
+from tests.support.opcalls import NAME
 from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
 from tests.support.worker import Worker, layer_in, ours
-from vllm_aiter_mla import backends, measuring, startup, status
+from vllm_aiter_mla import status
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.kernels import device, measure, reference
+from vllm_aiter_mla.kernels import device, reference, stopwatch
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.device import Device
 from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.layer import Layer
+from vllm_aiter_mla.serving import backends
+from vllm_aiter_mla.serving.layer import Layer
+from vllm_aiter_mla.startup import timing
+from vllm_aiter_mla.startup import worker as startup
 
 QUICK_TRITON = costs(aiter=8.0, triton=5.0, vllm=10.0)
 LIMIT = 16
@@ -38,7 +41,7 @@ class Card:
         self.kernels = named_kernels(monkeypatch)
         platform = Platform("gfx942")
         monkeypatch.setattr(backends, "detect_platform", lambda: platform)
-        monkeypatch.setattr(measure, "about", lambda: {"card": "made up"})
+        monkeypatch.setattr(timing, "about", lambda: {"card": "made up"})
         monkeypatch.setattr(compat_config, "as_current", lambda config: nullcontext())
 
     def set_clock(self, clock):
@@ -102,7 +105,7 @@ def test_ranks_time_if_the_tensors_of_the_engine_are_on_the_installed_card(made_
 
 
 def test_partial_figures_are_kept_and_the_next_start_times_the_rest(made_up, tmp_path):
-    made_up.set_clock(MadeUpClock(QUICK_TRITON, replay_s=measure.BUDGET_S / 2 / (13 * 3)))
+    made_up.set_clock(MadeUpClock(QUICK_TRITON, replay_s=stopwatch.BUDGET_S / 2 / (13 * 3)))
     found = []
     for _ in range(3):
         assert runs(made_up.start(), 16) == "triton"
@@ -115,8 +118,8 @@ def test_figures_without_full_graphs_count_the_host_and_those_of_other_functions
 ):
     used = []
     for how in ("record", "looped"):
-        inner = getattr(measure, how)
-        monkeypatch.setattr(measure, how, lambda *given, how=how, inner=inner: (used.append(how), inner(*given))[1])
+        inner = getattr(stopwatch, how)
+        monkeypatch.setattr(stopwatch, how, lambda *given, how=how, inner=inner: (used.append(how), inner(*given))[1])
     for sizes, functions in (([1], "none"), ([], "none"), ([], "all")):
         monkeypatch.setattr(compat_config, "full_graphs", lambda _, sizes=sizes: sizes)
         one = Worker(ours(LIMIT))
@@ -141,13 +144,13 @@ def test_a_batch_that_the_kernel_refuses_is_named_once_whatever_its_size(made_up
 
 planted = raising(torch.OutOfMemoryError("planted: out of memory"))
 CANNOT = {
-    "no memory": lambda patch, card_: patch(measure, "cold_weights", planted),
-    "no events": lambda patch, card_: patch(measure, "looped", planted),
+    "no memory": lambda patch, card_: patch(stopwatch, "cold_weights", planted),
+    "no events": lambda patch, card_: patch(stopwatch, "looped", planted),
     "over budget": lambda patch, card_: patch(card_.clock, "replay_s", 1.0),
     "no clock": lambda patch, card_: patch(device.card(), "now", planted),
-    "no card": lambda patch, card_: patch(measure, "about", planted),
-    "no counts": lambda patch, card_: patch(measure, "token_counts", planted),
-    "no exchange": lambda patch, card_: patch(measuring.log, "exchange", planted),
+    "no card": lambda patch, card_: patch(timing, "about", planted),
+    "no counts": lambda patch, card_: patch(stopwatch, "token_counts", planted),
+    "no exchange": lambda patch, card_: patch(timing.ranks, "exchange", planted),
 }
 
 
@@ -185,7 +188,7 @@ def test_mutation_a_static_order_that_nobody_timed_is_caught(made_up, monkeypatc
 
 
 def test_where_one_of_two_shapes_could_not_be_timed_the_line_says_so(made_up):
-    measuring._say(["rank 0: OverBudgetError: planted"], measuring.Answer(seconds=1.0), 1)
+    timing._say(["rank 0: OverBudgetError: planted"], timing.Answer(seconds=1.0), 1)
     (line,) = made_up.said.at(logging.WARNING)
     assert line.endswith("vLLM's own kernels run but for 1 layer shape(s)")
 
@@ -211,21 +214,21 @@ def test_the_compile_cache_key_does_not_depend_on_the_figures(made_up, tmp_path)
 
 
 def answer(why="", **kinds):
-    return measuring.Answer(kinds, why)
+    return timing.Answer(kinds, why)
 
 
 def test_a_rank_that_could_not_time_a_shape_keeps_all_on_the_static_order_for_it():
-    good = measuring.Figures({1: {"aiter": [5.0] * 4, "vllm": [10.0] * 4}})
+    good = timing.Figures({1: {"aiter": [5.0] * 4, "vllm": [10.0] * 4}})
     # A rank without a layer has nothing to say about any shape.
-    for other, shapes in ((answer(a=measuring.Figures(why="planted"), b=good), {"b"}), (answer("planted"), set())):
-        figures, troubles = measuring.agree([answer(a=good, b=good), other, answer()])
+    for other, shapes in ((answer(a=timing.Figures(why="planted"), b=good), {"b"}), (answer("planted"), set())):
+        figures, troubles = timing.agree([answer(a=good, b=good), other, answer()])
         assert (set(figures), troubles) == (shapes, ["rank 1: planted"])
 
 
 @pytest.mark.mutation
 def test_mutation_a_choice_from_the_ranks_that_could_time_is_caught(monkeypatch):
-    whole = measure.slowest
-    monkeypatch.setattr(measure, "slowest", lambda tables: whole([one for one in tables if one]))
+    whole = timing.slowest
+    monkeypatch.setattr(timing, "slowest", lambda tables: whole([one for one in tables if one]))
     with pytest.raises(AssertionError, match=r"^assert \(\{'a', 'b'\}"):
         test_a_rank_that_could_not_time_a_shape_keeps_all_on_the_static_order_for_it()
 
@@ -233,7 +236,7 @@ def test_mutation_a_choice_from_the_ranks_that_could_time_is_caught(monkeypatch)
 @both_modes
 def test_a_rank_whose_check_raises_still_answers_the_others(made_up, monkeypatch, strict):
     sent = []
-    monkeypatch.setattr(measuring.log, "exchange", lambda mine: (sent.append(mine), (0, [mine]))[1])
+    monkeypatch.setattr(timing.ranks, "exchange", lambda mine: (sent.append(mine), (0, [mine]))[1])
     monkeypatch.setattr(startup, "check_layers", planted)
     with stops(strict, "planted"):
         made_up.start(strict=strict)
@@ -243,8 +246,8 @@ def test_a_rank_whose_check_raises_still_answers_the_others(made_up, monkeypatch
 
 @pytest.mark.mutation
 def test_mutation_an_exchange_only_after_a_check_that_passed_is_caught(made_up, monkeypatch):
-    choose = measuring.choose
-    monkeypatch.setattr(measuring, "choose", lambda config, found, limit: limit and choose(config, found, limit))
+    choose = timing.choose
+    monkeypatch.setattr(timing, "choose", lambda config, found, limit: limit and choose(config, found, limit))
     with pytest.raises(AssertionError, match="wait for ever"):
         test_a_rank_whose_check_raises_still_answers_the_others(made_up, monkeypatch, strict=True)
 
@@ -261,14 +264,14 @@ state = types.SimpleNamespace(
     model_parallel_is_initialized=lambda: True, get_tp_group=lambda: group(2, rank), get_pp_group=lambda: group(1, 0))
 sys.modules["vllm"] = types.ModuleType("vllm")
 sys.modules["vllm.distributed"] = types.SimpleNamespace(parallel_state=state)
-from vllm_aiter_mla import measuring
-from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.startup import timing
+from vllm_aiter_mla.compat import ranks
 by = {"aiter": [5.0 + 4.9 * rank] * 4, "vllm": [10.0 - rank] * 4}
-good = measuring.Answer({"a": measuring.Figures({1: by})})
-bad = measuring.Answer(why="planted")
+good = timing.Answer({"a": timing.Figures({1: by})})
+bad = timing.Answer(why="planted")
 for mine in (good, bad if rank else good):
-    place, answers = log.exchange(mine)
-    print(json.dumps([place, *measuring.agree(answers)]), flush=True)
+    place, answers = ranks.exchange(mine)
+    print(json.dumps([place, *timing.agree(answers)]), flush=True)
 # A rank that ends while the other still talks to it makes gloo abort that one.
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()

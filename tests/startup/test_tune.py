@@ -11,25 +11,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from tests.ops.opcalls import NAME
 from tests.passes.stubs import Sizes, StubLayer
 from tests.rehearsal import faults
 from tests.sandbox import gpu_ops
 from tests.sandbox.interpreter import Recorded
 from tests.sandbox.rehearsal_card import RehearsalCard, Scenario, TritonLaunch
 from tests.support import worker
+from tests.support.opcalls import NAME
 from tests.support.worker import Worker, layer_in, ours
-from vllm_aiter_mla import backends, files, status
+from vllm_aiter_mla import files, status
 from vllm_aiter_mla.commands import measure as command
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
-from vllm_aiter_mla.kernels import measure
+from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.triton import launcher, tiles, tuning
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
+from vllm_aiter_mla.serving import backends, decision
 
 BEST, TABLE = faults.TILE, "16x64/4w"
 US = {"vllm": [(1, 10.0)], "triton": [(1, 9.0)], f"triton {BEST}": [(1, 5.0)]}
@@ -77,7 +78,7 @@ def tile_of(one, tokens=4):
 
 def tuned(folder):
     """The file that tuning leaves, with figures that are made up."""
-    triton, key = measure.machine()["triton"], "2 heads, plain weight, bfloat16 cache"
+    triton, key = stopwatch.machine()["triton"], "2 heads, plain weight, bfloat16 cache"
     path = tuning.path_of(folder, "AMD Instinct MI300X", triton)
     files.write(path, tuning.TunedTiles("AMD Instinct MI300X", triton, {key: ((1, 16, BEST),)}, {}))
     return path
@@ -208,5 +209,5 @@ def test_a_tuned_tile_has_a_name_of_its_own_and_blocks_that_the_kernel_can_addre
 
 def test_tune_takes_another_tile_only_where_it_is_clearly_faster():
     rounds = {1: {"a": [10.0] * 5, "b": [9.9] * 5}, 8: {"a": [10.0] * 5, "b": [9.0] * 5}}
-    assert measure.ranges(rounds, ["a", "b"], lambda tokens: "a") == ((1, 1, "a"), (2, 8, "b"))
-    assert measure.ranges(rounds, ["a", "b"], lambda tokens: "b") == ((1, 8, "b"),)
+    assert decision.ranges(rounds, ["a", "b"], lambda tokens: "a") == ((1, 1, "a"), (2, 8, "b"))
+    assert decision.ranges(rounds, ["a", "b"], lambda tokens: "b") == ((1, 8, "b"),)

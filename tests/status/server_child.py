@@ -13,7 +13,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from vllm_aiter_mla import first_call, status
+from vllm_aiter_mla import status
+from vllm_aiter_mla.startup import first_call
 
 FOLDER = Path(sys.argv[1])
 MARKER = FOLDER / "first-call-x-0-0.json"

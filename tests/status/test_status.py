@@ -15,9 +15,10 @@ from prometheus_client import REGISTRY, generate_latest
 from tests.support.bad_files import BAD
 from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
-from vllm_aiter_mla import files, startup, status
+from vllm_aiter_mla import files, status
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.startup import worker as startup
 
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
 NOT_READ = "the reasons of skipped layers could not be kept or read"
@@ -302,7 +303,7 @@ PART = "MLA layers engaged on 1 of 2 ranks (aiter, fp8 KV, decode limit 512)"
 def test_i8_the_line_says_once_what_engaged_on_all_ranks_and_the_first_reason(
     said, monkeypatch, before, others, level, line
 ):
-    monkeypatch.setattr(startup.log, "exchange", lambda mine: (0, [mine, *others]))
+    monkeypatch.setattr(startup.ranks, "exchange", lambda mine: (0, [mine, *others]))
     before()
     after_warm_up()
     assert said == [(level, line)]
@@ -316,7 +317,7 @@ def test_strict_mode_stops_a_rank_that_engaged_nothing_but_a_stage_without_mla_l
     said, monkeypatch, layers, rank, elsewhere, stopped
 ):
     later = other(elsewhere, {"d": ("dtype", "x")})
-    monkeypatch.setattr(startup.log, "exchange", lambda mine: (0, [mine, later]))
+    monkeypatch.setattr(startup.ranks, "exchange", lambda mine: (0, [mine, later]))
     monkeypatch.setattr(sys.modules[__name__], "LAYERS", layers)
     with stops(stopped, f"0/{len(layers)}: "):
         after_warm_up(strict=True, rank=rank)
@@ -332,7 +333,7 @@ def test_a_data_parallel_engine_is_named(said):
 def test_fail_closed_a_rank_without_a_status_still_hands_over_to_the_other_ranks(said, monkeypatch, strict):
     """They wait for it: a rank that stopped before would leave them hanging."""
     handed = []
-    monkeypatch.setattr(startup.log, "exchange", lambda mine: (0, [handed.append(mine)]))
+    monkeypatch.setattr(startup.ranks, "exchange", lambda mine: (0, [handed.append(mine)]))
     monkeypatch.setattr(startup, "_record", full)
     worker = SimpleNamespace(vllm_config=SimpleNamespace(), rank=0)
     with stops(strict):

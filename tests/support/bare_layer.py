@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from types import SimpleNamespace
 
-from vllm_aiter_mla.backends import Backends, Factory
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.layer import Layer
+from vllm_aiter_mla.serving.backends import Backends, Factory
+from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings
 
 

@@ -9,17 +9,12 @@ ARROWS: dict[str, set[str]] = {
     "kernels": FIRST,
     "status": FIRST | {"compat"},
     "compat": FIRST,
-    "backends": BASE,
-    "layer": BASE | {"backends"},
-    "ops": BASE | {"layer"},
-    "passes": BASE | {"layer"},
-    "module": BASE | {"layer"},
-    "first_call": {"files", "status"},
-    "measuring": BASE | {"layer"},
-    "startup": BASE | {"backends", "first_call", "layer", "measuring", "module", "passes"},
+    "serving": BASE,
+    "passes": BASE | {"serving"},
+    "startup": BASE | {"serving"},
     "gate": BASE | {"passes"},
-    "plugin": {"compat", "gate", "ops", "startup"},
-    "verify": FIRST | {"kernels", "backends", "ops"},
+    "plugin": {"compat", "gate", "serving", "startup"},
+    "verify": FIRST | {"kernels", "serving", "startup"},
 }
 ARROWS["commands.compat"] = FIRST | {"kernels", "compat"}
 ARROWS["commands"] = set(ARROWS)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from vllm_aiter_mla import backends
-from vllm_aiter_mla.kernels import measure, reference
+from vllm_aiter_mla.kernels import reference, stopwatch
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
+from vllm_aiter_mla.serving import backends
 
 ORDER = ("aiter", "triton", "vllm")
 Cost = Callable[[str, int], float]
@@ -53,10 +53,10 @@ class MadeUpClock:
         monkeypatch.setattr(card(), "now", lambda: self.seconds)
         monkeypatch.setattr(card(), "cache_bytes", lambda: 4096)
         for how in ("record", "looped"):
-            monkeypatch.setattr(measure, how, lambda run, calls: self.record(run, calls))
+            monkeypatch.setattr(stopwatch, how, lambda run, calls: self.record(run, calls))
         monkeypatch.setattr(card(), "give_back", self.give_back)
 
-    def record(self, run: Any, calls: Sequence[DecodeInputs]) -> measure.Replay:
+    def record(self, run: Any, calls: Sequence[DecodeInputs]) -> stopwatch.Replay:
         tokens = calls[0].num_tokens
 
         def replay() -> float:

@@ -19,7 +19,7 @@ from vllm_aiter_mla import gate
 from vllm_aiter_mla.admission import LayerView, Skip
 from vllm_aiter_mla.commands.compat import offline, rocm_config
 from vllm_aiter_mla.commands.plan import answer, build, kernels
-from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import release
 from vllm_aiter_mla.settings import Settings
 
 decisions: list[Any] = []
@@ -42,7 +42,7 @@ BUGS = {
 # Imported once for all plans, which would else each import them.
 WARM = (
     "vllm.model_executor.models.deepseek_v2", "vllm_aiter_mla.passes.pipeline",
-    "vllm.v1.attention.backends.mla.rocm_aiter_mla", compat_config.FUSED_MODULE, "ray",
+    "vllm.v1.attention.backends.mla.rocm_aiter_mla", release.FUSED_MODULE, "ray",
 )  # fmt: skip
 
 

@@ -6,12 +6,13 @@ from typing import Any
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 
-from tests.ops.opcalls import NAME, layer_of
-from vllm_aiter_mla import startup, status
+from tests.support.opcalls import NAME, layer_of
+from vllm_aiter_mla import status
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.layer import Layer
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
+from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings
+from vllm_aiter_mla.startup import worker as startup
 
 CONFIG = VllmConfig()
 

@@ -6,7 +6,7 @@ import torch
 from tools import ledger
 from tools.counting.counter import KERNELS, Counter, Event
 from tools.ledger import Cost, Row
-from vllm_aiter_mla import ops as bodies
+from vllm_aiter_mla.serving import ops as bodies
 
 
 @pytest.fixture(scope="module")

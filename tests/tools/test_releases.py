@@ -11,7 +11,7 @@ import pytest
 
 from tools import releases
 from tools.releases import Overlay
-from vllm_aiter_mla.compat.config import in_window
+from vllm_aiter_mla.compat.release import in_window
 
 
 @pytest.fixture

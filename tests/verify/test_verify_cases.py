@@ -16,11 +16,11 @@ from tests.sandbox.simulated_aiter import install
 from tests.support.planted import raising
 from tests.support.simulated_aiter import fate
 from tests.verify.faults import Changed
-from vllm_aiter_mla.backends import Backends
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import EXACT, OWN_BMM
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
+from vllm_aiter_mla.serving.backends import Backends
 from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.verify import cases, runner, session
 from vllm_aiter_mla.verify.engine import EagerEngine

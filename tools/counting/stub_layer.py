@@ -28,9 +28,9 @@ from vllm.v1.attention.backends.mla.rocm_aiter_mla import AiterMLAHelper
 from tests.sandbox import gpu_ops
 from tests.sandbox.simulated_aiter import ROCM, install
 from tools import aot, triton_driver
-from vllm_aiter_mla import backends, ops
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.layer import Layer
+from vllm_aiter_mla.serving import backends, ops
+from vllm_aiter_mla.serving.layer import Layer
 
 ARCH, NAME = "gfx950", "model.layers.0.self_attn.attn"
 ROWS = 4

@@ -27,7 +27,7 @@ from rich.console import Console
 from vllm_aiter_mla import __version__, files, status
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.compat import offline
-from vllm_aiter_mla.compat import config
+from vllm_aiter_mla.compat import release
 from vllm_aiter_mla.kernels.aiter import op
 from vllm_aiter_mla.settings import NAMESPACE
 from vllm_aiter_mla.verify import hip_python as bindings
@@ -215,10 +215,10 @@ def hip_python(env: Env) -> Check:
 def vllm(env: Env) -> Check:
     """Check vLLM's version against the window, without importing vLLM."""
     version = vllm_version()
-    window = "{}.{} <= vLLM < {}.{}".format(*config.WINDOW[0], *config.WINDOW[1])
+    window = "{}.{} <= vLLM < {}.{}".format(*release.WINDOW[0], *release.WINDOW[1])
     if version is None:
         return Check("problem", "vLLM is not installed", f"install vLLM for ROCm, {window}")
-    if config.in_window(version):
+    if release.in_window(version):
         return Check("ok", f"{version}, inside {window}")
     remedy = "use a release inside, or try additional_config.aiter_mla.debug.untested_vllm=true"
     return Check("problem", f"{version} is outside {window}: the plugin stays off", remedy)
@@ -247,8 +247,8 @@ def surface(env: Env) -> Check:
         return NO_VLLM
     from vllm_aiter_mla.compat.layer import missing_names
 
-    wrong = [f"this vLLM lacks {name}" for name in (*config.missing_capabilities(), *missing_names())]
-    if wrong := [*wrong, *config.op_differences()]:
+    wrong = [f"this vLLM lacks {name}" for name in (*release.missing_capabilities(), *missing_names())]
+    if wrong := [*wrong, *release.op_differences()]:
         return Check("problem", f"{'; '.join(wrong)}: the plugin stays off", SEE_VLLM)
     return Check("ok", "vLLM has every hook that the plugin needs, and the MLA ops that it knows")
 
@@ -401,7 +401,7 @@ def vllm_version() -> str | None:
             return None
     except (ImportError, ValueError):
         return None
-    return files.stamp("doctor")[files.KEY]["vllm"] or config.vllm_version()
+    return files.stamp("doctor")[files.KEY]["vllm"] or release.vllm_version()
 
 
 def _package(point: importlib.metadata.EntryPoint) -> str:

@@ -18,8 +18,8 @@ from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs
 
 if TYPE_CHECKING:
-    from vllm_aiter_mla.backends import Backends
     from vllm_aiter_mla.kernels.inputs import LayerShape
+    from vllm_aiter_mla.serving.backends import Backends
 
 TOKENS = (1, 8, 64, 256, 512)
 HEADS = (8, 16, 128)
@@ -132,14 +132,14 @@ def run(tokens: Any, heads: Any, kinds: list[str], weights: str) -> Measurement:
     A size that raises ends the run, and ``stopped`` says which and why. What was timed before is kept. ``wrong`` says
     of each kernel that failed its self-check where it did.
     """
-    from vllm_aiter_mla.backends import Backends, current_platform
     from vllm_aiter_mla.commands.compat.offline import load_plugins
     from vllm_aiter_mla.compat import config as compat_config
-    from vllm_aiter_mla.kernels import measure as timing
+    from vllm_aiter_mla.kernels import stopwatch
+    from vllm_aiter_mla.serving.backends import Backends, current_platform
     from vllm_aiter_mla.settings import Settings
 
     load_plugins()  # as in a server: they may bring the platform, or kernels
-    machine, rows, wrong, stopped = timing.machine(), list[Row](), dict[str, str](), ""
+    machine, rows, wrong, stopped = stopwatch.machine(), list[Row](), dict[str, str](), ""
     backends = Backends(Settings(enabled=True), current_platform())
     with compat_config.as_current():
         for kind, count in product(kinds, heads):
@@ -156,11 +156,11 @@ def rows_of(
     backends: Backends, heads: int, kind: str, weights: str, tokens: list[int], wrong: dict[str, str]
 ) -> Iterator[Row]:
     """Check and time the contenders on one layer shape; a kernel that fails its check goes to ``wrong``."""
-    from vllm_aiter_mla import startup
     from vllm_aiter_mla.commands import rivals
-    from vllm_aiter_mla.kernels import measure as timing
+    from vllm_aiter_mla.kernels import stopwatch
     from vllm_aiter_mla.kernels.device import card
     from vllm_aiter_mla.kernels.inputs import synthetic_inputs
+    from vllm_aiter_mla.startup import worker as startup
 
     shape = shape_of(heads, kind, weights)
     found = {name: backends.get(name) for name in backends.contenders}
@@ -177,8 +177,8 @@ def rows_of(
     for count in tokens:
         calls = synthetic_inputs(shape, count)
         skipped = {name: why for name, backend in able.items() if (why := backend.refuse(calls)) is not None}
-        weight, budget = synthetic_inputs(shape).weight, timing.Budget(float("inf"))
-        rounds = timing.time_shape(able, shape, weight, [count], budget)[count]
+        weight, budget = synthetic_inputs(shape).weight, stopwatch.Budget(float("inf"))
+        rounds = stopwatch.time_shape(able, shape, weight, [count], budget)[count]
         us = {name: statistics.median(one) for name, one in rounds.items()}
         yield row_of(count, heads, kind, us, untimed | skipped)
         card().give_back()

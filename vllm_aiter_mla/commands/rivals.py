@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla import startup
 from vllm_aiter_mla.kernels import formats
 from vllm_aiter_mla.kernels.absorb import FP8_GROUP
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
@@ -26,6 +25,7 @@ from vllm_aiter_mla.kernels.backend import OWN_BMM, Binding, KernelBackend
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, contract_violation
 from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.startup import worker as startup
 
 MODULE = "aiter.ops.triton.fusions.fused_bmm_rope_kv_cache"
 FUNCTIONS = {"fp8": "fused_fp8_bmm_rope_cat_and_cache_mla", "mxfp4": "fused_fp4_bmm_rope_cat_and_cache_mla"}

@@ -9,15 +9,17 @@ from functools import partial
 
 import typer
 
-from vllm_aiter_mla import files, startup
+from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.compat.offline import load_plugins
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.kernels import measure as timing
+from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.triton import tiles, tuning
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
+from vllm_aiter_mla.serving import decision
+from vllm_aiter_mla.startup import worker as startup
 
 LIMIT = 1024
 """Up to how many tokens tiles are timed, unless the user names the counts."""
@@ -29,8 +31,8 @@ def run(tokens: Sequence[int] | None, shapes: Iterable[LayerShape]) -> tuple[tun
     A shape that raises ends the run. What was tuned before is kept, next to what earlier runs have tuned.
     """
     load_plugins()  # as in a server: they may bring the platform
-    machine, counts = timing.machine(), sorted(set(tokens or timing.token_counts(LIMIT)))
-    chosen, us, wrong, stopped = dict[str, timing.Ranges](), {}, list[str](), ""
+    machine, counts = stopwatch.machine(), sorted(set(tokens or stopwatch.token_counts(LIMIT)))
+    chosen, us, wrong, stopped = dict[str, stopwatch.Ranges](), {}, list[str](), ""
     with compat_config.as_current():
         for shape in shapes:
             key, base = tuning.key_of(call_of(shape)), partial(default, heads=shape.heads)
@@ -39,8 +41,8 @@ def run(tokens: Sequence[int] | None, shapes: Iterable[LayerShape]) -> tuple[tun
             except Exception as error:  # out of memory for a large size, or Triton is absent
                 stopped = f"{key}: {type(error).__name__}: {error}"
                 break
-            us[key] = timing.medians(rounds)
-            chosen[key] = timing.ranges(rounds, [*tiles.allowed(card().arch)], base)
+            us[key] = stopwatch.medians(rounds)
+            chosen[key] = decision.ranges(rounds, [*tiles.allowed(card().arch)], base)
             typer.echo(f"{key}:")
             for first, last, label in chosen[key]:
                 table = base(last)
@@ -69,7 +71,7 @@ def call_of(shape: LayerShape) -> DecodeInputs:
     return synthetic_inputs(replace(shape, device="meta"), tokens=1)
 
 
-def timed(shape: LayerShape, key: str, counts: Sequence[int], wrong: list[str]) -> timing.Rounds:
+def timed(shape: LayerShape, key: str, counts: Sequence[int], wrong: list[str]) -> stopwatch.Rounds:
     """Check each tile as start-up does and time those that are right.
 
     Raises:
@@ -88,7 +90,7 @@ def timed(shape: LayerShape, key: str, counts: Sequence[int], wrong: list[str]) 
     missing = {default(tokens, shape.heads) for tokens in counts} - able.keys()
     if missing:
         raise ValueError(f"the tile {min(missing)} of the table failed its check")
-    return timing.time_shape(able, shape, synthetic_inputs(shape).weight, counts, timing.Budget(float("inf")))
+    return stopwatch.time_shape(able, shape, synthetic_inputs(shape).weight, counts, stopwatch.Budget(float("inf")))
 
 
 def keep(record: tuning.TunedTiles) -> None:

@@ -15,7 +15,7 @@ from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from vllm_aiter_mla.admission import Skip
-from vllm_aiter_mla.compat.config import OP_ARGUMENTS
+from vllm_aiter_mla.compat.release import OP_ARGUMENTS
 from vllm_aiter_mla.passes import rope_probe
 from vllm_aiter_mla.passes.fx import (
     arguments,

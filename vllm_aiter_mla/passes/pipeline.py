@@ -16,12 +16,12 @@ from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.compat.inductor import InductorPass, VllmInductorPass, VllmPatternMatcherPass, get_pass_context
-from vllm_aiter_mla.layer import Layer
 from vllm_aiter_mla.passes.aiter_fusion import fuse_into_one_op
 from vllm_aiter_mla.passes.match import LayerMatch, match_layers
 from vllm_aiter_mla.passes.q_prep_lift import lift_q_prep
 from vllm_aiter_mla.passes.rope_kv import fuse_rope_and_kv_write
 from vllm_aiter_mla.passes.rope_probe import real_tensors
+from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import STRICT_OPTION, Settings, SettingsError
 
 PASSES = {"rope_kv_cache": fuse_rope_and_kv_write, "q_prep_lift": lift_q_prep, "aiter_fusion": fuse_into_one_op}

@@ -11,12 +11,12 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from vllm_aiter_mla import ops as bodies
 from vllm_aiter_mla.kernels import absorb, formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.backend import KernelBackend, Run
 from vllm_aiter_mla.kernels.inputs import K_SCALE, Q_SCALE, DecodeInputs
-from vllm_aiter_mla.kernels.selfcheck import OVERFLOW
+from vllm_aiter_mla.serving import ops as bodies
+from vllm_aiter_mla.startup.selfcheck import OVERFLOW
 from vllm_aiter_mla.verify.cases import ACT, FRESH, Item
 
 # Blocks before and after the cache. A write out of bounds stays inside the allocation and is seen.

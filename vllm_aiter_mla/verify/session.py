@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.backends import AITER_KERNELS, Backends
-from vllm_aiter_mla.kernels import measure
+from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.platform import detect_platform
+from vllm_aiter_mla.serving.backends import AITER_KERNELS, Backends
 from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.verify import FAILED, NOTHING, PASSED
 from vllm_aiter_mla.verify.cases import REAL, SMALL, Geometry, Item, cases, variants
@@ -118,7 +118,7 @@ class Session:
     def machine(self) -> dict[str, str]:
         """The card and the versions, for every figure to name."""
         if card().is_there():
-            return measure.machine() | {"arch": detect_platform().arch}
+            return stopwatch.machine() | {"arch": detect_platform().arch}
         return {"torch": str(torch.__version__), "python": platform.python_version(), "card": "none (CPU)"}
 
     def record(self) -> Verification:

@@ -10,16 +10,16 @@ import torch
 
 from tests.sandbox.simulated_aiter import gemm, gemm_fp4, install, op
 from tests.support.simulated_aiter import FP8, ROCM, same_bytes, twin
-from vllm_aiter_mla.backends import Backends
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import absorb, formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.inputs import LayerShape, contract_violation, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.kernels.selfcheck import self_check, steps_of
 from vllm_aiter_mla.kernels.vllm_own import VLLMBackend
+from vllm_aiter_mla.serving.backends import Backends
 from vllm_aiter_mla.settings import Settings
+from vllm_aiter_mla.startup.selfcheck import self_check, steps_of
 
 BF16 = torch.bfloat16
 

@@ -7,10 +7,10 @@ import pytest
 
 from tests.sandbox.simulated_aiter import install, write_tree
 from tests.support.simulated_aiter import ROCM
-from vllm_aiter_mla.backends import aiter_factory
 from vllm_aiter_mla.kernels.aiter import op as aiter_op
 from vllm_aiter_mla.kernels.aiter.op import OP, REQUIRED, load_op, locate_aiter, schema_problem, signature_problem
 from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.serving.backends import aiter_factory
 from vllm_aiter_mla.settings import Settings
 
 SENTENCES = {

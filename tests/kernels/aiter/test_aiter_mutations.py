@@ -7,7 +7,7 @@ import pytest
 from tests.support.simulated_aiter import FP8, backend, fate, inputs
 from vllm_aiter_mla.kernels import absorb
 from vllm_aiter_mla.kernels.inputs import LayerShape
-from vllm_aiter_mla.kernels.selfcheck import self_check
+from vllm_aiter_mla.startup.selfcheck import self_check
 
 pytestmark = [pytest.mark.mutation("I6"), pytest.mark.usefixtures("fake_gfx942")]
 

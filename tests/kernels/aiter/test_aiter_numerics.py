@@ -9,7 +9,7 @@ import torch
 from tests.sandbox.simulated_aiter import install, op
 from tests.support.simulated_aiter import FP8, backend, inputs, same_bytes, turn, twin, unfused, yarn_table
 from vllm_aiter_mla.kernels import formats, reference
-from vllm_aiter_mla.kernels.selfcheck import steps_of
+from vllm_aiter_mla.startup.selfcheck import steps_of
 
 TOKENS = (0, 1, 7, 64, 255, 256, 300)
 HEADS = (2, 4, 16, 128)

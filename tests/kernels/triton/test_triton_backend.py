@@ -15,7 +15,6 @@ pytest.importorskip("triton")
 
 from tests.support.bare_layer import bare_layer
 from tools import aot
-from vllm_aiter_mla import backends
 from vllm_aiter_mla.kernels import absorb
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.device import card
@@ -23,6 +22,7 @@ from vllm_aiter_mla.kernels.inputs import KernelInputError, LayerShape, syntheti
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.triton import backend, kernel, launcher, tiles
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
+from vllm_aiter_mla.serving import backends
 
 
 @pytest.fixture

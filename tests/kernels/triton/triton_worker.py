@@ -23,10 +23,10 @@ from tests.support import triton_cases as cases
 from tests.support.aiter_results import LATENT, fp4_call, fp8_call, fused_call
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.inputs import LayerShape
-from vllm_aiter_mla.kernels.selfcheck import difference, self_check
 from vllm_aiter_mla.kernels.triton import kernel, launcher
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 from vllm_aiter_mla.kernels.triton.tiles import TABLE
+from vllm_aiter_mla.startup.selfcheck import difference, self_check
 
 BACKEND = TritonBackend()
 HEADS = 32  # of the layer that the start-up check is tried on

@@ -19,6 +19,7 @@ from vllm_aiter_mla.commands.compat import offline, rocm_config
 from vllm_aiter_mla.commands.plan import card
 from vllm_aiter_mla.commands.plan import model as models
 from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import release
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE, Settings, near_misses
 
 # Drafts whose "model" is no repository: vLLM's names of methods.
@@ -68,7 +69,7 @@ def start(asked: str) -> dict[str, Any]:
             raise ValueError(f"--arch {asked}: this machine has a {arch}; a plan makes nothing up where a card is")
     offline.load_plugins()
     rocm_config.inspect_in_process()
-    version = compat_config.vllm_version()
+    version = release.vllm_version()
     return {"arch": arch, "made_up": made_up, "vllm": version, "on": offline.switches()}
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla import __version__, admission, backends
+from vllm_aiter_mla import __version__, admission
 from vllm_aiter_mla.admission import Skip, integration_of, why_not_passes
 from vllm_aiter_mla.commands.compat.offline import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
 from vllm_aiter_mla.commands.compat.rocm_config import LayerKind
@@ -23,6 +23,7 @@ from vllm_aiter_mla.commands.plan import formulas, kernels
 from vllm_aiter_mla.commands.plan.answer import Answer
 from vllm_aiter_mla.kernels import vllm_own
 from vllm_aiter_mla.kernels.absorb import FORMATS
+from vllm_aiter_mla.serving import backends
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings
 
 # What the matcher says of a layer without RoPE (passes/match.py): it reads graphs, and a plan has none.

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla.admission import OVERFLOW, LayerView
-from vllm_aiter_mla.backends import AITER_KERNELS, FACTORIES, Backends, Factory
 from vllm_aiter_mla.commands.plan.record import KernelSpan
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.route import PER_HEAD_TOKENS
@@ -20,7 +19,8 @@ from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.kernels.triton import backend as triton
 from vllm_aiter_mla.kernels.triton import tiles
-from vllm_aiter_mla.layer import Layer
+from vllm_aiter_mla.serving.backends import AITER_KERNELS, FACTORIES, Backends, Factory
+from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings
 
 # A plan is made for the ROCm release that the AITER path needs; doctor looks at the installed one.

@@ -11,9 +11,9 @@ from vllm_aiter_mla.kernels.backend import OWN_BMM, Binding, KernelBackend
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.formats import is_fp8
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, contract_violation
-from vllm_aiter_mla.kernels.measure import Ranges, name_at
 from vllm_aiter_mla.kernels.platform import CARDS
 from vllm_aiter_mla.kernels.reference import TRITON
+from vllm_aiter_mla.kernels.stopwatch import Ranges, name_at
 from vllm_aiter_mla.kernels.triton import interpreted, tiles, tuning
 from vllm_aiter_mla.kernels.triton.tiles import BLOCK_K, MXFP4_ARCH, Tile, tile_for
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.kernels.measure import Ranges
+from vllm_aiter_mla.kernels.stopwatch import Ranges
 from vllm_aiter_mla.kernels.triton.tiles import allowed
 
 SHIPPED = Path(__file__).parent / "tuned"

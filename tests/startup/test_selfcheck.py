@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from tests.sandbox.simulated_aiter import ROCM, install, op
-from vllm_aiter_mla.kernels import measure, reference
+from vllm_aiter_mla.kernels import reference, stopwatch
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.inputs import KernelInputError, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
-from vllm_aiter_mla.kernels.selfcheck import self_check
 from vllm_aiter_mla.kernels.triton import launcher
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
+from vllm_aiter_mla.startup.selfcheck import self_check
 
 SMALL = LayerShape(2, 8, torch.bfloat16, torch.bfloat16, 4, False, latent=16, rope=8)
 BF16 = LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False)
@@ -153,4 +153,4 @@ def test_another_block_size_leads_to_the_kernel_of_aiters_that_was_checked(opt, 
 
 def test_what_is_timed_is_the_variant_for_a_large_cache():
     weight = synthetic_inputs(SHAPE, 1).weight
-    assert all(map(is_large, measure.calls_of(SHAPE, [weight], 2, resident=1)))
+    assert all(map(is_large, stopwatch.calls_of(SHAPE, [weight], 2, resident=1)))

@@ -11,10 +11,12 @@ import torch
 from tests.support.made_up_clock import ORDER, MadeUpClock, Named, costs
 from tests.support.planted import break_import
 from vllm_aiter_mla import files
-from vllm_aiter_mla.kernels import absorb, measure, reference
+from vllm_aiter_mla.kernels import absorb, reference, stopwatch
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import LayerShape, contract_violation, synthetic_inputs
+from vllm_aiter_mla.serving import decision
+from vllm_aiter_mla.startup import timing
 
 SHAPE = LayerShape(2, 16, torch.bfloat16, torch.bfloat16, 4, False, latent=32, rope=16)
 SLOW, QUICK = 10.0, 8.0
@@ -26,11 +28,11 @@ def timed(clock, counts=(1, 2, 4), budget=None, **most):
     with pytest.MonkeyPatch.context() as patch:
         clock.install(patch)
         weight = synthetic_inputs(SHAPE).weight
-        return measure.time_shape(backends, SHAPE, weight, counts, budget or measure.Budget())
+        return stopwatch.time_shape(backends, SHAPE, weight, counts, budget or stopwatch.Budget())
 
 
 def chosen(clock, **options):
-    return measure.ranges(timed(clock, **options), ORDER)
+    return decision.ranges(timed(clock, **options), ORDER)
 
 
 def best_by_tokens(name, tokens):
@@ -61,9 +63,9 @@ def test_outliers_in_a_few_rounds_change_nothing():
     for seed in range(20):
         rounds = timed(MadeUpClock(quick, noise=0.005, seed=seed))
         for by in rounds.values():
-            by["aiter"][seed % measure.ROUNDS] *= 20
-            by["vllm"][(seed + 3) % measure.ROUNDS] /= 20
-        assert measure.ranges(rounds, ORDER) == ((1, 4, "aiter"),)
+            by["aiter"][seed % stopwatch.ROUNDS] *= 20
+            by["vllm"][(seed + 3) % stopwatch.ROUNDS] /= 20
+        assert decision.ranges(rounds, ORDER) == ((1, 4, "aiter"),)
 
 
 def slower_choices(noise, starts):
@@ -71,8 +73,8 @@ def slower_choices(noise, starts):
     truth = {"aiter": SLOW * 1.035, "triton": SLOW * 1.05, "vllm": SLOW}
     draw, wrong = random.Random(7), 0
     for _ in range(starts):
-        names = {n: [t * draw.lognormvariate(0, noise) for _ in range(measure.ROUNDS)] for n, t in truth.items()}
-        wrong += truth[measure.fastest(names, ORDER)] > SLOW * (1 + measure.MARGIN)
+        names = {n: [t * draw.lognormvariate(0, noise) for _ in range(stopwatch.ROUNDS)] for n, t in truth.items()}
+        wrong += truth[decision.fastest(names, ORDER)] > SLOW * (1 + decision.MARGIN)
     return wrong
 
 
@@ -91,7 +93,7 @@ def test_a_noisy_clock_chooses_nothing_slower_by_more_than_the_margin_and_finds_
     ],
 )
 def test_mutation_a_choice_without_the_margin_is_caught(monkeypatch, name, plant, case, ran):
-    monkeypatch.setattr(measure, name, plant)
+    monkeypatch.setattr(decision, name, plant)
     assert name == "MARGIN" or slower_choices(noise=0.05, starts=5000) > 0
     with pytest.raises(AssertionError, match=rf"^assert \(\(1, 4, '{ran}'\)"):
         test_what_runs(case)
@@ -101,18 +103,18 @@ def test_mutation_a_choice_without_the_margin_is_caught(monkeypatch, name, plant
     ("limit", "first", "last"), [(1024, 10, (512, 1024)), (2048, 11, (1024, 2048)), (48, 6, (32, 48)), (1, 0, (1,))]
 )
 def test_the_token_counts_are_powers_of_two_and_end_at_the_limit(limit, first, last):
-    counts = measure.token_counts(limit)
+    counts = stopwatch.token_counts(limit)
     assert counts[:-1] == tuple(1 << power for power in range(first))
     assert counts[-2:] == last
 
 
 def test_the_budget_is_one_for_all_shapes_of_a_rank_and_ends_the_timing():
-    clock, budget = MadeUpClock(EQUAL, replay_s=0.02), measure.Budget()
+    clock, budget = MadeUpClock(EQUAL, replay_s=0.02), stopwatch.Budget()
     timed(clock, (1, 2), budget)
-    assert measure.BUDGET_S - budget.left == pytest.approx(2 * 13 * 3 * 0.02)
+    assert stopwatch.BUDGET_S - budget.left == pytest.approx(2 * 13 * 3 * 0.02)
     assert set(timed(clock, (1, 2, 4), budget)) == {1}
-    assert clock.seconds < measure.BUDGET_S + 3 * 0.02
-    with pytest.raises(measure.OverBudgetError, match="before one token count was timed"):
+    assert clock.seconds < stopwatch.BUDGET_S + 3 * 0.02
+    with pytest.raises(stopwatch.OverBudgetError, match="before one token count was timed"):
         timed(clock, (1,), budget)
 
 
@@ -126,50 +128,50 @@ def test_the_timing_of_a_published_model_fits_the_budget(heads, name):
     fp8 = torch.float8_e4m3fnuz
     shape = LayerShape(heads, 128, fp8, fp8, 64, False, weight=("fp8", fp8))
     spent = 0.0
-    for tokens in measure.token_counts(1024):
+    for tokens in stopwatch.token_counts(1024):
         step = sum(low + (high - low) * (tokens * heads - 1024) / (65536 - 1024) for low, high in PUBLISHED.values())
-        calls = measure.calls_needed(shape, heads * 128 * 512, tokens, resident=256 << 20)
-        rounds = (measure.DISCARDED + measure.ROUNDS) * (1 + (calls < measure.FEW_CALLS))
+        calls = stopwatch.calls_needed(shape, heads * 128 * 512, tokens, resident=256 << 20)
+        rounds = (stopwatch.DISCARDED + stopwatch.ROUNDS) * (1 + (calls < stopwatch.FEW_CALLS))
         spent += calls * step * rounds / 1e6
-    assert 1.0 < spent < measure.BUDGET_S, name
+    assert 1.0 < spent < stopwatch.BUDGET_S, name
 
 
 def test_a_short_graph_is_replayed_once_ahead_of_the_first_event(monkeypatch):
     done = []
     monkeypatch.setattr(card(), "time_us", lambda run: done.append("event") or run() or 500)
-    assert measure.replay_us(lambda: done.append("run"), ahead=True) == 500
-    assert measure.replay_us(lambda: done.append("run")) == 500
+    assert stopwatch.replay_us(lambda: done.append("run"), ahead=True) == 500
+    assert stopwatch.replay_us(lambda: done.append("run")) == 500
     assert done == ["run", "event", "run", "event", "run"]
 
 
 def test_no_two_calls_in_a_row_read_the_same_query():
-    calls = measure.calls_of(SHAPE, [synthetic_inputs(SHAPE).weight], 2, resident=1 << 20)
+    calls = stopwatch.calls_of(SHAPE, [synthetic_inputs(SHAPE).weight], 2, resident=1 << 20)
     addresses = [call.q.data_ptr() for call in calls]
-    assert len(set(addresses)) == measure.QUERIES
+    assert len(set(addresses)) == stopwatch.QUERIES
     assert all(first != second for first, second in pairwise(addresses))
 
 
 def test_queries_are_not_copied_beyond_the_memory_that_timing_may_take(monkeypatch):
     one = synthetic_inputs(SHAPE, 2)
-    monkeypatch.setattr(measure, "MOST_RESULTS", 3 * one.q.nbytes)
-    calls = measure.calls_of(SHAPE, [one.weight], 2, resident=1 << 20)
+    monkeypatch.setattr(stopwatch, "MOST_RESULTS", 3 * one.q.nbytes)
+    calls = stopwatch.calls_of(SHAPE, [one.weight], 2, resident=1 << 20)
     assert len({call.q.data_ptr() for call in calls}) == 1 + 3
 
 
 def test_partial_figures_are_of_counts_far_apart_and_the_rest_follows_the_nearest():
-    counts, seconds = measure.token_counts(1024), measure.BUDGET_S / 4 / (13 * 3)
-    rounds = timed(MadeUpClock(costs(aiter=SLOW, triton=1.0, vllm=SLOW), replay_s=seconds), counts, measure.Budget())
-    assert tuple(rounds) == measure.FIRST_TIMED
-    chosen = measure.ranges(rounds, ORDER)
-    assert {measure.name_at(chosen, tokens) for tokens in (1, 5, 300, 1024)} == {"triton"}
+    counts, seconds = stopwatch.token_counts(1024), stopwatch.BUDGET_S / 4 / (13 * 3)
+    rounds = timed(MadeUpClock(costs(aiter=SLOW, triton=1.0, vllm=SLOW), replay_s=seconds), counts, stopwatch.Budget())
+    assert tuple(rounds) == stopwatch.FIRST_TIMED
+    chosen = decision.ranges(rounds, ORDER)
+    assert {stopwatch.name_at(chosen, tokens) for tokens in (1, 5, 300, 1024)} == {"triton"}
 
 
 @pytest.mark.parametrize("key", [("plain",), ("fp8", torch.float8_e4m3fn)])
 def test_the_weights_of_a_sweep_are_cold_and_keep_their_strides(key):
     drawn = torch.randn(4, 16, 2).to(torch.bfloat16).permute(2, 1, 0)
     weight = absorb.make(drawn, key)
-    copies = measure.cold_weights(weight, resident=1 << 14)
-    assert len(copies) * measure.bytes_of(weight) >= 2 << 14
+    copies = stopwatch.cold_weights(weight, resident=1 << 14)
+    assert len(copies) * stopwatch.bytes_of(weight) >= 2 << 14
     assert len({copy.values.data_ptr() for copy in copies}) == len(copies)
     for (_, first), (_, last) in zip(weight.tensors, copies[-1].tensors, strict=True):
         assert last.stride() == first.stride()
@@ -188,8 +190,8 @@ KEY = {"card": "a card", "driver": "1", "shape": "2 heads", "counts": [1, 2, 4],
 
 def test_two_starts_choose_the_same_because_the_figures_are_kept(tmp_path):
     rounds = timed(MadeUpClock(costs(aiter=9.68, triton=9.72, vllm=SLOW), noise=0.02, seed=1))
-    measure.write(tmp_path, KEY, rounds)
-    assert measure.read(tmp_path, KEY)[0] == rounds
+    timing.write(tmp_path, KEY, rounds)
+    assert timing.read(tmp_path, KEY)[0] == rounds
 
 
 SPOILT = {
@@ -205,20 +207,20 @@ SPOILT = {
 
 @pytest.mark.parametrize("name", SPOILT)
 def test_a_broken_file_is_named_and_a_foreign_one_is_a_miss(tmp_path, name):
-    measure.write(tmp_path, KEY, timed(MadeUpClock(EQUAL)))
-    path = measure.path_of(tmp_path, KEY)
+    timing.write(tmp_path, KEY, timed(MadeUpClock(EQUAL)))
+    path = timing.path_of(tmp_path, KEY)
     path.write_text(SPOILT[name](json.loads(path.read_text())))
     if name.startswith("another "):
-        assert measure.read(tmp_path, KEY) == ({}, "")
+        assert timing.read(tmp_path, KEY) == ({}, "")
         return
     with pytest.raises(ValueError, match=path.name):
-        measure.read(tmp_path, KEY)
+        timing.read(tmp_path, KEY)
 
 
 def test_ranks_agree_by_the_slowest_and_on_what_all_have_timed():
     one = {1: {"aiter": [8.0], "vllm": [10.0], "triton": [5.0]}, 2: {"aiter": [8.0], "vllm": [10.0]}}
     two = {1: {"aiter": [9.9], "vllm": [9.0]}}
-    assert measure.slowest([one, two]) == measure.slowest([two, one]) == {1: {"aiter": [9.9], "vllm": [10.0]}}
+    assert timing.slowest([one, two]) == timing.slowest([two, one]) == {1: {"aiter": [9.9], "vllm": [10.0]}}
 
 
 @pytest.mark.parametrize(
@@ -229,8 +231,8 @@ def test_ranks_agree_by_the_slowest_and_on_what_all_have_timed():
 def test_the_machine_of_the_figures_tells_a_broken_triton_from_none(monkeypatch, error, said):
     break_import(monkeypatch, "triton", error)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
-    assert said in measure.machine()["triton"]
-    assert (measure.machine()["triton"] == "none") == (said == "none")
+    assert said in stopwatch.machine()["triton"]
+    assert (stopwatch.machine()["triton"] == "none") == (said == "none")
 
 
 @pytest.mark.gpu
@@ -248,7 +250,7 @@ def test_a_real_device_times_two_kernels_and_gives_its_memory_back():
     before = torch.cuda.memory_reserved()
     found = {"triton": TritonBackend(), "vllm": PyTorch("vllm")}
     weight = synthetic_inputs(shape).weight
-    rounds = measure.time_shape(found, shape, weight, measure.token_counts(256), measure.Budget())
+    rounds = stopwatch.time_shape(found, shape, weight, stopwatch.token_counts(256), stopwatch.Budget())
     del weight
     card().give_back()
     assert set(rounds[256]) == {"triton", "vllm"}

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from tests.ops import opcalls
-from tests.ops.opcalls import ATTENTION, FAKES, OPS, layer_of
 from tests.passes.execute import assert_rewritten_right, clone, stubs_for
 from tests.passes.graphs import Spelling, build
 from tests.passes.stubs import PADDED
-from vllm_aiter_mla import ops
+from tests.support import opcalls
+from tests.support.opcalls import ATTENTION, FAKES, OPS, layer_of
 from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.serving import ops
 
 
 @pytest.mark.mutation("I2")

@@ -8,9 +8,9 @@ from vllm.config import CUDAGraphMode
 from vllm.utils.torch_utils import _encode_layer_name
 
 from tests.passes.stubs import BLOCKS, Batch, Sizes, StubLayer, forward
-from vllm_aiter_mla import ops
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.formats import is_fp8
+from vllm_aiter_mla.serving import ops
 
 NAME = "model.layers.0.attn"
 SIZES = Sizes()

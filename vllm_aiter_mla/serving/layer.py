@@ -16,15 +16,17 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from vllm_aiter_mla import backends, status
+from vllm_aiter_mla import status
 from vllm_aiter_mla.admission import Skip, layer_skips
-from vllm_aiter_mla.backends import VLLM, Backends
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import absorb, vllm_own
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend, Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
-from vllm_aiter_mla.kernels.measure import Ranges, name_at
+from vllm_aiter_mla.kernels.stopwatch import Ranges, name_at
+from vllm_aiter_mla.serving import backends
+from vllm_aiter_mla.serving.backends import Backends
+from vllm_aiter_mla.serving.decision import VLLM
 
 _KEY = "_aiter_mla_layer"
 _KEEP = 4096  # call shapes that a layer remembers; more than the token counts of any decode limit

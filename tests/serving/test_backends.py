@@ -9,11 +9,11 @@ from tests.sandbox.simulated_aiter import op
 from tests.support.bare_layer import bare_layer
 from tests.support.made_up_clock import Named
 from tests.support.simulated_aiter import ROCM, inputs
-from vllm_aiter_mla.backends import AITER_KERNELS, FACTORIES, candidates, contenders
 from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
-from vllm_aiter_mla.layer import Layer
+from vllm_aiter_mla.serving.backends import AITER_KERNELS, FACTORIES, candidates, contenders
+from vllm_aiter_mla.serving.layer import Layer
 
 pytestmark = pytest.mark.usefixtures("fake_gfx942")
 MI300X, MI355X = Platform("gfx942", ROCM), Platform("gfx950", ROCM)

@@ -20,17 +20,18 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla import first_call, measuring, status
+from vllm_aiter_mla import status
 from vllm_aiter_mla.admission import OVERFLOW
-from vllm_aiter_mla.backends import AITER_KERNELS, current_platform
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.compat import log, patches
-from vllm_aiter_mla.kernels import formats, selfcheck
+from vllm_aiter_mla.compat import log, patches, ranks
+from vllm_aiter_mla.kernels import formats
 from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
-from vllm_aiter_mla.kernels.selfcheck import SelfCheckResult
-from vllm_aiter_mla.layer import Layer
+from vllm_aiter_mla.serving.backends import AITER_KERNELS, current_platform
+from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
+from vllm_aiter_mla.startup import first_call, selfcheck, timing
+from vllm_aiter_mla.startup.selfcheck import SelfCheckResult
 from vllm_aiter_mla.status.record import RankStatus
 
 RELOADS = ("reload_weights", "update_weights", "finish_weight_update")
@@ -56,7 +57,7 @@ def attach(worker: Any) -> None:
         if not compat_config.settings_of(config).enabled or engaged is None:
             return
         if engaged.integration == "module":
-            from vllm_aiter_mla import module  # late: the passes do not need it
+            from vllm_aiter_mla.serving import module  # late: the passes do not need it
 
             patches.within(worker, "load_model", module.installed)
         patches.after(worker, "load_model", partial(check_kernels, strict=strict), failed=load_failed)
@@ -87,11 +88,11 @@ def check_kernels(worker: Any, strict: bool = False) -> None:
             checked_to = limit
     finally:
         # Also after an error: the other ranks wait for this one's answer.
-        measuring.choose(config, found, checked_to)
+        timing.choose(config, found, checked_to)
     with _step(CHECK, strict, FALLS_BACK, found):
         engaged = compat_config.engaged_pass(config)
         if engaged.integration == "module":
-            from vllm_aiter_mla import module
+            from vllm_aiter_mla.serving import module
 
             engaged.emitted = module.emit(compat_config.mla_modules(config))
         # Before the first graph is compiled: which layers the passes leave alone depends on it.
@@ -321,7 +322,7 @@ def take_status(worker: Any, strict: bool = False) -> None:
     """
     config = worker.vllm_config
     record: RankStatus | None = None
-    ranks: list[RankStatus | None] = []
+    records: list[RankStatus | None] = []
     try:
         try:
             with _step("the status is not complete", strict):
@@ -331,10 +332,10 @@ def take_status(worker: Any, strict: bool = False) -> None:
         finally:
             # A rank that stops here hands over what it has: the other ranks wait for it.
             with _step("the status of the other ranks could not be gathered", strict):
-                ranks = log.exchange(record)[1]
+                records = ranks.exchange(record)[1]
         if record is not None:
             with _step("no status line could be said", strict):
-                _say(config, ranks or [record], record, strict)
+                _say(config, records or [record], record, strict)
     finally:
         if record is not None:
             _write_down(config, record)
@@ -342,7 +343,7 @@ def take_status(worker: Any, strict: bool = False) -> None:
 
 def load_failed(worker: Any) -> None:
     """Tell the other ranks, which wait for this rank's figures, that its model could not be loaded."""
-    _tell(lambda: measuring.hand_over_nothing(worker.vllm_config))
+    _tell(lambda: timing.hand_over_nothing(worker.vllm_config))
 
 
 def hand_over_nothing(worker: Any) -> None:
@@ -350,7 +351,7 @@ def hand_over_nothing(worker: Any) -> None:
 
     The graphs that it has compiled may be loaded by the next start, which then needs the reasons of skipped layers.
     """
-    _tell(lambda: log.exchange(None))
+    _tell(lambda: ranks.exchange(None))
     with log.warned("the reasons of skipped layers could not be kept or read"):
         key, rank = str(worker.vllm_config.compute_hash()), int(getattr(worker, "rank", 0))
         status.keep_skips(compat_config.cache_folder(), key, rank)
@@ -396,20 +397,20 @@ def _record(worker: Any) -> RankStatus:
     return replace(found, partition=kept, model_name=labels["model_name"], engine=labels["engine"])
 
 
-def _say(config: Any, ranks: Sequence[RankStatus | None], record: RankStatus, strict: bool) -> None:
+def _say(config: Any, records: Sequence[RankStatus | None], record: RankStatus, strict: bool) -> None:
     """Say the line on rank 0, for all ranks of the engine. Strict mode stops a rank whose MLA layers are all skipped.
 
     Raises:
         SettingsError: strict mode, and no layer engaged.
     """
-    anywhere = any(one is not None and one.engaged for one in ranks)
+    anywhere = any(one is not None and one.engaged for one in records)
     if strict and not record.engaged and (record.total or not anywhere):
         raise SettingsError(f"{log.PREFIX}{status.line(record)} ({STRICT_OPTION})")
     if record.rank == 0:
-        found = status.of_engine(ranks)
+        found = status.of_engine(records)
         level = logging.INFO if found.record.engaged and found.whole else logging.WARNING
         # Every engine of a process has its line said, also one that reads like the last.
-        log.say(level, status.line(*ranks, replica=compat_config.replica(config)))
+        log.say(level, status.line(*records, replica=compat_config.replica(config)))
 
 
 def _write_down(config: Any, record: RankStatus) -> None:

@@ -5,21 +5,14 @@ vLLM's sequence runs unless another one clearly beats it by ``MARGIN``. Among th
 static order runs unless a later one clearly beats it too. Equal figures give an equal choice on every rank and start.
 """
 
-import contextlib
-import hashlib
-import json
-import os
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle, islice, pairwise
-from pathlib import Path
-from typing import Any
+from itertools import cycle, islice
 
 import torch
-from pydantic import JsonValue
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
@@ -27,11 +20,6 @@ from vllm_aiter_mla.kernels.backend import KernelBackend, Run
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
 
-VLLM = "vllm"
-MARGIN = 0.03
-CLEAR = 0.75
-"""A candidate is clearly faster if it is faster by ``MARGIN`` in this share of the rounds. With medians only, a clock
-with 10 % of noise could choose something slower. Outliers in a quarter of the rounds do no harm."""
 BUDGET_S = 3.0
 """Seconds of timing per rank, for all its layer shapes. Loading and compiling kernels does not count, because the
 kernels that serve have to be loaded in any case."""
@@ -45,7 +33,6 @@ MOST_TOKENS = 1024  # between this and the last token count nothing is timed
 # Operand sets of one measurement: as many as do not fit in the caches, and no more than a graph can hold comfortably.
 MIN_SETS, MAX_SETS = 8, 400
 MOST_RESULTS = 256 << 20  # bytes that results of calls beyond the sets needed may add, and copies of the query
-DRIVERS = (Path("/sys/module/amdgpu/version"), Path("/sys/module/nvidia/version"))
 
 Replay = Callable[[], float]
 """Runs what was recorded once; microseconds per call."""
@@ -53,24 +40,6 @@ Rounds = dict[int, dict[str, list[float]]]
 """Microseconds per call by token count and candidate, one figure per round; rounds of one count are interleaved."""
 Ranges = tuple[tuple[int, int, str], ...]
 """(first, last, candidate) in tokens, ascending and without a gap from 1 on."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The figures that a start keeps for the next one.
-
-    Raises:
-        ValueError: a count lacks vLLM's figures, or its candidates have not been timed equally often.
-    """
-
-    key: dict[str, JsonValue]  # of card, driver, versions and layer shape
-    rounds: Rounds
-    evidence: files.Stamp = files.stamped("measured")
-
-    def __post_init__(self) -> None:
-        for tokens, by in self.rounds.items():
-            if VLLM not in by or len({len(figures) for figures in by.values()}) != 1 or not by[VLLM]:
-                raise ValueError(f"figures are missing at {tokens} tokens")
 
 
 class OverBudgetError(RuntimeError):
@@ -261,96 +230,9 @@ def _loaded(
     return runs
 
 
-# What is chosen from the figures.
-
-
-def beats(ours: Sequence[float], theirs: Sequence[float]) -> bool:
-    """Return whether ``ours`` is clearly faster than ``theirs``, round by round, as a drifting clock meets both."""
-    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
-    return ratios[int(CLEAR * len(ratios))] <= 1 - MARGIN
-
-
-def fastest(samples: Mapping[str, Sequence[float]], order: Sequence[str], base: str = VLLM) -> str:
-    """Return the candidate to run, of those in ``samples``; ``order`` is the static one.
-
-    ``base`` runs unless another one clearly beats it.
-    """
-    best = base
-    for name in order:
-        if name != base and name in samples and beats(samples[name], samples[base]):
-            best = name if best == base or beats(samples[name], samples[best]) else best
-    return best
-
-
-def ranges(rounds: Rounds, order: Sequence[str], base: Callable[[int], str] = lambda tokens: VLLM) -> Ranges:
-    """Return what runs from 1 token to the largest count timed; the larger of two counts decides between them.
-
-    Steps are padded up to captured sizes, so the larger count is the nearer one. ``base`` is that of ``fastest``.
-    """
-    found: list[tuple[int, int, str]] = []
-    for before, tokens in pairwise((0, *sorted(rounds))):
-        name = fastest(rounds[tokens], order, base(tokens))
-        if found and found[-1][2] == name:
-            found[-1] = (found[-1][0], tokens, name)
-        else:
-            found.append((before + 1, tokens, name))
-    return tuple(found)
-
-
-def name_at(chosen: Ranges, tokens: int) -> str | None:
-    """Return what runs at ``tokens``: beyond what was timed, what runs at the largest count; None without ranges."""
-    return next((name for _, last, name in chosen if tokens <= last), chosen[-1][2] if chosen else None)
-
-
 def medians(rounds: Rounds) -> dict[int, dict[str, float]]:
     """Return microseconds per call by token count and candidate."""
     return {tokens: {name: statistics.median(v) for name, v in by.items()} for tokens, by in rounds.items()}
-
-
-def slowest(tables: Sequence[Rounds]) -> Rounds:
-    """Merge the figures of all ranks: what all of them have timed, each figure from the rank that is slowest there.
-
-    Ranks of a tensor-parallel group wait for one another, so the slowest decides how long a layer takes.
-    """
-    first, *others = tables
-    merged: Rounds = {}
-    for tokens in sorted(set(first).intersection(*others)):
-        names = [name for name in first[tokens] if all(name in table[tokens] for table in others)]
-        merged[tokens] = {name: max((t[tokens][name] for t in tables), key=statistics.median) for name in names}
-    return merged
-
-
-# What is kept, and the machine that it belongs to.
-
-
-def path_of(folder: Path, key: Mapping[str, Any]) -> Path:
-    """Return the file for what ``key`` says of card, driver, versions and layer shape."""
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return folder / f"measured-{digest[:16]}.json"
-
-
-def read(folder: Path, key: Mapping[str, Any]) -> tuple[Rounds, str]:
-    """Return the figures kept for ``key`` and when they were taken; none without a file.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it holds something else.
-    """
-    try:
-        found = files.read(Measured, path_of(folder, key))
-    except FileNotFoundError:
-        return {}, ""
-    return (found.rounds, found.evidence.time) if found.key == dict(key) else ({}, "")
-
-
-def write(folder: Path, key: Mapping[str, Any], rounds: Rounds) -> None:
-    """Keep ``rounds`` for ``key``, in one step.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    files.write(path_of(folder, key), Measured(dict(key), rounds))
 
 
 def machine() -> dict[str, str]:
@@ -371,15 +253,6 @@ def machine() -> dict[str, str]:
     }
 
 
-def about() -> dict[str, str | None]:
-    """Return ``machine`` with driver, plugin, vLLM, AITER and host: if one differs, the figures may differ too."""
-    stamp = files.stamp("measured")[files.KEY]
-    return machine() | {"driver": _driver()} | {name: stamp[name] for name in ("plugin", "vllm", "aiter", "host")}
-
-
-def _driver() -> str:
-    """The driver's version; the kernel's for one that came with it."""
-    for path in DRIVERS:
-        with contextlib.suppress(OSError):
-            return path.read_text().strip()
-    return os.uname().release
+def name_at(chosen: Ranges, tokens: int) -> str | None:
+    """Return what runs at ``tokens``: beyond what was timed, what runs at the largest count; None without ranges."""
+    return next((name for _, last, name in chosen if tokens <= last), chosen[-1][2] if chosen else None)

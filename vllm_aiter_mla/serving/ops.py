@@ -20,7 +20,7 @@ from vllm_aiter_mla.admission import ATTENTION_OPS
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.layer import Layer
+from vllm_aiter_mla.serving.layer import Layer
 
 NAMESPACE = "vllm_aiter_mla"
 

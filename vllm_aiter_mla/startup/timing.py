@@ -6,33 +6,45 @@ promise that only figures can keep. Only the settings and the device's type deci
 figures: a rank that waits for another one that never comes would hang.
 """
 
+import contextlib
+import hashlib
+import json
 import logging
+import os
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+from pydantic import JsonValue
 
 from vllm_aiter_mla import files, status
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
-from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.kernels import measure
+from vllm_aiter_mla.compat import log, ranks
+from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
-from vllm_aiter_mla.layer import Layer
+from vllm_aiter_mla.kernels.stopwatch import Rounds
+from vllm_aiter_mla.serving import decision
+from vllm_aiter_mla.serving.decision import VLLM
+from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.status.record import Timed
 
 VLLMS = "vLLM's own kernels run"
+DRIVERS = (Path("/sys/module/amdgpu/version"), Path("/sys/module/nvidia/version"))
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
     """What a rank has timed of one layer shape."""
 
-    rounds: measure.Rounds = field(default_factory=dict)  # empty if nothing could be timed, or is to be chosen
+    rounds: Rounds = field(default_factory=dict)  # empty if nothing could be timed, or is to be chosen
     why: str = ""  # it could not be timed
     key: Mapping[str, Any] = field(default_factory=dict)  # what its figures are kept by; empty if nothing is to choose
-    kept: measure.Rounds = field(default_factory=dict)  # those of ``rounds`` that earlier starts have taken
+    kept: Rounds = field(default_factory=dict)  # those of ``rounds`` that earlier starts have taken
     since: str = ""  # when the last of them were taken; empty if this start timed something
 
 
@@ -65,10 +77,10 @@ def choose(config: Any, layers: Sequence[Layer], limit: int | None) -> None:
     groups: dict[str, list[Layer]] = {}
     answer = _timed(config, layers, limit, groups)
     try:
-        place, answers = log.exchange(answer)
+        place, answers = ranks.exchange(answer)
     except Exception as error:
         place, answers = 0, [Answer(why=f"the ranks could not exchange their figures: {_line(error)}")]
-    tables: dict[str, measure.Rounds] = {}
+    tables: dict[str, Rounds] = {}
     try:
         tables, troubles = agree(answers)
         for text, group in groups.items():
@@ -85,7 +97,7 @@ def _leave_to_vllm(layers: Sequence[Layer], why: str) -> None:
     """Let vLLM's own kernels run the layers that one of ours could run, and that have no figures."""
     for layer in layers:
         try:
-            if layer.state == "trusted" and not layer.ranges and set(layer.contenders()) - {measure.VLLM}:
+            if layer.state == "trusted" and not layer.ranges and set(layer.contenders()) - {VLLM}:
                 layer.not_timed(why)
         except Exception as error:
             layer.refuse(f"its kernels could not be timed: {_line(error)}")
@@ -94,7 +106,7 @@ def _leave_to_vllm(layers: Sequence[Layer], why: str) -> None:
 def hand_over_nothing(config: Any) -> None:
     """Take part in the exchange of ``choose`` for a rank whose model could not be loaded."""
     if _is_asked_for(config):
-        log.exchange(Answer(why="its model could not be loaded"))
+        ranks.exchange(Answer(why="its model could not be loaded"))
 
 
 def _is_asked_for(config: Any) -> bool:
@@ -109,9 +121,9 @@ def _timed(config: Any, layers: Sequence[Layer], limit: int | None, groups: dict
     """Return what this rank hands over; fill ``groups`` with its layers by shape, also if the timing raises."""
     if limit is None:
         return Answer(why="its kernels could not be checked")
-    budget, kinds, why = measure.Budget(), dict[str, Figures](), ""
+    budget, kinds, why = stopwatch.Budget(), dict[str, Figures](), ""
     try:
-        counts = measure.token_counts(limit)
+        counts = stopwatch.token_counts(limit)
         for layer in layers:
             if layer.state == "trusted":
                 groups.setdefault(_described(layer.shape()), []).append(layer)
@@ -119,7 +131,7 @@ def _timed(config: Any, layers: Sequence[Layer], limit: int | None, groups: dict
             kinds[text] = _figures(config, group[0], counts, budget)
     except Exception as error:
         why = _line(error)
-    answer = Answer(kinds, why, measure.BUDGET_S - budget.left)
+    answer = Answer(kinds, why, stopwatch.BUDGET_S - budget.left)
     # Only here: an exception's traceback holds what was allocated until it has been handled.
     if answer.timed:
         with log.warned("the memory of the timing could not be given back"):
@@ -138,45 +150,45 @@ def _described(shape: LayerShape) -> str:
     )
 
 
-def _figures(config: Any, layer: Layer, counts: Sequence[int], budget: measure.Budget) -> Figures:
+def _figures(config: Any, layer: Layer, counts: Sequence[int], budget: stopwatch.Budget) -> Figures:
     """Return the figures of a layer's shape, of earlier starts or timed now; none if there is nothing to choose."""
     backends, shape = layer.contenders(), layer.shape()
-    if len(backends) < 2 or measure.VLLM not in backends:
+    if len(backends) < 2 or VLLM not in backends:
         return Figures()
-    about = measure.about() | {"code": files.fingerprint(), "shape": _described(shape)}
+    machine = about() | {"code": files.fingerprint(), "shape": _described(shape)}
     # What vLLM compiles decides what its own sequence costs.
     settings, graphs = compat_config.settings_of(config), bool(compat_config.full_graphs(config.compilation_config))
     options = {"vllm": compat_config.compiled_as(config), "graphs": graphs}
     # Which variants are timed: another tile of a kernel has other figures.
     calls = [synthetic_inputs(replace(shape, device="meta"), count) for count in counts]
     kernels = {name: [backend.kernel_of(call) for call in calls] for name, backend in backends.items()}
-    key = about | options | {"counts": list(counts), "candidates": kernels}
-    kept, since = measure.Rounds(), ""
+    key = machine | options | {"counts": list(counts), "candidates": kernels}
+    kept, since = Rounds(), ""
     if settings.measure != "again":
         with log.warned("the kept figures could not be read"):
-            kept, since = measure.read(compat_config.cache_folder(), key)
+            kept, since = read(compat_config.cache_folder(), key)
     left = [count for count in counts if count not in kept]
     if not left:
         return Figures(kept, "", key, kept, since)
     try:
         with card().fork_rng(), compat_config.as_current(config):
             pad = partial(compat_layer.pad_query, layer.module) if layer.out_heads else None
-            timed = measure.time_shape(backends, shape, layer.weight(), left, budget, graphs, pad)
+            timed = stopwatch.time_shape(backends, shape, layer.weight(), left, budget, graphs, pad)
             return Figures(kept | timed, "", key, kept)
-    except measure.OverBudgetError as error:
+    except stopwatch.OverBudgetError as error:
         return Figures(kept, "" if kept else _line(error), key, kept, since)
     except Exception as error:
         return Figures({}, _line(error), key, kept)
 
 
-def agree(answers: Sequence[Answer]) -> tuple[dict[str, measure.Rounds], list[str]]:
+def agree(answers: Sequence[Answer]) -> tuple[dict[str, Rounds], list[str]]:
     """Return one table per layer shape for all ranks, and why others have none. Pure, so every rank gets the same.
 
     A shape has no table if one of its ranks could not time it. No shape has one if a rank does not know its shapes.
     A rank without layers of a shape, as in a pipeline, does not count for it.
     """
     troubles = [f"rank {rank}: {answer.why}" for rank, answer in enumerate(answers) if answer.why]
-    tables: dict[str, list[measure.Rounds]] = {}
+    tables: dict[str, list[Rounds]] = {}
     for rank, answer in enumerate(answers):
         for text, one in answer.kinds.items():
             if one.why:
@@ -184,22 +196,35 @@ def agree(answers: Sequence[Answer]) -> tuple[dict[str, measure.Rounds], list[st
             tables.setdefault(text, []).append(one.rounds)
     if any(answer.why for answer in answers):
         return {}, troubles
-    merged = {text: measure.slowest(found) for text, found in tables.items()}
+    merged = {text: slowest(found) for text, found in tables.items()}
     return {text: rounds for text, rounds in merged.items() if rounds}, troubles
 
 
-def _apply(text: str, group: Sequence[Layer], own: Figures, rounds: measure.Rounds) -> None:
+def slowest(tables: Sequence[Rounds]) -> Rounds:
+    """Merge the figures of all ranks: what all of them have timed, each figure from the rank that is slowest there.
+
+    Ranks of a tensor-parallel group wait for one another, so the slowest decides how long a layer takes.
+    """
+    first, *others = tables
+    merged: Rounds = {}
+    for tokens in sorted(set(first).intersection(*others)):
+        names = [name for name in first[tokens] if all(name in table[tokens] for table in others)]
+        merged[tokens] = {name: max((t[tokens][name] for t in tables), key=statistics.median) for name in names}
+    return merged
+
+
+def _apply(text: str, group: Sequence[Layer], own: Figures, rounds: Rounds) -> None:
     """Let the layers of a shape run what the figures say."""
-    chosen = measure.ranges(rounds, group[0].backends.contenders)
+    chosen = decision.ranges(rounds, group[0].backends.contenders)
     for layer in group:
         layer.prefer(chosen)
     if not chosen:
         return
     names = tuple(layer.name for layer in group)
-    status.current().measured.append(Timed(text, names, chosen, measure.medians(rounds), own.since))
+    status.current().measured.append(Timed(text, names, chosen, stopwatch.medians(rounds), own.since))
     if rounds != own.kept:
         with log.warned("the measured figures could not be kept"):
-            measure.write(compat_config.cache_folder(), own.key, rounds)
+            write(compat_config.cache_folder(), own.key, rounds)
 
 
 def _say(troubles: Sequence[str], answer: Answer, tables: int) -> None:
@@ -208,9 +233,75 @@ def _say(troubles: Sequence[str], answer: Answer, tables: int) -> None:
         timed = f" but for {tables} layer shape(s)" if tables else ""
         log.say_once(logging.WARNING, f"the kernels could not be timed: {troubles[0]}{more}; {VLLMS}{timed}")
     elif answer.timed:
-        spent = f"{answer.seconds:.1f} s of at most {measure.BUDGET_S:g} s"
+        spent = f"{answer.seconds:.1f} s of at most {stopwatch.BUDGET_S:g} s"
         log.say(logging.INFO, f"kernels timed on this card in {spent}: {answer.timed} layer shape(s)")
 
 
 def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
+
+
+# What is kept for the next start.
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The figures that a start keeps for the next one.
+
+    Raises:
+        ValueError: a count lacks vLLM's figures, or its candidates have not been timed equally often.
+    """
+
+    key: dict[str, JsonValue]  # of card, driver, versions and layer shape
+    rounds: Rounds
+    evidence: files.Stamp = files.stamped("measured")
+
+    def __post_init__(self) -> None:
+        for tokens, by in self.rounds.items():
+            if VLLM not in by or len({len(figures) for figures in by.values()}) != 1 or not by[VLLM]:
+                raise ValueError(f"figures are missing at {tokens} tokens")
+
+
+def path_of(folder: Path, key: Mapping[str, Any]) -> Path:
+    """Return the file for what ``key`` says of card, driver, versions and layer shape."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return folder / f"measured-{digest[:16]}.json"
+
+
+def read(folder: Path, key: Mapping[str, Any]) -> tuple[Rounds, str]:
+    """Return the figures kept for ``key`` and when they were taken; none without a file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds something else.
+    """
+    try:
+        found = files.read(Measured, path_of(folder, key))
+    except FileNotFoundError:
+        return {}, ""
+    return (found.rounds, found.evidence.time) if found.key == dict(key) else ({}, "")
+
+
+def write(folder: Path, key: Mapping[str, Any], rounds: Rounds) -> None:
+    """Keep ``rounds`` for ``key``, in one step.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files.write(path_of(folder, key), Measured(dict(key), rounds))
+
+
+def about() -> dict[str, str | None]:
+    """Return ``machine`` with driver, plugin, vLLM, AITER and host: if one differs, the figures may differ too."""
+    stamp = files.stamp("measured")[files.KEY]
+    versions = {name: stamp[name] for name in ("plugin", "vllm", "aiter", "host")}
+    return stopwatch.machine() | {"driver": _driver()} | versions
+
+
+def _driver() -> str:
+    """The driver's version; the kernel's for one that came with it."""
+    for path in DRIVERS:
+        with contextlib.suppress(OSError):
+            return path.read_text().strip()
+    return os.uname().release

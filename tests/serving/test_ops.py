@@ -10,18 +10,18 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 
-from tests.ops import opcalls
-from tests.ops.opcalls import ATTENTION, FAKES, OPS, SIZES, arguments, batch_of, layer_of
 from tests.passes.stubs import forward
 from tests.sandbox import gpu_ops
+from tests.support import opcalls
+from tests.support.opcalls import ATTENTION, FAKES, OPS, SIZES, arguments, batch_of, layer_of
 from tests.support.planted import raising
-from vllm_aiter_mla import ops
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.reference import store_nope
 from vllm_aiter_mla.kernels.vllm_own import VLLMBackend, may_take_parts
-from vllm_aiter_mla.layer import Choice, Layer
+from vllm_aiter_mla.serving import ops
+from vllm_aiter_mla.serving.layer import Choice, Layer
 
 ROPE = "mla_attention_with_rope"
 fails = raising(RuntimeError("planted: out of shared memory"))

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.ops.opcalls import OPS, Q_PREP, arguments, layer_of
 from tests.passes.stubs import BLOCK_SIZE, Batch, forward
-from vllm_aiter_mla import ops
-from vllm_aiter_mla.layer import Layer
+from tests.support.opcalls import OPS, Q_PREP, arguments, layer_of
+from vllm_aiter_mla.serving import ops
+from vllm_aiter_mla.serving.layer import Layer
 
 LIMIT = 300  # the decode limit: 100 requests with two drafts each
 ROWS = (0, 1, 16, 64, 256, LIMIT, LIMIT + 1)

@@ -17,8 +17,9 @@ from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from vllm_aiter_mla import module, status
+from vllm_aiter_mla import status
 from vllm_aiter_mla.compat import wrapper as compat_wrapper
+from vllm_aiter_mla.serving import module
 
 WIDTH = 64
 NAME = "MultiHeadLatentAttentionWrapper"

@@ -9,7 +9,7 @@ from typing import Any
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.kernels import absorb, measure
+from vllm_aiter_mla.kernels import absorb, stopwatch
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.aiter.op import AiterUnavailableError
@@ -19,10 +19,9 @@ from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.platform import Platform, detect_platform
 from vllm_aiter_mla.kernels.reference import AITER, VLLM_COMPILED, ReferenceBackend
 from vllm_aiter_mla.kernels.vllm_own import VLLMBackend
+from vllm_aiter_mla.serving.decision import VLLM
 from vllm_aiter_mla.settings import KERNELS, Settings
 
-VLLM = "vllm"
-"""Name of vLLM's own kernels among the back ends."""
 AITER_KERNELS = ("aiter", "aiter-opt")
 """Names of the back ends that call AITER's op."""
 
@@ -77,7 +76,7 @@ def triton_factory(platform: Platform, settings: Settings) -> KernelBackend | st
 
     if not card().is_there():
         return TritonBackend() if interpreted() else "Triton needs a GPU"
-    machine, folders = measure.machine(), (compat_config.cache_folder(), tuning.SHIPPED)
+    machine, folders = stopwatch.machine(), (compat_config.cache_folder(), tuning.SHIPPED)
     chosen, left_out = tuning.load(folders, machine["card"], machine["triton"], card().arch)
     if left_out:
         log.say_once(logging.WARNING, f"tuned tiles are left out, `measure --tune` makes new ones: {left_out}")

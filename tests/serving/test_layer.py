@@ -7,20 +7,21 @@ import pytest
 import torch
 from vllm.platforms import current_platform
 
-from tests.ops.opcalls import layer_of
 from tests.passes.stubs import BLOCK_SIZE
+from tests.support.opcalls import layer_of
 from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
 from tests.support.worker import ours
-from vllm_aiter_mla import backends, startup
 from vllm_aiter_mla.admission import Skip, layer_skips
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import absorb, reference
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.inputs import contract_violation, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.layer import Layer
+from vllm_aiter_mla.serving import backends
+from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings, SettingsError
+from vllm_aiter_mla.startup import worker as startup
 
 pytestmark = pytest.mark.usefixtures("said")
 

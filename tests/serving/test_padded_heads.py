@@ -9,10 +9,10 @@ from vllm.v1.attention.backends.mla import rocm_aiter_mla
 
 from tests.support.simulated_aiter import backend, inputs, same_bytes
 from vllm_aiter_mla.compat import layer as compat_layer
-from vllm_aiter_mla.kernels import measure
+from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
-from vllm_aiter_mla.layer import Layer
+from vllm_aiter_mla.serving.layer import Layer
 
 HELPER = rocm_aiter_mla.AiterMLAHelper
 PADDED = {5: 16, 8: 16, 10: 16, 12: 16, 20: 32}
@@ -79,7 +79,8 @@ def test_the_copy_that_vllm_makes_belongs_to_a_calls_time():
         def bind(self, given):
             return Binding(lambda one: one.new_query(padded=False))
 
-    runs = measure._loaded({"dense": Dense(), "padded": ReferenceBackend()}, operands, lambda q: copied.append(q) or q)
+    kernels = {"dense": Dense(), "padded": ReferenceBackend()}
+    runs = stopwatch._loaded(kernels, operands, lambda q: copied.append(q) or q)
     assert len(copied) == 1, "each has run once"
     runs["padded"](operands)
     assert len(copied) == 1

@@ -19,7 +19,7 @@ from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.compat import wrapper as compat_wrapper
 from vllm_aiter_mla.kernels.reference import gather_cos_sin, rotate
-from vllm_aiter_mla.layer import Layer
+from vllm_aiter_mla.serving.layer import Layer
 
 KNOWN_ROPES = ("RotaryEmbedding", "DeepseekScalingRotaryEmbedding", "YaRNScalingRotaryEmbedding")
 """Class names of vLLM's rotary embeddings that only rotate by the rows of one table."""
