@@ -20,13 +20,13 @@ def main(spec_path: str, folder: str) -> None:
     load_general_plugins()
     knobs.apply(spec)
     from vllm_aiter_mla import status
-    from vllm_aiter_mla.startup import worker as startup
+    from vllm_aiter_mla.startup import checks
     from vllm_aiter_mla.startup.selfcheck import SelfCheckResult
 
-    found, check = [], startup.self_check
+    found, check = [], checks.self_check
     planted = SelfCheckResult(False, "self-check FAILED: planted", {}, 0)
     for fails in (True, False):
-        startup.self_check = (lambda *args: planted) if fails else check
+        checks.self_check = (lambda *args: planted) if fails else check
         llm = child.build(spec, Path(folder) / "model")
         assert status.current().written is not None
         _, record = status.current().written

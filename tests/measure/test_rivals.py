@@ -15,8 +15,8 @@ from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.serving.backends import candidates, contenders
-from vllm_aiter_mla.settings import KERNELS
+from vllm_aiter_mla.serving.backends import candidates
+from vllm_aiter_mla.settings import KERNELS, Settings
 from vllm_aiter_mla.startup.selfcheck import self_check
 
 FNUZ, BF16 = torch.float8_e4m3fnuz, torch.bfloat16
@@ -111,7 +111,7 @@ def test_the_tile_reaches_vllms_product_and_changes_no_byte(monkeypatch):
 
 
 def test_rivals_are_named_by_no_option_and_never_serve():
-    served = {name for kernel in KERNELS for name in (*candidates(kernel, MI300X), *contenders(kernel, MI300X))}
+    served = {name for kernel in KERNELS for name in candidates(Settings(kernel=kernel), MI300X)}
     names = {OneLaunchBackend.name, DecodeTileBackend(MI300X, 304, op=Mock()).name}
     assert not names & (served | set(KERNELS))
     assert names < set(measure.RIVALS)

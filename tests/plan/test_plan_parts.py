@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from tests.support.pages import ROOT
 from vllm_aiter_mla import admission
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.plan import build, formulas, kernels, model
+from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving.backends import candidates
 from vllm_aiter_mla.settings import Settings
 
@@ -77,21 +79,15 @@ VIEW = admission.LayerView(num_heads=2, model_dtype="bfloat16")
 
 @pytest.mark.parametrize("limit", [2, 200, 256, 1024])
 def test_kernel_spans_cover_the_decode_limit_without_gaps(limit):
-    spans = kernels.spans("gfx942", Settings(), VIEW, "plain", 16, limit)
-    assert not isinstance(spans, str)
+    decision, spans = kernels.planned("gfx942", Settings(), VIEW, "plain", 16, limit)
     assert (spans[0].first, spans[-1].last) == (1, limit)
     for before, after in pairwise(spans):
         assert after.first == before.last + 1
-    # The answer of a span holds at each of its ends.
-    chooser = kernels.PlannedLayer("gfx942", Settings())
-    for span in spans:
-        for tokens in (span.first, span.last):
-            one = kernels.at(chooser, kernels.operands(VIEW, "plain", 16, chooser.backends.platform, tokens))
-            assert (one.kernel, one.detail) == (span.kernel, span.detail)
+    assert {decision.at(tokens) for span in spans for tokens in (span.first, span.last)} == {s.kernel for s in spans}
 
 
 def test_two_heads_per_rank_leave_aiter_from_256_tokens_on():
-    small, large, *larger = kernels.spans("gfx942", Settings(), VIEW, "plain", 16, 1024)
+    small, large, *larger = kernels.planned("gfx942", Settings(), VIEW, "plain", 16, 1024)[1]
     assert (small.kernel, small.detail, small.last) == ("aiter", "its per-head kernel", 255)
     assert (large.kernel, large.first, large.skips[0][0]) == ("triton", 256, "aiter")
     assert {span.kernel for span in larger} == {"triton"}, "on larger tiles"
@@ -100,9 +96,9 @@ def test_two_heads_per_rank_leave_aiter_from_256_tokens_on():
 @pytest.mark.parametrize("kernel", ["auto", "aiter", "aiter-opt", "triton", "vllm"])
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_a_plan_asks_the_servers_candidates_in_the_servers_order(kernel, arch):
-    chooser = kernels.PlannedLayer(arch, Settings(kernel=kernel))
-    assert chooser.backends.names == candidates(kernel, chooser.backends.platform)
-    assert chooser.no_kernel() is None
+    planned, _ = kernels.planned(arch, Settings(kernel=kernel), replace(VIEW, num_heads=16), "plain", 16, 64)
+    names = {*(span.kernel for span in planned.kernels), *(name for name, _ in planned.passed_over)}
+    assert names == {*candidates(Settings(kernel=kernel), Platform(arch))}
 
 
 def bytes_once(t, n, stored, weight):

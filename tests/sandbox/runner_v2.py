@@ -62,6 +62,7 @@ class Setup:
         from vllm.config import set_current_vllm_config
         from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
+        from vllm_aiter_mla.serving.decision import PASSED
         from vllm_aiter_mla.serving.layer import Layer
 
         with set_current_vllm_config(self.config):
@@ -70,7 +71,8 @@ class Setup:
             initialize_model_parallel(1, 1)
             self.layer, self.rope = _layer(self.config)
             self._v2()
-        Layer.of(self.layer).trust()  # no worker has checked its kernel here
+        # No worker has checked its kernel here.
+        Layer.of(self.layer).checked(dict.fromkeys(Layer.of(self.layer).backends.names, PASSED))
 
     def _v2(self) -> None:
         """Make V2's own objects, as its runner does."""

@@ -21,6 +21,7 @@ from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving import backends
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings, SettingsError
+from vllm_aiter_mla.startup import checks
 from vllm_aiter_mla.startup import worker as startup
 
 pytestmark = pytest.mark.usefixtures("said")
@@ -67,7 +68,7 @@ def two(candidate, monkeypatch, **spoilt):
 
 
 def kernels(found):
-    return [None if isinstance(kernel := layer.decide(), Skip) else kernel for layer in found]
+    return [layer.decision.ours or None for layer in found]
 
 
 def levels(said):
@@ -110,9 +111,9 @@ def test_mutation_i15_back_ends_that_equal_options_share_are_caught(monkeypatch)
 def test_a_right_kernel_is_checked_once_a_shape_and_warmed_for_the_captured_sizes(monkeypatch, said):
     candidate = Candidate()
     found = two(candidate, monkeypatch)
-    startup.check_layers(found[:1], strict=True)
+    checks.check_layers(found[:1], strict=True)
     once, candidate.launches = candidate.launches, 0
-    startup.check_layers(found, strict=True, capture_sizes=[1, 8])
+    checks.check_layers(found, strict=True, capture_sizes=[1, 8])
     assert (candidate.launches, candidate.warmed) == (once, (1, 8))
     assert kernels(found) == ["triton", "triton"]
     assert levels(said) == []
@@ -131,9 +132,9 @@ def test_a_right_kernel_is_checked_once_a_shape_and_warmed_for_the_captured_size
 def test_a_kernel_that_fails_its_check_runs_no_layer_and_stops_strict_mode(monkeypatch, said, candidate, why):
     found = two(candidate, monkeypatch)
     with pytest.raises(SettingsError, match="strict=true") as raised:
-        startup.check_layers(found, strict=True, capture_sizes=[1])
+        checks.check_layers(found, strict=True, capture_sizes=[1])
     assert why in str(raised.value)
-    startup.check_layers(found, strict=False, capture_sizes=[1])
+    checks.check_layers(found, strict=False, capture_sizes=[1])
     assert kernels(found) == [None, None]
     assert not runs_the_candidate(found[1], candidate)
     (line,) = [text for level, text in said if level == logging.ERROR]
@@ -144,10 +145,10 @@ def test_i15_two_engines_in_one_process_decide_apart(monkeypatch, said):
     """The first engine's kernel fails its check; the second one's, with the same options and shapes, runs."""
     candidate = Candidate(wrong)
     first = two(candidate, monkeypatch)
-    startup.check_layers(first, strict=False)
+    checks.check_layers(first, strict=False)
     candidate.does = reference.prepare
     second = two(candidate, monkeypatch)
-    startup.check_layers(second, strict=True)
+    checks.check_layers(second, strict=True)
     assert (kernels(first), kernels(second)) == ([None, None], ["triton", "triton"])
     assert runs_the_candidate(second[0], candidate)
     assert not runs_the_candidate(first[0], candidate)
@@ -156,13 +157,13 @@ def test_i15_two_engines_in_one_process_decide_apart(monkeypatch, said):
 @pytest.mark.mutation("I15")
 def test_mutation_i15_a_failed_check_that_the_back_ends_keep_is_caught(monkeypatch, said):
     shared = {}
-    init = Layer.__init__
+    checked = Layer.checked
 
-    def sharing(self, module):
-        init(self, module)
-        self.refused_kernels = shared
+    def sharing(layer, checks):
+        shared.update({name: check for name, check in checks.items() if check.failed})
+        checked(layer, checks | shared)
 
-    monkeypatch.setattr(Layer, "__init__", sharing)
+    monkeypatch.setattr(Layer, "checked", sharing)
     with pytest.raises(AssertionError, match=r"\[None, None\] != \['triton', 'triton'\]"):
         test_i15_two_engines_in_one_process_decide_apart(monkeypatch, said)
 
@@ -170,7 +171,7 @@ def test_mutation_i15_a_failed_check_that_the_back_ends_keep_is_caught(monkeypat
 def test_layers_whose_kernels_raise_alike_say_so_once(monkeypatch, said):
     for layer in two(Candidate(), monkeypatch):
         layer.fail(RuntimeError("HIP error"))
-        assert layer.state == "failed"
+        assert layer.skip().code == "kernel_failed"
     (line,) = [text for level, text in said if level == logging.ERROR]
     assert "HIP error" in line
 
@@ -180,10 +181,10 @@ def test_a_layer_without_a_check_runs_no_kernel_that_needs_one(monkeypatch, said
     candidate = Candidate()
     checked, unchecked = two(candidate, monkeypatch)
     assert not runs_the_candidate(checked, candidate)
-    startup.check_layers([checked], strict=True)
+    checks.check_layers([checked], strict=True)
     assert runs_the_candidate(checked, candidate)
     assert not runs_the_candidate(unchecked, candidate)
-    assert isinstance(unchecked.decide(), Skip)
+    assert isinstance(unchecked.skip(), Skip)
 
 
 @pytest.mark.parametrize(
@@ -196,14 +197,14 @@ def test_a_layer_without_a_check_runs_no_kernel_that_needs_one(monkeypatch, said
 )
 def test_a_layer_that_cannot_be_checked_hides_no_other(monkeypatch, said, spoilt):
     found = two(Candidate(wrong), monkeypatch, **spoilt)
-    startup.check_layers(found, strict=False)
-    assert (found[0].state, found[1].refused_kernels.keys()) == ("refused", {"triton"})
-    assert startup.cache_key(found)[0] == "layers.0: unchecked"
+    checks.check_layers(found, strict=False)
+    assert all(isinstance(layer.skip(), Skip) for layer in found)
+    assert "self-check FAILED" in found[1].skip().message, "the other one was checked"
 
 
 def test_a_layer_that_was_not_admitted_at_the_check_stays_unchecked(monkeypatch, said):
     found = two(Candidate(), monkeypatch, sliding_window=128)
-    startup.check_layers(found, strict=True)
+    checks.check_layers(found, strict=True)
     found[0].module.sliding_window = None
     assert kernels(found) == [None, "triton"]
 
@@ -215,8 +216,8 @@ def test_fail_closed_layers_that_cannot_be_asked_are_one_line(monkeypatch, said,
     with monkeypatch.context() as patching:
         patching.setattr(Layer, broken, raising(KeyError("planted")))
         with stops(strict, "planted"):
-            startup.check_layers(found, strict=strict)
-    assert strict or {layer.state for layer in found} == {"refused"}
+            checks.check_layers(found, strict=strict)
+    assert {layer.skip() is None for layer in found} == {False}
     assert strict or levels(said) == [logging.ERROR]
     assert kernels(found) == [None, None]
 
@@ -226,7 +227,7 @@ def test_a_kernel_that_raises_while_serving_takes_the_layer_off_the_fast_path(mo
     candidate = Candidate()
     candidate.trusted = trusted
     found = two(candidate, monkeypatch)
-    startup.check_layers(found, strict=True)
+    checks.check_layers(found, strict=True)
     found[0].fail(RuntimeError("planted"))
     assert [runs_the_candidate(layer, candidate) for layer in found] == [False, True]
     assert trusted or kernels(found) == [None, "triton"]
@@ -234,8 +235,7 @@ def test_a_kernel_that_raises_while_serving_takes_the_layer_off_the_fast_path(mo
 
 
 def test_a_graph_in_another_dtype_than_the_checked_one_is_left_to_vllm():
-    skip = Layer.of(layer_of()).decide(act=torch.float16)
-    assert isinstance(skip, Skip)
+    skip = Layer.of(layer_of()).skip(act=torch.float16)
     assert skip.code == "activation_dtype"
 
 
@@ -246,7 +246,7 @@ def test_a_missing_product_does_not_matter_to_a_kernel_that_does_not_call_it(mon
     module.is_aiter_triton_fp8_bmm_enabled, module.W_K, module.W_K_scale = True, held["W_K"], held["W_K_scale"]
     module._vllm_config.model_config = SimpleNamespace(dtype=torch.bfloat16)
     monkeypatch.setattr(absorb, "GEMMS", {})
-    assert Layer.of(module).decide() == "reference"
+    assert Layer.of(module).decision.ours == "reference"
 
 
 def test_the_cache_key_tells_a_usable_kernel_from_one_that_is_missing_or_failed(monkeypatch, said):
@@ -254,7 +254,7 @@ def test_the_cache_key_tells_a_usable_kernel_from_one_that_is_missing_or_failed(
     keys = []
     for candidate in (Candidate(), Candidate(), "not installed", Candidate(wrong)):
         found = two(candidate, monkeypatch)
-        startup.check_layers(found, strict=False)
+        checks.check_layers(found, strict=False)
         keys.append(startup.cache_key(found))
     usable, again, absent, failed = keys
     assert usable == again
@@ -268,11 +268,11 @@ def test_the_cache_key_tells_a_usable_kernel_from_one_that_is_missing_or_failed(
 @both_modes
 def test_fail_closed_a_key_that_cannot_be_asked_for(monkeypatch, said, strict):
     found = two(Candidate(), monkeypatch)
-    startup.check_layers(found, strict=False)
+    checks.check_layers(found, strict=False)
     with monkeypatch.context() as patching:
-        patching.setattr(Layer, "decide", raising(KeyError("planted")))
+        patching.setattr(Layer, "shape", raising(KeyError("planted")))
         with stops(strict, "planted"):
-            assert startup.cache_key(found, strict=strict) == ("layers.0: unchecked", "layers.1: unchecked")
+            assert startup.cache_key(found, strict=strict) == ("layers.0: kernel_shape", "layers.1: kernel_shape")
     assert strict or kernels(found) == [None, None]
 
 

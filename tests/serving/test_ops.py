@@ -21,7 +21,7 @@ from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.reference import store_nope
 from vllm_aiter_mla.kernels.vllm_own import VLLMBackend, may_take_parts
 from vllm_aiter_mla.serving import ops
-from vllm_aiter_mla.serving.layer import Choice, Layer
+from vllm_aiter_mla.serving.layer import Layer
 
 ROPE = "mla_attention_with_rope"
 fails = raising(RuntimeError("planted: out of shared memory"))
@@ -58,8 +58,8 @@ def test_decode_rows_are_prepared_without_a_change_to_q_and_k_pe():
 def decisions_of_dummy_batches(monkeypatch, each=lambda layer: None):
     """How often the layer decides while its rank runs ten batches without metadata."""
     layer, batch, decided = layer_of(), batch_of(4, profiling=True), []
-    decide = Layer.decide
-    monkeypatch.setattr(Layer, "decide", lambda one, **given: (decided.append(one), decide(one, **given))[1])
+    skip = Layer.skip
+    monkeypatch.setattr(Layer, "skip", lambda one, **given: (decided.append(one), skip(one, **given))[1])
     with forward([layer], batch):
         for _ in range(10):
             OPS[ROPE](*arguments(ROPE, layer, batch.rows))
@@ -80,8 +80,8 @@ def test_mutation_idle_rank_that_decides_in_every_dummy_batch_is_seen(monkeypatc
 def test_only_real_rows_are_prepared(monkeypatch):
     """What pads a graph is read by nobody, so no kernel is given it."""
     seen, layer, batch = [], layer_of(), batch_of(6, decodes=4)
-    real = Layer._find
-    monkeypatch.setattr(Layer, "_find", lambda module, inputs: (seen.append(inputs), real(module, inputs))[1])
+    real = Layer._bind
+    monkeypatch.setattr(Layer, "_bind", lambda module, inputs: (seen.append(inputs), real(module, inputs))[1])
     with forward([layer], batch):
         OPS[ROPE](*arguments(ROPE, layer, batch.rows))
     (inputs,) = seen
@@ -92,7 +92,7 @@ def test_a_batch_with_prefill_rows_is_rotated_once_in_place_and_prepared_by_no_k
     layer, batch = layer_of(), batch_of(5, decodes=3, prefills=2)
     args = arguments(ROPE, layer, batch.rows)
     q, k_pe, calls = args[0].clone(), args[1].clone(), []
-    monkeypatch.setattr(Layer, "_find", lambda *_: pytest.fail("a kernel was asked for"))
+    monkeypatch.setattr(Layer, "_bind", lambda *_: pytest.fail("a kernel was asked for"))
     real = compat_layer.rope_and_write
     monkeypatch.setattr(compat_layer, "rope_and_write", lambda *given: (calls.append(given), real(*given))[1])
     given = []
@@ -115,20 +115,21 @@ def test_a_kernel_that_raises_costs_the_layer_its_kernel_and_nothing_else(monkey
     for run in (None, fails):
         layer, batch = layer_of(cache), batch_of(4)
         args = arguments(ROPE, layer, batch.rows)
-        monkeypatch.setattr(Layer, "_find", lambda self, inputs, run=run: ("planted", run))
+        monkeypatch.setattr(Layer, "_bind", lambda self, inputs, run=run: ("planted", run))
         with forward([layer], batch), caplog.at_level("ERROR"):
             OPS[ROPE](*args)
         outcomes.append((args[6], layer.kv_cache))
     assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
-    assert Layer.of(layer).state == "failed"
-    assert "planted: out of shared memory" in Layer.of(layer).reason
+    skip = Layer.of(layer).skip()
+    assert skip.code == "kernel_failed"
+    assert "planted: out of shared memory" in skip.message
     assert caplog.text.count("planted") == 1
 
 
 def test_a_kernel_that_raises_inside_a_capture_ends_it(monkeypatch):
     """Half of a launch would be in the graph."""
     layer, batch = layer_of(), batch_of(4)
-    monkeypatch.setattr(Layer, "_find", lambda self, inputs: ("planted", fails))
+    monkeypatch.setattr(Layer, "_bind", lambda self, inputs: ("planted", fails))
     opcalls.capturing(monkeypatch)
     with forward([layer], batch), pytest.raises(RuntimeError, match="planted"):
         OPS[ROPE](*arguments(ROPE, layer, batch.rows))
@@ -148,7 +149,7 @@ def test_a_batch_without_slots_is_rotated_and_writes_nothing():
 def test_decode_rows_without_a_cache_are_rotated_and_given_to_no_kernel(monkeypatch):
     """As in vLLM. A kernel would write its rows to memory that nobody has allocated."""
     layer, batch, given = layer_of(), batch_of(3), []
-    monkeypatch.setattr(Layer, "_find", lambda *_: pytest.fail("a kernel was asked for"))
+    monkeypatch.setattr(Layer, "_bind", lambda *_: pytest.fail("a kernel was asked for"))
     monkeypatch.setattr(layer, "forward_impl", lambda *got, **rest: given.append(got))
     args = arguments(ROPE, layer, batch.rows)
     before = args[1].clone()
@@ -161,8 +162,8 @@ def test_decode_rows_without_a_cache_are_rotated_and_given_to_no_kernel(monkeypa
 
 def test_a_call_is_bound_once_and_again_after_a_weight_was_replaced(monkeypatch):
     found, layer = [], layer_of()
-    real = Layer._find
-    monkeypatch.setattr(Layer, "_find", lambda *args: (found.append(args), real(*args))[1])
+    real = Layer._bind
+    monkeypatch.setattr(Layer, "_bind", lambda *args: (found.append(args), real(*args))[1])
     args = arguments(ROPE, layer, 3)
     with forward([layer], batch_of(3)):
         for _ in range(3):
@@ -172,22 +173,20 @@ def test_a_call_is_bound_once_and_again_after_a_weight_was_replaced(monkeypatch)
         OPS[ROPE](*args)
         assert len(found) == 2
         assert found[1][1].weight.values is layer.W_UK_T
-        Layer.of(layer).refuse("planted")
+        Layer.of(layer).stop("planted")
         OPS[ROPE](*args)
     assert len(found) == 3
 
 
-@pytest.mark.parametrize("broken", ["raises", "refuses"])
-def test_a_call_for_which_no_kernel_can_be_chosen_runs_vllms_own_attention(broken, monkeypatch, caplog):
+@pytest.mark.parametrize("bind", [raising(ValueError("planted")), lambda *_: "planted"], ids=["raises", "declines"])
+def test_a_call_that_its_kernel_cannot_take_runs_vllms_own_attention(bind, monkeypatch, caplog):
     layer = layer_of()
     args, want = arguments(ROPE, layer, 3), arguments(ROPE, layer, 3)
-    choice = Choice(None, None, None, (("aiter", "planted"),))
-    choose = raising(ValueError("planted")) if broken == "raises" else lambda *_: choice
     with forward([layer], batch_of(3)):
         OPS[ROPE](*want)
         layer.kv_cache.copy_(layer.initial)
-        monkeypatch.setattr(Layer, "choose", choose)
-        Layer.of(layer).refuse("forget what was found")
+        monkeypatch.setattr(Layer.of(layer).backends, "bind", bind)
+        Layer.of(layer).reloaded()
         with caplog.at_level("ERROR"):
             OPS[ROPE](*args)
     assert torch.equal(args[6], want[6])
@@ -346,7 +345,7 @@ def test_a_call_with_another_dtype_is_bound_anew(monkeypatch, name):
     """What was found for one dtype holds for no other: AITER reads bytes."""
     layer, batch = layer_of(), batch_of(3)
     asked = []
-    monkeypatch.setattr(Layer, "_find", lambda self, inputs: (asked.append(inputs), ("vllm", None))[1])
+    monkeypatch.setattr(Layer, "_bind", lambda self, inputs: (asked.append(inputs), ("", None))[1])
     args = arguments(ROPE, layer, batch.rows)
     with forward([layer], batch):
         OPS[ROPE](*args)

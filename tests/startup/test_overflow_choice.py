@@ -9,14 +9,12 @@ from tests.support.opcalls import NAME, layer_of
 from vllm_aiter_mla import status
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import Binding
-from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.serving.backends import Backends
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings
-from vllm_aiter_mla.startup import selfcheck
-from vllm_aiter_mla.startup import worker as startup
+from vllm_aiter_mla.startup import checks, selfcheck
 
 CLAMPS, OVERFLOWS = reference.TRITON, reference.AITER
 
@@ -39,13 +37,13 @@ def started(kernel, aiter, triton=CLAMPS, cache="fp8"):
     factories = {name: lambda card, options, name=name: Kernel(name, *kernels[name]) for name in kernels}
     settings = Settings(enabled=True, kernel=kernel)
     one = Layer(layer_of(cache), Backends(settings, Platform("gfx942"), factories))
-    startup.check_layers([one], strict=True)
+    checks.check_layers([one], strict=True)
     return one
 
 
 def runs(one):
-    assert isinstance(one.decide(), str)
-    return one.choose(synthetic_inputs(one.shape(), 4)).name
+    assert one.skip() is None
+    return one.decision.at(4)
 
 
 @pytest.mark.parametrize(
@@ -54,14 +52,14 @@ def runs(one):
         ("auto", OVERFLOWS, "fp8", "triton", ["triton", "vllm"]),
         ("auto", CLAMPS, "fp8", "aiter", ["aiter", "triton", "vllm"]),
         ("auto", OVERFLOWS, "auto", "aiter", ["aiter", "triton", "vllm"]),
-        ("triton", OVERFLOWS, "fp8", "triton", []),
-        ("aiter", CLAMPS, "fp8", "aiter", []),
+        ("triton", OVERFLOWS, "fp8", "triton", ["triton"]),
+        ("aiter", CLAMPS, "fp8", "aiter", ["aiter"]),
     ],
 )
 def test_overflow_decides_what_auto_takes_and_times(said, kernel, aiter, cache, wanted, timed):
     one = started(kernel, aiter, cache=cache)
     assert runs(one) == wanted
-    assert list(one.contenders()) == timed
+    assert list(one.usable()) == timed
     assert {level for level, _ in said} <= {logging.DEBUG, logging.INFO}
 
 
@@ -87,8 +85,8 @@ def test_overflow_that_auto_avoids_is_not_in_the_status(said):
 @pytest.mark.mutation("I14")
 def test_mutation_overflow_a_triton_kernel_that_does_not_saturate_serves_nothing(said):
     one = started("auto", OVERFLOWS, triton=OVERFLOWS)
-    assert one.choose(synthetic_inputs(one.shape(), 4)).name == "vllm"
-    assert list(one.contenders()) == ["vllm"]
+    assert one.skip().code == "kernel_shape"
+    assert list(one.usable()) == ["vllm"]
     assert re.search(r"triton: self-check FAILED: .*q rope [1-9].*kv rope [1-9]", said.at(logging.WARNING)[0])
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph
 from vllm.config import CUDAGraphMode
 
+from tests.support.made_up_clock import Named
 from tests.support.opcalls import NAME, layer_of
 from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
@@ -20,9 +21,10 @@ from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.compat.inductor import InductorPass
 from vllm_aiter_mla.passes import pipeline
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
+from vllm_aiter_mla.serving import backends
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings
-from vllm_aiter_mla.startup import timing
+from vllm_aiter_mla.startup import checks, timing
 from vllm_aiter_mla.startup import worker as startup
 
 
@@ -37,8 +39,8 @@ def test_a_worker_whose_fast_path_is_off_is_left_as_it_is(pass_, options):
 
 def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, monkeypatch):
     given = []
-    check = startup.check_layers
-    monkeypatch.setattr(startup, "check_layers", lambda *args, **kwargs: (given.append(kwargs), check(*args, **kwargs)))
+    check = checks.check_layers
+    monkeypatch.setattr(checks, "check_layers", lambda *args, **kwargs: (given.append(kwargs), check(*args, **kwargs)))
     status.engage("a layer of the engine before", "aiter")
     pass_ = ours(limit=8)
     one = Worker(pass_)
@@ -58,7 +60,7 @@ def test_a_rank_whose_kernel_was_rejected_runs_as_many_decode_steps_as_the_other
     for one in ranks:
         one.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
         one.load_model()
-    layer_in(ranks[1]).refuse("planted")
+    layer_in(ranks[1]).stop("planted")
     for one in ranks:
         status.reset()
         one.compile_or_warm_up_model()
@@ -155,7 +157,7 @@ def test_mutation_a_failed_load_that_hands_over_nothing_is_caught(said, monkeypa
 # What the check asks, and how each of it may raise.
 AT_THE_CHECK = {
     "status.reset": lambda patch, one: patch(status, "reset", planted),
-    "check_layers": lambda patch, one: patch(startup, "check_layers", planted),
+    "check_layers": lambda patch, one: patch(checks, "check_layers", planted),
     "cache_key": lambda patch, one: patch(startup, "cache_key", planted),
     "the layers": lambda patch, one: patch(one.vllm_config.compilation_config, "static_forward_context", Spoilt()),
     "the sizes": lambda patch, one: patch(one.vllm_config.compilation_config, "cudagraph_capture_sizes", [None]),
@@ -165,13 +167,14 @@ AT_THE_CHECK = {
     "the weights": lambda patch, one: patch(compat_layer, "activation_dtype", planted),
     "the back ends": lambda patch, one: patch(Layer, "kernels_to_check", planted),
     "the decision": lambda patch, one: patch(Layer, "not_admitted", planted),
-    "the rows": lambda patch, one: patch("vllm_aiter_mla.serving.layer.synthetic_inputs", planted),
+    "the rows": lambda patch, one: patch("vllm_aiter_mla.serving.backends.synthetic_inputs", planted),
 }
 
 
 @pytest.mark.parametrize("spoil", AT_THE_CHECK.values(), ids=AT_THE_CHECK)
 @both_modes
 def test_fail_closed_whatever_raises_at_the_check_no_layer_runs_unchecked(said, monkeypatch, spoil, strict):
+    monkeypatch.setitem(backends.FACTORIES, "triton", lambda platform, settings: Named("triton"))
     one = Worker(ours(), strict=strict, kernel="triton")
     module = compat_config.mla_modules(one.vllm_config)[NAME]
     with monkeypatch.context() as patching, stops(strict):
@@ -180,14 +183,13 @@ def test_fail_closed_whatever_raises_at_the_check_no_layer_runs_unchecked(said, 
     lines = [level for level, text in said if "'planted'" in text or "TypeError" in text]
     assert lines == [logging.ERROR] * (not strict), "one line says so"
     layer = Layer.of(module)
-    assert layer.state != "trusted", "the layer counts as checked"
-    assert isinstance(layer.decide(), admission.Skip), "the passes would rewrite it"
+    assert isinstance(layer.skip(), admission.Skip), "the passes would rewrite it"
 
 
 @pytest.mark.mutation("I12")
 def test_mutation_fail_closed_a_check_that_raised_counts_as_made(said, monkeypatch):
-    monkeypatch.setattr(Layer, "refuse", lambda self, reason: self.trust())
-    with pytest.raises(AssertionError, match="counts as checked"):
+    monkeypatch.setattr(Layer, "stop", lambda self, reason, code="": None)
+    with pytest.raises(AssertionError, match="the passes would rewrite it"):
         test_fail_closed_whatever_raises_at_the_check_no_layer_runs_unchecked(
             said, monkeypatch, AT_THE_CHECK["cache_key"], strict=False
         )
@@ -221,7 +223,7 @@ def test_mutation_fail_closed_the_hook_swallows_what_the_check_raises(said, monk
 def test_fail_closed_a_worker_that_cannot_be_hooked(said, monkeypatch, strict):
     monkeypatch.setattr(patches, "after", planted)
     with stops(strict, "could not be hooked: KeyError"):
-        assert layer_in(Worker(ours(), strict=strict)).state == "unchecked"
+        assert layer_in(Worker(ours(), strict=strict, kernel="triton")).skip().code.startswith("kernel_")
         assert [level for level, text in said if "could not be hooked" in text] == [logging.ERROR]
 
 

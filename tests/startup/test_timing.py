@@ -25,8 +25,7 @@ from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving import backends
 from vllm_aiter_mla.serving.layer import Layer
-from vllm_aiter_mla.startup import timing
-from vllm_aiter_mla.startup import worker as startup
+from vllm_aiter_mla.startup import checks, timing
 
 QUICK_TRITON = costs(aiter=8.0, triton=5.0, vllm=10.0)
 LIMIT = 16
@@ -60,8 +59,7 @@ def made_up(monkeypatch, said):
 
 
 def runs(one, tokens):
-    layer = layer_in(one)
-    return layer.choose(synthetic_inputs(layer.shape(), tokens)).name
+    return layer_in(one).decision.at(tokens)
 
 
 def test_the_fastest_kernel_serves_and_the_status_line_and_the_status_say_so(made_up):
@@ -70,7 +68,7 @@ def test_the_fastest_kernel_serves_and_the_status_line_and_the_status_say_so(mad
     made_up.set_clock(MadeUpClock(cost))
     one = made_up.start()
     assert [runs(one, tokens) for tokens in (1, 4, 5, 16)] == ["triton", "triton", "aiter", "aiter"]
-    assert layer_in(one).decide() == "triton"
+    assert layer_in(one).decision.ours == "triton"
     status.engage(NAME, "aiter")
     found = status.record_of([NAME], LIMIT, "bfloat16", 0)
     assert status.line(found) == (
@@ -136,8 +134,8 @@ def test_a_batch_that_the_kernel_refuses_is_named_once_whatever_its_size(made_up
     bind = made_up.kernels["aiter"].bind
     most = "at {} tokens: too many"
     made_up.kernels["aiter"].bind = lambda one: bind(one) if one.num_tokens <= 4 else most.format(one.num_tokens)
-    found = [layer._find(synthetic_inputs(shape, tokens))[0] for tokens in (4, 8, 16)]
-    assert found == ["aiter", "vllm", "vllm"]
+    found = [layer._bind(synthetic_inputs(shape, tokens))[0] for tokens in (4, 8, 16)]
+    assert found == ["aiter", "", ""]
     (line,) = made_up.said.at(logging.ERROR)
     assert line.endswith("aiter: at 8 tokens: too many")
 
@@ -179,7 +177,7 @@ def test_a_named_kernel_or_the_option_skips_the_timing(made_up, options):
 @pytest.mark.mutation
 def test_mutation_a_static_order_that_nobody_timed_is_caught(made_up, monkeypatch):
     told = []
-    monkeypatch.setattr(Layer, "not_timed", lambda layer, why: told.append(why))
+    monkeypatch.setattr(Layer, "timed", lambda layer, figures: told.append(figures))
     with pytest.raises(AssertionError, match=r"^assert \{'aiter'\} == \{'vllm'\}"):
         test_a_start_that_cannot_time_leaves_vllms_own_kernels_and_says_so_once(
             made_up, monkeypatch, CANNOT["over budget"], strict=False
@@ -198,19 +196,19 @@ def test_a_contender_that_fails_its_check_is_not_timed_and_is_no_error(made_up):
     one = made_up.start(strict=True)
     assert runs(one, 1) == "aiter"
     assert set(status.current().measured[0].us[1]) == {"aiter", "vllm"}
-    assert [text for text in made_up.said.at(logging.WARNING) if "it is not among those that are timed" in text]
+    assert [text for text in made_up.said.at(logging.WARNING) if "triton: self-check FAILED" in text]
 
 
-def test_the_compile_cache_key_does_not_depend_on_the_figures(made_up, tmp_path):
+def test_the_compile_cache_key_does_not_depend_on_which_of_ours_is_faster(made_up, tmp_path):
     keys = []
-    for quick in ("triton", "aiter", "vllm"):
+    for quick in ("triton", "aiter"):
         for path in tmp_path.glob("measured-*.json"):
             path.unlink()
         made_up.set_clock(MadeUpClock(costs(**({"aiter": 9.0, "triton": 9.0, "vllm": 9.0} | {quick: 5.0}))))
         one = made_up.start()
         assert runs(one, 1) == quick
         keys.append(layer_in(one).cache_key())
-    assert keys[0] == keys[1] == keys[2] != ()
+    assert keys[0] == keys[1] != ()
 
 
 def answer(why="", **kinds):
@@ -218,9 +216,9 @@ def answer(why="", **kinds):
 
 
 def test_a_rank_that_could_not_time_a_shape_keeps_all_on_the_static_order_for_it():
-    good = timing.Figures({1: {"aiter": [5.0] * 4, "vllm": [10.0] * 4}})
+    good = timing.Taken({1: {"aiter": [5.0] * 4, "vllm": [10.0] * 4}})
     # A rank without a layer has nothing to say about any shape.
-    for other, shapes in ((answer(a=timing.Figures(why="planted"), b=good), {"b"}), (answer("planted"), set())):
+    for other, shapes in ((answer(a=timing.Taken(why="planted"), b=good), {"b"}), (answer("planted"), set())):
         figures, troubles = timing.agree([answer(a=good, b=good), other, answer()])
         assert (set(figures), troubles) == (shapes, ["rank 1: planted"])
 
@@ -237,7 +235,7 @@ def test_mutation_a_choice_from_the_ranks_that_could_time_is_caught(monkeypatch)
 def test_a_rank_whose_check_raises_still_answers_the_others(made_up, monkeypatch, strict):
     sent = []
     monkeypatch.setattr(timing.ranks, "exchange", lambda mine: (sent.append(mine), (0, [mine]))[1])
-    monkeypatch.setattr(startup, "check_layers", planted)
+    monkeypatch.setattr(checks, "check_layers", planted)
     with stops(strict, "planted"):
         made_up.start(strict=strict)
     assert len(sent) == 1, "the other ranks wait for ever"
@@ -246,8 +244,8 @@ def test_a_rank_whose_check_raises_still_answers_the_others(made_up, monkeypatch
 
 @pytest.mark.mutation
 def test_mutation_an_exchange_only_after_a_check_that_passed_is_caught(made_up, monkeypatch):
-    choose = timing.choose
-    monkeypatch.setattr(timing, "choose", lambda config, found, limit: limit and choose(config, found, limit))
+    choose = timing.time_kernels
+    monkeypatch.setattr(timing, "time_kernels", lambda config, found, limit: limit and choose(config, found, limit))
     with pytest.raises(AssertionError, match="wait for ever"):
         test_a_rank_whose_check_raises_still_answers_the_others(made_up, monkeypatch, strict=True)
 
@@ -264,10 +262,10 @@ state = types.SimpleNamespace(
     model_parallel_is_initialized=lambda: True, get_tp_group=lambda: group(2, rank), get_pp_group=lambda: group(1, 0))
 sys.modules["vllm"] = types.ModuleType("vllm")
 sys.modules["vllm.distributed"] = types.SimpleNamespace(parallel_state=state)
-from vllm_aiter_mla.startup import timing
+from vllm_aiter_mla.startup import checks, timing
 from vllm_aiter_mla.compat import ranks
 by = {"aiter": [5.0 + 4.9 * rank] * 4, "vllm": [10.0 - rank] * 4}
-good = timing.Answer({"a": timing.Figures({1: by})})
+good = timing.Answer({"a": timing.Taken({1: by})})
 bad = timing.Answer(why="planted")
 for mine in (good, bad if rank else good):
     place, answers = ranks.exchange(mine)

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving.backends import Backends, Factory
+from vllm_aiter_mla.serving.decision import PASSED
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings
 
 
 def bare_layer(kernel: str, platform: Platform, factories: Mapping[str, Factory] | None = None) -> Layer:
-    """A trusted layer of an engine with the option ``kernel`` on ``platform``."""
+    """A layer, its kernels checked, of an engine with the option ``kernel`` on ``platform``."""
     module = SimpleNamespace(layer_name="bare", _vllm_config=SimpleNamespace())
     made = Layer(module, Backends(Settings(enabled=True, kernel=kernel), platform, factories))
-    made.trust()
+    made.checked(dict.fromkeys(made.backends.names, PASSED))
     return made

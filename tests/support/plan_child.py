@@ -57,7 +57,7 @@ def warm() -> None:
     for name in QUANTIZATION_METHODS:
         with suppress(Exception):
             get_quantization_config(name)
-    kernels.spans("gfx950", Settings(), LayerView(model_dtype="bfloat16"), "plain", 16, 1024)
+    kernels.planned("gfx950", Settings(), LayerView(model_dtype="bfloat16"), "plain", 16, 1024)
     gc.freeze()  # a fork then neither copies nor looks through what is imported
 
 

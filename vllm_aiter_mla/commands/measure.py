@@ -160,16 +160,16 @@ def rows_of(
     from vllm_aiter_mla.kernels import stopwatch
     from vllm_aiter_mla.kernels.device import card
     from vllm_aiter_mla.kernels.inputs import synthetic_inputs
-    from vllm_aiter_mla.startup import worker as startup
+    from vllm_aiter_mla.startup import checks
 
     shape = shape_of(heads, kind, weights)
-    found = {name: backends.get(name) for name in backends.contenders}
+    found = {name: backends.get(name) for name in backends.names}
     for name, backend in found.items():
         if isinstance(backend, str) or backend.trusted:
             continue
         if (why := backend.refuse(synthetic_inputs(shape, 1))) is not None:
             found[name] = why
-        elif not (checked := startup.self_check(name, backend, shape, (), max(tokens))).ok:
+        elif not (checked := checks.self_check(name, backend, shape, (), max(tokens))).ok:
             found[name], wrong[name] = checked.message, f"{heads} heads, {kind}: {checked.message}"
     found |= rivals.checked(backends.platform, shape, max(tokens))
     able = {name: backend for name, backend in found.items() if not isinstance(backend, str)}

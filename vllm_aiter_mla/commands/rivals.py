@@ -25,7 +25,7 @@ from vllm_aiter_mla.kernels.backend import OWN_BMM, Binding, KernelBackend
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, contract_violation
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.startup import worker as startup
+from vllm_aiter_mla.startup import checks
 
 MODULE = "aiter.ops.triton.fusions.fused_bmm_rope_kv_cache"
 FUNCTIONS = {"fp8": "fused_fp8_bmm_rope_cat_and_cache_mla", "mxfp4": "fused_fp4_bmm_rope_cat_and_cache_mla"}
@@ -60,7 +60,7 @@ def checked(platform: Platform, shape: LayerShape, most: int) -> dict[str, Kerne
         (one_launch, lambda scaled: OneLaunchBackend(platform, unit_scale=not scaled), plain, most),
     ):
         try:
-            result = startup.self_check(name, make(scaled=True), one, (), rows)
+            result = checks.self_check(name, make(scaled=True), one, (), rows)
             found[name] = make(scaled=False) if result.ok else result.message
         except AiterUnavailableError as error:
             found[name] = str(error)

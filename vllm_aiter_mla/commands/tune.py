@@ -19,7 +19,7 @@ from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_in
 from vllm_aiter_mla.kernels.triton import tiles, tuning
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 from vllm_aiter_mla.serving import decision
-from vllm_aiter_mla.startup import worker as startup
+from vllm_aiter_mla.startup import checks
 
 LIMIT = 1024
 """Up to how many tokens tiles are timed, unless the user names the counts."""
@@ -82,7 +82,7 @@ def timed(shape: LayerShape, key: str, counts: Sequence[int], wrong: list[str]) 
         backend = TritonBackend({key: ((1, sys.maxsize, label),)})
         if (why := backend.refuse(call)) is not None:
             raise ValueError(why)
-        checked = startup.self_check(label, backend, shape, (), max(counts))
+        checked = checks.self_check(label, backend, shape, (), max(counts))
         if checked.ok:
             able[label] = backend
         else:

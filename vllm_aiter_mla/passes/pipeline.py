@@ -189,7 +189,6 @@ def _admit(match: LayerMatch, modules: dict[str, Any]) -> torch.dtype | Skip:
     try:
         with real_tensors():
             layer = Layer.of(module)
-            kernel = layer.decide(act, table)
-            return kernel if isinstance(kernel, Skip) else layer.query_dtype(act)
+            return layer.skip(act, table) or layer.query_dtype(act)
     except Exception as error:
         return Skip("not_evaluated", f"admission raised {type(error).__name__}: {error}")

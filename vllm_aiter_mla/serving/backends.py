@@ -3,6 +3,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,12 +16,12 @@ from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.aiter.op import AiterUnavailableError
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.device import card
-from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform, detect_platform
 from vllm_aiter_mla.kernels.reference import AITER, VLLM_COMPILED, ReferenceBackend
 from vllm_aiter_mla.kernels.vllm_own import VLLMBackend
-from vllm_aiter_mla.serving.decision import VLLM
-from vllm_aiter_mla.settings import KERNELS, Settings
+from vllm_aiter_mla.serving.decision import VLLM, Offer
+from vllm_aiter_mla.settings import Settings
 
 AITER_KERNELS = ("aiter", "aiter-opt")
 """Names of the back ends that call AITER's op."""
@@ -29,34 +30,20 @@ Factory = Callable[[Platform, Settings], KernelBackend | str]
 """Builds a back end for a card and an engine's options, or says why there is none."""
 
 
-def candidates(kernel: str, platform: Platform) -> tuple[str, ...]:
-    """Return the back ends to try, in order, for the option ``kernel`` on ``platform``.
+def candidates(settings: Settings, platform: Platform) -> tuple[str, ...]:
+    """Return the back ends that may run a layer with these options on ``platform``, in static order.
 
-    "auto" is AITER on gfx942 and gfx950, its per-head kernel first, then Triton, which takes an fp8 cache if AITER's
-    build does not saturate. It is the reference on a CPU and vLLM's own kernels elsewhere. Timing may put another first
-    (``layer.Layer.ranges``). A kernel that was asked for by name falls back to "vllm". On a CPU, where vLLM has no such
-    kernels, it falls back to the reference.
-
-    Raises:
-        ValueError: an unknown ``kernel``.
+    A kernel that was named is the only one. "auto" is AITER on gfx942 and gfx950, its per-head kernel first, then
+    Triton, which takes an fp8 cache if AITER's build does not saturate, and vLLM's own, which timing may choose. On
+    other cards it is Triton against vLLM's own if they are timed, else nothing. On a CPU it is the reference.
     """
-    if kernel not in KERNELS:
-        raise ValueError(f"no such kernel: {kernel!r}; one of {', '.join(KERNELS)}")
-    if kernel == "auto" and platform.arch in ARCHITECTURES:
+    if platform.arch == "cpu" and settings.kernel in ("auto", VLLM):
+        return ("reference",)
+    if settings.kernel != "auto":
+        return (settings.kernel,)
+    if platform.arch in ARCHITECTURES:
         return (*AITER_KERNELS, "triton", VLLM)
-    kernel = VLLM if kernel == "auto" else kernel
-    last = "reference" if platform.arch == "cpu" else VLLM
-    return (last,) if kernel in (last, VLLM) else (kernel, last)
-
-
-def contenders(kernel: str, platform: Platform) -> tuple[str, ...]:
-    """Return the back ends that timing may choose between, in static order; "vllm" is the last.
-
-    Empty if the user named a kernel, or on a CPU.
-    """
-    if kernel != "auto" or platform.arch == "cpu":
-        return ()
-    return (*AITER_KERNELS, "triton", VLLM) if platform.arch in ARCHITECTURES else ("triton", VLLM)
+    return ("triton", VLLM) if settings.measures else ()
 
 
 def aiter_factory(platform: Platform, settings: Settings, opt: bool = False) -> KernelBackend | str:
@@ -110,10 +97,10 @@ class Backends:
 
     def __init__(self, settings: Settings, platform: Platform, factories: Mapping[str, Factory] | None = None) -> None:
         self.settings, self.platform = settings, platform
-        self.names = candidates(settings.kernel, platform)
-        self.contenders = contenders(settings.kernel, platform) if settings.measures else ()
+        self.names = candidates(settings, platform)
         self._factories = FACTORIES if factories is None else factories
         self._built: dict[str, KernelBackend | str] = {}
+        self._offers: dict[Any, tuple[tuple[int, ...], dict[str, Offer]]] = {}
         if platform.arch in ARCHITECTURES:
             absorb.GEMMS.update(compat_layer.absorb_products())
 
@@ -125,21 +112,47 @@ class Backends:
             self._built[name] = known if factory is None else factory(self.platform, self.settings)
         return self._built[name]
 
-    @property
-    def default(self) -> str:
-        """The back end that runs without figures: the first of ``names``, with "auto" the first that can be built."""
-        built = (name for name in self.names if not isinstance(self.get(name), str))
-        return next(built, self.names[0]) if self.settings.kernel == "auto" else self.names[0]
-
     def refuse(self, name: str, reason: str) -> None:
         """Keep this process off a back end."""
         self._built[name] = reason
+        self._offers.clear()
+
+    def offers(self, shape: LayerShape, limit: int) -> tuple[tuple[int, ...], dict[str, Offer]]:
+        """Return what each candidate says of layers of a shape, with the token counts where an answer may change.
+
+        Args:
+            shape: of the layer.
+            limit: the decode limit in tokens.
+        """
+        key = (shape, limit)
+        if key not in self._offers:
+            self._offers[key] = self._asked(replace(shape, device="meta"), limit)
+        return self._offers[key]
+
+    def _asked(self, shape: LayerShape, limit: int) -> tuple[tuple[int, ...], dict[str, Offer]]:
+        """Ask on operands without memory: a contract looks at sizes and types only."""
+        built = {name: self.get(name) for name in self.names}
+        row = synthetic_inputs(shape, 1)
+        counts = {count for one in built.values() if not isinstance(one, str) for count in one.tried_counts(row)}
+        starts = (1, *sorted(count for count in counts if 1 < count <= limit))
+        points = (*(start - 1 for start in starts[1:]), limit)
+        calls = [synthetic_inputs(shape, start) for start in starts]
+        offers = {}
+        for name, backend in built.items():
+            if isinstance(backend, str):
+                offers[name] = Offer(absent=backend)
+                continue
+            bound = zip(points, map(backend.bind, calls), strict=True)
+            declines = {point: reason for point, reason in bound if isinstance(reason, str)}
+            offers[name] = Offer("", declines, not backend.trusted)
+        return points, offers
 
     def reloaded(self) -> None:
         """Let the back ends that were built renew what they derived from tensors of the model."""
         for backend in self._built.values():
             if not isinstance(backend, str):
                 backend.reloaded()
+        self._offers.clear()
 
     def bind(self, name: str, inputs: DecodeInputs) -> Binding | str:
         """Return what the back end does with calls like ``inputs``, or why it does not take them."""

@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel runs a layer at how many tokens, or why none of ours does."""
+"""Which kernel runs a layer at how many tokens, or why none of ours does: decided once, as a value.
 
-from collections.abc import Callable, Mapping, Sequence
+``decide`` is pure. Its inputs are what vLLM's layer and the back ends say (``LayerFacts``), what the self-check found
+(``Checked``), what timing found (``Figures``), and the user's options. The passes, the module, the ops, the status,
+``plan`` and ``check`` read the ``Decision``. Nobody else decides.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
-from vllm_aiter_mla.kernels.stopwatch import Ranges, Rounds
+from vllm_aiter_mla.admission import OVERFLOW, Skip
+from vllm_aiter_mla.kernels.stopwatch import Rounds, name_at
+from vllm_aiter_mla.settings import Settings
 
 VLLM = "vllm"
 """Name of vLLM's own kernels among the back ends."""
@@ -14,7 +23,177 @@ CLEAR = 0.75
 with 10 % of noise could choose something slower. Outliers in a quarter of the rounds do no harm."""
 
 
-# What is chosen from the figures.
+# The inputs.
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one back end says of a layer, before any check."""
+
+    absent: str = ""  # why it cannot be built in this process
+    declines: Mapping[int, str] = field(default_factory=dict)  # why it does not take the layer, at which of ``points``
+    needs_check: bool = True
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """What is known of a layer before its kernels are checked and timed."""
+
+    skip: Skip | None  # why no kernel of ours may run it
+    offers: Mapping[str, Offer] = field(default_factory=dict)  # by back end, in static order
+    # Token counts, ascending, the last one the decode limit: each offer holds from the count before, plus one, to it
+    points: tuple[int, ...] = (1,)
+    arch: str = ""  # of the card, or "cpu"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the self-check found of one kernel."""
+
+    failed: str = ""  # why it must not run
+    writes_nan: bool = False  # an fp8 overflow becomes NaN, where vLLM saturates
+
+
+PASSED = Checked()
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What timing found."""
+
+    rounds: Rounds = field(default_factory=dict)  # empty if nothing was timed
+    why: str = ""  # nothing was timed
+
+
+# The result.
+
+
+class Span(NamedTuple):
+    """One kernel from ``first`` to ``last`` tokens."""
+
+    first: int
+    last: int
+    kernel: str
+
+
+class PassedOver(NamedTuple):
+    """A kernel that does not run, and why."""
+
+    kernel: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What runs a layer."""
+
+    kernels: tuple[Span, ...]  # ascending, without a gap from 1 on; empty: vLLM's own graph runs everywhere
+    skip: Skip | None  # why, if empty
+    passed_over: tuple[PassedOver, ...]  # each candidate that runs at no token count
+
+    def at(self, tokens: int) -> str:
+        """Return what runs at ``tokens``; beyond the last span what runs there."""
+        return name_at(self.kernels, tokens) or VLLM
+
+    @property
+    def ours(self) -> str:
+        """The first kernel of ours that runs at some token count, or ""."""
+        return next((span.kernel for span in self.kernels if span.kernel != VLLM), "")
+
+
+def decide(facts: LayerFacts, checks: Mapping[str, Checked], figures: Figures | None, settings: Settings) -> Decision:
+    """Return which kernel runs at how many tokens, or why none of ours does.
+
+    A kernel that was named is never replaced by another one of ours. A kernel that failed its check, or was not
+    checked, never runs. With ``kernel=auto`` none runs that turns an fp8 overflow into NaN. Where timing was asked for
+    and found nothing, none of ours runs: only figures can promise that ours are not slower.
+
+    Args:
+        facts: of the layer.
+        checks: of the self-check, by kernel.
+        figures: of timing; None if nothing was to be timed, and the order of ``facts.offers`` decides.
+        settings: the engine's options.
+    """
+    reasons = {name: _why_not(name, facts, checks, settings) for name in facts.offers}
+    left = [name for name, why in reasons.items() if not why]
+    skip = facts.skip or _without_a_kernel(facts, reasons, left, settings)
+    spans, skip = ((), skip) if skip else _chosen(facts, left, figures)
+    return Decision(spans, skip, tuple(_passed_over(reasons, {span.kernel for span in spans}, skip, figures)))
+
+
+def _chosen(facts: LayerFacts, left: Sequence[str], figures: Figures | None) -> tuple[tuple[Span, ...], Skip | None]:
+    """Choose among the candidates that are left: by figures, or by the static order if nothing was to be timed."""
+    if figures is None:
+        return _merged(facts.points, lambda tokens: _first(left, facts, tokens)), None
+    if not figures.rounds:
+        return (), Skip("not_timed", f"no kernel was timed, so none of ours is known to be faster: {figures.why}")
+    spans = ranges(figures.rounds, left)
+    if {span.kernel for span in spans} == {VLLM}:
+        return (), Skip("vllm_faster", "vLLM's own kernels were the fastest at every token count")
+    return spans, None
+
+
+def _passed_over(
+    reasons: Mapping[str, str], run: Collection[str], skip: Skip | None, figures: Figures | None
+) -> Iterator[PassedOver]:
+    """Yield why each candidate does not run that is not among those that ``run``."""
+    behind = "it comes later in the static order" if figures is None else "another was faster at every token count"
+    for name in reasons:
+        if name not in run:
+            yield PassedOver(name, reasons[name] or (skip.message if skip else behind))
+
+
+def able(facts: LayerFacts, checks: Mapping[str, Checked], settings: Settings) -> tuple[str, ...]:
+    """Return the candidates that may run the layer at some token count, in static order; arguments as ``decide``."""
+    return tuple(name for name in facts.offers if not _why_not(name, facts, checks, settings))
+
+
+def candidates(facts: LayerFacts) -> tuple[str, ...]:
+    """Return the candidates that can be built and take the layer at some token count, in static order."""
+    return tuple(name for name, offer in facts.offers.items() if not _takes_none(offer, facts))
+
+
+def _takes_none(offer: Offer, facts: LayerFacts) -> str:
+    """Return why a back end runs the layer at no token count, or ""."""
+    if offer.absent:
+        return offer.absent
+    return next(iter(offer.declines.values())) if all(point in offer.declines for point in facts.points) else ""
+
+
+def _why_not(name: str, facts: LayerFacts, checks: Mapping[str, Checked], settings: Settings) -> str:
+    """Return why a candidate runs the layer at no token count, or ""."""
+    offer, checked = facts.offers[name], checks.get(name)
+    why = _takes_none(offer, facts)
+    if why or not offer.needs_check:
+        return why
+    if checked is None:
+        return f"{name} was not checked in this process"
+    if not checked.failed and checked.writes_nan and settings.kernel == "auto":
+        return f"{name} {OVERFLOW}"
+    return checked.failed
+
+
+def _without_a_kernel(
+    facts: LayerFacts, reasons: Mapping[str, str], able: Sequence[str], settings: Settings
+) -> Skip | None:
+    """Return why nothing is left that could run, or None."""
+    if able and (settings.kernel == VLLM or set(able) != {VLLM}):
+        return None
+    ours = {name: why for name, why in reasons.items() if name != VLLM} or dict(reasons)
+    if not ours:
+        unknown = f"auto knows no fused kernel for {facts.arch}"
+        return Skip("kernel_unavailable", f"{unknown}; kernel=triton can be asked for by name")
+    code = "kernel_unavailable" if all(facts.offers[name].absent for name in ours) else "kernel_shape"
+    named = settings.kernel != "auto"
+    return Skip(code, f"kernel={settings.kernel}: {'; '.join(w if named else f'{n}: {w}' for n, w in ours.items())}")
+
+
+def _first(able: Sequence[str], facts: LayerFacts, tokens: int) -> str:
+    """Return the first candidate in static order that takes ``tokens``; vLLM's own if none does."""
+    return next((name for name in able if tokens not in facts.offers[name].declines), VLLM)
+
+
+# What is chosen from figures.
 
 
 def beats(ours: Sequence[float], theirs: Sequence[float]) -> bool:
@@ -35,16 +214,21 @@ def fastest(samples: Mapping[str, Sequence[float]], order: Sequence[str], base: 
     return best
 
 
-def ranges(rounds: Rounds, order: Sequence[str], base: Callable[[int], str] = lambda tokens: VLLM) -> Ranges:
+def ranges(rounds: Rounds, order: Sequence[str], base: Callable[[int], str] = lambda tokens: VLLM) -> tuple[Span, ...]:
     """Return what runs from 1 token to the largest count timed; the larger of two counts decides between them.
 
     Steps are padded up to captured sizes, so the larger count is the nearer one. ``base`` is that of ``fastest``.
     """
-    found: list[tuple[int, int, str]] = []
-    for before, tokens in pairwise((0, *sorted(rounds))):
-        name = fastest(rounds[tokens], order, base(tokens))
-        if found and found[-1][2] == name:
-            found[-1] = (found[-1][0], tokens, name)
+    return _merged(sorted(rounds), lambda tokens: fastest(rounds[tokens], order, base(tokens)))
+
+
+def _merged(points: Sequence[int], kernel_at: Callable[[int], str]) -> tuple[Span, ...]:
+    """Return the spans that end at ``points``, neighbours with the same kernel as one."""
+    found: list[Span] = []
+    for before, tokens in pairwise((0, *points)):
+        name = kernel_at(tokens)
+        if found and found[-1].kernel == name:
+            found[-1] = found[-1]._replace(last=tokens)
         else:
-            found.append((before + 1, tokens, name))
+            found.append(Span(before + 1, tokens, name))
     return tuple(found)

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One object per MLA layer: which kernel may run it, why not, and its calls in serving.
+"""One object per MLA layer: its facts, checks and figures, the decision that follows, and its calls in serving.
 
 The object is kept on vLLM's own module and lives as long as its engine, so nothing that is decided for one engine
 reaches another. The passes ask it before they rewrite a layer, start-up checks and times its kernels, and the ops call
-it in each step. No other file decides about a layer.
+it in each step. ``decision.decide`` decides; this object keeps the result until one of the inputs changes.
 """
 
 import logging
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,31 +21,21 @@ from vllm_aiter_mla.admission import Skip, layer_skips
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import absorb, vllm_own
-from vllm_aiter_mla.kernels.backend import Binding, KernelBackend, Run
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
-from vllm_aiter_mla.kernels.stopwatch import Ranges, name_at
-from vllm_aiter_mla.serving import backends
+from vllm_aiter_mla.kernels.backend import KernelBackend, Run
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape
+from vllm_aiter_mla.serving import backends, decision
 from vllm_aiter_mla.serving.backends import Backends
-from vllm_aiter_mla.serving.decision import VLLM
+from vllm_aiter_mla.serving.decision import VLLM, Checked, Decision, Figures, LayerFacts
 
 _KEY = "_aiter_mla_layer"
 _KEEP = 4096  # call shapes that a layer remembers; more than the token counts of any decode limit
 
 
-class Choice(NamedTuple):
-    """What runs calls of one shape."""
-
-    name: str | None  # of the back end; None if no back end takes the call
-    backend: KernelBackend | None  # it, or None
-    run: Run | None  # its function for such calls, or None
-    passed_over: tuple[tuple[str, str], ...]  # (name, reason) of the back ends before it
-
-
 class Layer:
     """One MLA layer of one engine.
 
-    What follows from the layer and the shape of a call is found once and remembered. Weights, scales and the cache are
-    read per call, because vLLM replaces them: if one of them is another tensor than before, everything is found again.
+    What runs a call of one shape is bound once and remembered. Weights, scales and the cache are read per call, because
+    vLLM replaces them: if one of them is another tensor than before, everything is bound again.
 
     Attributes:
         name: vLLM's name of the layer.
@@ -53,11 +43,7 @@ class Layer:
         backends: those of its engine.
         out_heads: M, the heads that a kernel may lay a query out for, so that vLLM does not copy it; else 0.
         limit: the decode limit, the most tokens that a kernel is given. Start-up sets it when it checks the kernels.
-        state: "unchecked" until start-up has checked the kernels; then "trusted"; "refused" if they could not be
-            checked; "failed" if one raised while it served. Only a trusted layer runs a kernel that needs a check.
-        reason: why it is refused or failed.
-        refused_kernels: why a back end must not run this layer, by name: its check failed, or it overflows unasked.
-        ranges: what timing chose per token count; empty for the static order.
+        profiled: whether its op was reached without a batch: the status notes what would run, once.
     """
 
     def __init__(self, module: Any, engine: Backends | None = None) -> None:
@@ -68,12 +54,11 @@ class Layer:
             padded = None
         self.padded, self.out_heads = padded, padded.heads if padded else 0
         self.limit = sys.maxsize
-        self.state: Literal["unchecked", "trusted", "refused", "failed"] = "unchecked"
-        self.reason = ""
-        self.refused_kernels: dict[str, str] = {}
-        self.ranges: Ranges = ()
-        self.profiled = False  # whether its op was reached without a batch: the status notes what would run, once
-        self._ours_elsewhere = ""  # the kernel of ours that timing chose for other token counts
+        self.profiled = False
+        self._stopped: Skip | None = None
+        self._checks: dict[str, Checked] = {}
+        self._figures: Figures | None = None
+        self._decision: Decision | None = None
         self._buffers = getattr(module, "_buffers", {})  # a look-up through the module takes ten times as long
         self._weight: absorb.AbsorbWeight | None = None
         self._tensors: tuple[tuple[str, torch.Tensor], ...] = ()
@@ -123,131 +108,91 @@ class Layer:
             out_heads=self.out_heads,
         )
 
-    def decide(self, act: torch.dtype | None = None, table_dtype: torch.dtype | None = None) -> str | Skip:
-        """Return the name of the kernel that will run the layer, or why it is left to vLLM.
+    @property
+    def decision(self) -> Decision:
+        """What runs the layer, or why no kernel of ours does; decided again once an input has changed."""
+        if self._decision is None:
+            self._decision = decision.decide(self.facts(), self._checks, self._figures, self.backends.settings)
+        return self._decision
+
+    def facts(self) -> LayerFacts:
+        """Return what is known of the layer before its kernels are checked and timed.
+
+        Raises:
+            UnknownWeightError: the absorbed weight has no format that the kernels know.
+        """
+        skip = self._stopped or self.not_admitted()
+        if skip is not None:
+            return LayerFacts(skip)
+        points, offers = self.backends.offers(self.shape(), self.limit)
+        return LayerFacts(None, offers, points, self.backends.platform.arch)
+
+    def not_admitted(self, act: torch.dtype | None = None, table_dtype: torch.dtype | None = None) -> Skip | None:
+        """Return why no kernel may run the layer, from its own facts and those of a graph.
 
         Args:
             act: the activation dtype, if the graph shows it.
             table_dtype: dtype of the rotary table, if it is known.
         """
-        skip = self.not_admitted(act, table_dtype)
-        if skip is not None:
-            return skip
-        if self.ranges and self.state == "trusted":
-            return self.choose(self._meta_inputs()).name or VLLM
-        wanted = self.backends.default
-        backend = self.backends.get(wanted)
-        needs_check = isinstance(backend, str) or not backend.trusted
-        if self.state in ("refused", "failed") and needs_check:
-            return Skip("kernel_shape", self.reason)
-        skip = self.no_kernel()
-        if skip is not None:
-            return skip
-        if self.state == "unchecked" and needs_check:
-            return Skip("kernel_shape", "its kernel was not checked")
-        choice = self.choose(self._meta_inputs())
-        reason = dict(choice.passed_over).get(wanted)
-        # A kernel that was asked for by name is not replaced by another.
-        if reason is not None and (self.backends.settings.kernel != "auto" or choice.name in (None, VLLM)):
-            return Skip("kernel_shape", reason)
-        return choice.name or VLLM
-
-    def no_kernel(self) -> Skip | None:
-        """Return why no fused kernel can run in this process, whatever the layer, or None."""
-        asked = self.backends.settings.kernel
-        tried = {name: self.backends.get(name) for name in self.backends.names[:-1] or self.backends.names}
-        if asked == "auto" and list(tried) == [VLLM]:
-            unknown = f"auto knows no fused kernel for {self.backends.platform.arch}"
-            return Skip("kernel_unavailable", f"{unknown}; kernel=triton can be asked for by name")
-        if not all(isinstance(backend, str) for backend in tried.values()):
-            return None
-        why = [str(backend) if name == asked else f"{name}: {backend}" for name, backend in tried.items()]
-        return Skip("kernel_unavailable", f"kernel={asked}: {'; '.join(why)}")
-
-    def not_admitted(self, act: torch.dtype | None = None, table_dtype: torch.dtype | None = None) -> Skip | None:
-        """Return why no kernel may run the layer, from its facts only; arguments as in ``decide``."""
         return next(iter(layer_skips(compat_layer.layer_view(self.module, table_dtype, act))), None)
+
+    def skip(self, act: torch.dtype | None = None, table_dtype: torch.dtype | None = None) -> Skip | None:
+        """Return why a graph must not call the op for this layer, or None; arguments as ``not_admitted``."""
+        return self.decision.skip or self.not_admitted(act, table_dtype)
 
     def cache_key(self) -> str:
         """Return what the layer will run on, or why it will not: a part of the compile cache's key.
 
-        A graph is rewritten or not by this, and vLLM's own keys do not know AITER, the card or a failed check. What
-        timing chose is not part of it: the same op is in the graph whichever kernel it then runs.
+        A graph is rewritten or not by this, and vLLM's own keys do not know AITER, the card or a failed check. Which of
+        several kernels timing chose is not part of it: the same op is in the graph whichever kernel it then runs.
         """
-        if self.state != "trusted":
-            return f"{self.name}: unchecked"  # not the reason: what an exception says may differ at every start
-        kernel = self.decide()
-        if isinstance(kernel, Skip):
-            return f"{self.name}: {kernel.code}"
+        skip = self.decision.skip
+        if skip is not None:  # not the message: what an exception says may differ at every start
+            return f"{self.name}: {skip.code}"
         # The card by its type: its index differs from rank to rank, and may from start to start.
         shape = self.shape()
         kind = replace(shape, device=torch.device(shape.device).type)
-        return f"{kind}: {'timed' if self.ranges else kernel}"
-
-    def choose(self, inputs: DecodeInputs) -> Choice:
-        """Return what runs calls like ``inputs``: what timing chose for so many tokens, then the static order.
-
-        Where timing chose vLLM's own kernels, nothing else runs.
-        """
-        first = name_at(self.ranges, inputs.num_tokens)
-        passed_over: list[tuple[str, str]] = []
-        others = () if first == VLLM else self.backends.names
-        for name in dict.fromkeys((*([first] if first else []), *others)):
-            bound: Binding | str = self.refused_kernels.get(name) or self.backends.bind(name, inputs)
-            backend = self.backends.get(name)
-            if not isinstance(bound, str) and not isinstance(backend, str):
-                return Choice(name, backend, bound.run, tuple(passed_over))
-            passed_over.append((name, str(bound)))
-        return Choice(None, None, None, tuple(passed_over))
-
-    def _meta_inputs(self) -> DecodeInputs:
-        """Operands without memory: a contract looks at sizes and types only."""
-        return synthetic_inputs(replace(self.shape(), device="meta"), tokens=1)
+        return f"{kind}: {'timed' if self._figures else self.decision.ours or VLLM}"
 
     # What start-up finds out about it.
 
     def kernels_to_check(self) -> dict[str, KernelBackend]:
-        """Return the kernels that may run the layer and need a check, by name; the default one first."""
-        taking = self._taking((*self.backends.names, *self.backends.contenders))
-        return {name: backend for name, backend in taking.items() if not backend.trusted}
+        """Return the kernels that may run the layer and need a check, by name, in static order."""
+        built = self._built(decision.candidates(self.facts()))
+        return {name: backend for name, backend in built.items() if not backend.trusted}
 
-    def contenders(self) -> dict[str, KernelBackend]:
-        """Return the back ends that timing may choose between: those that take the layer and passed their check."""
-        return self._taking(name for name in self.backends.contenders if name not in self.refused_kernels)
+    def usable(self) -> dict[str, KernelBackend]:
+        """Return the kernels that may run the layer as far as is known, by name, in static order."""
+        return self._built(decision.able(self.facts(), self._checks, self.backends.settings))
 
-    def _taking(self, names: Iterable[str]) -> dict[str, KernelBackend]:
-        """Those of these back ends that take the layer."""
-        inputs = self._meta_inputs()
+    def _built(self, names: tuple[str, ...]) -> dict[str, KernelBackend]:
         found = {name: self.backends.get(name) for name in names}
-        return {
-            name: it for name, it in found.items() if not isinstance(it, str) and not isinstance(it.bind(inputs), str)
-        }
+        return {name: backend for name, backend in found.items() if not isinstance(backend, str)}
 
-    def trust(self) -> None:
-        """Let the layer run: every kernel that it may run has passed its check or is in ``refused_kernels``."""
-        self._set("trusted")
+    def start(self, limit: int) -> None:
+        """Forget what an earlier start found; ``limit`` is the decode limit of this one in tokens."""
+        self.limit, self._stopped, self._checks, self._figures = limit, None, {}, None
+        self._changed()
 
-    def refuse(self, reason: str) -> None:
-        """Keep the layer off every kernel that needs a check, because none could be made."""
-        self._set("refused", reason)
+    def checked(self, checks: dict[str, Checked]) -> None:
+        """Take what the self-check found, by kernel."""
+        self._checks = dict(checks)
+        self._changed()
 
-    def refuse_kernel(self, name: str, reason: str) -> None:
-        """Keep the layer off one kernel, because of its check."""
-        self.refused_kernels[name] = reason
-        self._runs.clear()
+    def timed(self, figures: Figures) -> None:
+        """Take what timing found."""
+        self._figures = figures
+        self._changed()
 
-    def not_timed(self, why: str) -> None:
-        """Leave every batch to vLLM's own kernels, because timing gave no figure."""
-        self.prefer(((1, sys.maxsize, VLLM),))
-        status.skip(self.name, "not_timed", f"no kernel was timed, so none of ours is known to be faster: {why}")
+    @property
+    def is_timed(self) -> bool:
+        """Whether timing has found figures for it."""
+        return self._figures is not None and bool(self._figures.rounds)
 
-    def prefer(self, ranges: Ranges) -> None:
-        """Let the layer run what timing chose; without ``ranges`` the static order."""
-        self.ranges = ranges
-        self._ours_elsewhere = next((name for *_, name in ranges if name != VLLM), "")
-        if ranges and not self._ours_elsewhere:
-            status.skip(self.name, "vllm_faster", "vLLM's own kernels were the fastest at every token count")
-        self._runs.clear()
+    def stop(self, reason: str, code: str = "kernel_shape") -> None:
+        """Keep the layer off every kernel of ours from now on."""
+        self._stopped = Skip(code, reason)
+        self._changed()
 
     def fail(self, error: Exception) -> None:
         """Take the kernels away because one raised while it served; correct the status, and say so for the first layer.
@@ -255,7 +200,7 @@ class Layer:
         The other layers of the model raise next, in the same step and by the same cause.
         """
         reason = f"its kernel has raised: {type(error).__name__}: {error}"
-        self._set("failed", reason)
+        self.stop(reason, "kernel_failed")
         kept = "so does each layer whose kernel raises; graphs that were captured keep the kernel"
         line = f"{self.name} runs vLLM's own attention from now on; {kept}: {reason}"
         log.say_once(logging.ERROR, line, key=reason)
@@ -266,12 +211,10 @@ class Layer:
         """Find everything again: vLLM may have loaded other strides or other memory into the same tensor objects."""
         self._weight, self._lasting, self._constants = None, (None, None), (None, None)
         self._dtypes.clear()
-        self._runs.clear()
+        self._changed()
 
-    def _set(self, state: Literal["trusted", "refused", "failed"], reason: str = "") -> None:
-        self.state, self.reason = state, reason
-        if state != "trusted":
-            self._ours_elsewhere = ""
+    def _changed(self) -> None:
+        self._decision = None
         self._runs.clear()
 
     # What the ops call in each step.
@@ -313,37 +256,35 @@ class Layer:
         if found is None:
             if len(self._runs) >= _KEEP:
                 self._runs.clear()
-            found = self._runs[key] = self._find(inputs)
+            found = self._runs[key] = self._bind(inputs)
         name, run = found
-        if run is not None or (name == VLLM and self._ours_elsewhere):
-            status.engage(self.name, name if run is not None else self._ours_elsewhere)
+        if name:
+            status.engage(self.name, name)
         return run
 
-    def _find(self, inputs: DecodeInputs) -> tuple[str, Run | None]:
-        """Return (back end, its function). Whatever goes wrong, vLLM's own attention serves, and one line says why."""
-        if self.state == "failed":
-            return VLLM, None  # said when it raised
-        try:
-            choice = self.choose(inputs)
-        except Exception as error:
-            return self._left(f"no kernel could be chosen: {type(error).__name__}: {error}")
-        if choice.backend is None or choice.name is None:
-            return self._left("; ".join(f"{name}: {reason}" for name, reason in choice.passed_over))
-        if not choice.backend.trusted and self.state == "refused":
-            return VLLM, None  # said when it was found
-        if not choice.backend.trusted and self.state != "trusted":
-            # A compiled artifact may hold the op although nothing was checked in this process.
-            return self._left(f"{choice.name} was not checked in this process")
-        if choice.name != VLLM:
-            return choice.name, choice.run
-        unsaid = [(name, why) for name, why in choice.passed_over if why != self.refused_kernels.get(name)]
-        return self._left("; ".join(f"{name}: {why}" for name, why in unsaid)) if unsaid else (VLLM, None)
+    def _bind(self, inputs: DecodeInputs) -> tuple[str, Run | None]:
+        """Return (the kernel that the layer counts as engaged with, or "", its function, or None for vLLM's attention).
 
-    def _left(self, reason: str) -> tuple[str, None]:
+        Whatever goes wrong, vLLM's own attention serves, and one line says why.
+        """
+        try:
+            decided = self.decision
+            name = decided.at(inputs.num_tokens)
+            bound = None if name == VLLM else self.backends.bind(name, inputs)
+        except Exception as error:
+            return self._falls_back(f"no kernel could be chosen: {type(error).__name__}: {error}")
+        if decided.skip is not None:
+            # A compiled artifact may hold the op although nothing was checked in this process.
+            return ("", None) if self._stopped or self._checks else self._falls_back(str(decided.skip))
+        if isinstance(bound, str):
+            return self._falls_back(f"{name}: {bound}")
+        return (decided.ours, None) if bound is None else (name, bound.run)
+
+    def _falls_back(self, reason: str) -> tuple[str, None]:
         """Say once why batches go to vLLM's attention; with other figures, say a token count, it is the same reason."""
         key = f"left to vLLM: {re.sub(r'[0-9]+', 'N', reason)}"
         log.say_once(logging.ERROR, f"decode batches of some layers run vLLM's own attention: {reason}", key=key)
-        return VLLM, None
+        return "", None
 
     def _still_holds(self, inputs: DecodeInputs) -> bool:
         """Whether what is remembered was found for these tensors; forget it otherwise.

@@ -162,11 +162,10 @@ def _emit(attention: Any) -> Skip | None:
     if skip is not None:
         return skip
     embedding = wrapper.rotary_emb
-    kernel = Layer.of(attention).decide(table_dtype=embedding.cos_sin_cache.dtype)
-    if isinstance(kernel, Skip):
-        return kernel
-    wrapper.is_neox = bool(embedding.is_neox_style)
-    return None
+    skip = Layer.of(attention).skip(table_dtype=embedding.cos_sin_cache.dtype)
+    if skip is None:
+        wrapper.is_neox = bool(embedding.is_neox_style)
+    return skip
 
 
 # -- the rotary embedding

@@ -154,8 +154,8 @@ def mla_attention_with_rope(
     attention_with_rope(step, q, k_pe, kv_c, Rope(positions, cos_sin_cache, k_scale, is_neox), output)
     if metadata is None:
         layer.profiled = True
-        if isinstance(kernel := layer.decide(act=q.dtype), str):
-            status.current().profiled[step.name] = kernel
+        if layer.skip(act=q.dtype) is None and layer.decision.ours:
+            status.current().profiled[step.name] = layer.decision.ours
 
 
 def layer_step(layer_name: Any) -> LayerStep:

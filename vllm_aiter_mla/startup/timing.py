@@ -38,7 +38,7 @@ DRIVERS = (Path("/sys/module/amdgpu/version"), Path("/sys/module/nvidia/version"
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class Taken:
     """What a rank has timed of one layer shape."""
 
     rounds: Rounds = field(default_factory=dict)  # empty if nothing could be timed, or is to be chosen
@@ -52,7 +52,7 @@ class Figures:
 class Answer:
     """What one rank hands over to the others."""
 
-    kinds: dict[str, Figures] = field(default_factory=dict)  # by layer shape, in words
+    kinds: dict[str, Taken] = field(default_factory=dict)  # by layer shape, in words
     why: str = ""  # the rank could not time at all
     seconds: float = 0.0  # that the timing took
 
@@ -62,7 +62,7 @@ class Answer:
         return sum(bool(one.key) and not one.since for one in self.kinds.values())
 
 
-def choose(config: Any, layers: Sequence[Layer], limit: int | None) -> None:
+def time_kernels(config: Any, layers: Sequence[Layer], limit: int | None) -> None:
     """Time the kernels of this rank's layers, agree with the other ranks, and let each layer run the fastest.
 
     Never raises, and takes part in the exchange whatever happens here.
@@ -84,27 +84,19 @@ def choose(config: Any, layers: Sequence[Layer], limit: int | None) -> None:
     try:
         tables, troubles = agree(answers)
         for text, group in groups.items():
-            _apply(text, group, answer.kinds.get(text, Figures()), tables.get(text, {}))
+            _apply(text, group, answer.kinds.get(text, Taken()), tables.get(text, {}))
     except Exception as error:
         troubles = [f"rank {place}: {_line(error)}"]
         log.say_once(logging.WARNING, f"the measured choice could not be used: {_line(error)}; {VLLMS}")
-    _leave_to_vllm(layers, next(iter(troubles), "vLLM's own kernels cannot be timed here"))
+    for layer in layers:
+        if VLLM in layer.backends.names and not layer.is_timed:
+            layer.timed(decision.Figures(why=next(iter(troubles), "vLLM's own kernels cannot be timed here")))
     if place == 0:
         _say(troubles, answer, len(tables))
 
 
-def _leave_to_vllm(layers: Sequence[Layer], why: str) -> None:
-    """Let vLLM's own kernels run the layers that one of ours could run, and that have no figures."""
-    for layer in layers:
-        try:
-            if layer.state == "trusted" and not layer.ranges and set(layer.contenders()) - {VLLM}:
-                layer.not_timed(why)
-        except Exception as error:
-            layer.refuse(f"its kernels could not be timed: {_line(error)}")
-
-
 def hand_over_nothing(config: Any) -> None:
-    """Take part in the exchange of ``choose`` for a rank whose model could not be loaded."""
+    """Take part in the exchange of ``time_kernels`` for a rank whose model could not be loaded."""
     if _is_asked_for(config):
         ranks.exchange(Answer(why="its model could not be loaded"))
 
@@ -121,11 +113,11 @@ def _timed(config: Any, layers: Sequence[Layer], limit: int | None, groups: dict
     """Return what this rank hands over; fill ``groups`` with its layers by shape, also if the timing raises."""
     if limit is None:
         return Answer(why="its kernels could not be checked")
-    budget, kinds, why = stopwatch.Budget(), dict[str, Figures](), ""
+    budget, kinds, why = stopwatch.Budget(), dict[str, Taken](), ""
     try:
         counts = stopwatch.token_counts(limit)
         for layer in layers:
-            if layer.state == "trusted":
+            if layer.usable():
                 groups.setdefault(_described(layer.shape()), []).append(layer)
         for text, group in groups.items():
             kinds[text] = _figures(config, group[0], counts, budget)
@@ -150,11 +142,11 @@ def _described(shape: LayerShape) -> str:
     )
 
 
-def _figures(config: Any, layer: Layer, counts: Sequence[int], budget: stopwatch.Budget) -> Figures:
+def _figures(config: Any, layer: Layer, counts: Sequence[int], budget: stopwatch.Budget) -> Taken:
     """Return the figures of a layer's shape, of earlier starts or timed now; none if there is nothing to choose."""
-    backends, shape = layer.contenders(), layer.shape()
+    backends, shape = layer.usable(), layer.shape()
     if len(backends) < 2 or VLLM not in backends:
-        return Figures()
+        return Taken()
     machine = about() | {"code": files.fingerprint(), "shape": _described(shape)}
     # What vLLM compiles decides what its own sequence costs.
     settings, graphs = compat_config.settings_of(config), bool(compat_config.full_graphs(config.compilation_config))
@@ -169,16 +161,16 @@ def _figures(config: Any, layer: Layer, counts: Sequence[int], budget: stopwatch
             kept, since = read(compat_config.cache_folder(), key)
     left = [count for count in counts if count not in kept]
     if not left:
-        return Figures(kept, "", key, kept, since)
+        return Taken(kept, "", key, kept, since)
     try:
         with card().fork_rng(), compat_config.as_current(config):
             pad = partial(compat_layer.pad_query, layer.module) if layer.out_heads else None
             timed = stopwatch.time_shape(backends, shape, layer.weight(), left, budget, graphs, pad)
-            return Figures(kept | timed, "", key, kept)
+            return Taken(kept | timed, "", key, kept)
     except stopwatch.OverBudgetError as error:
-        return Figures(kept, "" if kept else _line(error), key, kept, since)
+        return Taken(kept, "" if kept else _line(error), key, kept, since)
     except Exception as error:
-        return Figures({}, _line(error), key, kept)
+        return Taken({}, _line(error), key, kept)
 
 
 def agree(answers: Sequence[Answer]) -> tuple[dict[str, Rounds], list[str]]:
@@ -213,14 +205,14 @@ def slowest(tables: Sequence[Rounds]) -> Rounds:
     return merged
 
 
-def _apply(text: str, group: Sequence[Layer], own: Figures, rounds: Rounds) -> None:
+def _apply(text: str, group: Sequence[Layer], own: Taken, rounds: Rounds) -> None:
     """Let the layers of a shape run what the figures say."""
-    chosen = decision.ranges(rounds, group[0].backends.contenders)
-    for layer in group:
-        layer.prefer(chosen)
-    if not chosen:
+    if not rounds:
         return
+    for layer in group:
+        layer.timed(decision.Figures(rounds))
     names = tuple(layer.name for layer in group)
+    chosen = group[0].decision.kernels or ((1, max(rounds), VLLM),)
     status.current().measured.append(Timed(text, names, chosen, stopwatch.medians(rounds), own.since))
     if rounds != own.kept:
         with log.warned("the measured figures could not be kept"):

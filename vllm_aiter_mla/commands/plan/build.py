@@ -23,7 +23,6 @@ from vllm_aiter_mla.commands.plan import formulas, kernels
 from vllm_aiter_mla.commands.plan.answer import Answer
 from vllm_aiter_mla.kernels import vllm_own
 from vllm_aiter_mla.kernels.absorb import FORMATS
-from vllm_aiter_mla.serving import backends
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings
 
 # What the matcher says of a layer without RoPE (passes/match.py): it reads graphs, and a plan has none.
@@ -97,13 +96,9 @@ class _Planned:
         self.tp = engine["options"]["tp"]
         self.fp8_cache = self.view.kv_cache_dtype.startswith("fp8")
         self.reasons = [*admission.layer_skips(self.view), *([] if built.has_rope else [NO_ROPE])]
-        found = kernels.spans(arch, settings, self.view, built.format, engine["options"]["block_size"], limit)
-        self.spans = () if isinstance(found, str) else found
-        if isinstance(found, str):
-            self.reasons.append(Skip("kernel_unavailable", found))
-        elif found[0].skips and (settings.kernel != "auto" or found[0].kernel == backends.VLLM):
-            # The server decides with one row: a back end that does not even take that leaves the layer to vLLM.
-            self.reasons.append(Skip("kernel_shape", found[0].skips[0][1]))
+        block = engine["options"]["block_size"]
+        self.decision, self.spans = kernels.planned(arch, settings, self.view, built.format, block, limit)
+        self.reasons += [self.decision.skip] if self.decision.skip else []
 
     def sizes(self) -> dict[str, Any]:
         """Return the layer's sizes, with its heads over all ranks."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel would take a layer at which batch size: the selector's own answers, on operands without memory."""
+"""Which kernel would run a layer at which batch size: the server's own decision, from planned facts."""
 
-from dataclasses import replace
+from collections.abc import Iterator
 from itertools import groupby
-from types import SimpleNamespace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -20,15 +20,15 @@ from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.kernels.triton import backend as triton
 from vllm_aiter_mla.kernels.triton import tiles
 from vllm_aiter_mla.serving.backends import AITER_KERNELS, FACTORIES, Backends, Factory
-from vllm_aiter_mla.serving.layer import Layer
+from vllm_aiter_mla.serving.decision import Checked, Decision, LayerFacts, decide
 from vllm_aiter_mla.settings import Settings
 
 # A plan is made for the ROCm release that the AITER path needs; doctor looks at the installed one.
 ROCM = (7, 0)
 
 
-class PlannedLayer(Layer):
-    """A layer of a server on the card planned for: its back ends answer as there and launch nothing."""
+class PlannedBackends(Backends):
+    """The back ends of a server on the card planned for: they answer as there and launch nothing."""
 
     def __init__(self, arch: str, settings: Settings) -> None:
         planned: dict[str, Factory] = FACTORIES | {
@@ -37,9 +37,7 @@ class PlannedLayer(Layer):
             "triton": lambda card, _: _PlannedTriton(arch),
             "vllm": lambda card, _: _PlannedVLLM(),
         }
-        super().__init__(
-            SimpleNamespace(_vllm_config=SimpleNamespace()), Backends(settings, Platform(arch, ROCM), planned)
-        )
+        super().__init__(settings, Platform(arch, ROCM), planned)
 
 
 class _PlannedTriton(triton.TritonBackend):
@@ -62,10 +60,10 @@ class _PlannedVLLM(ReferenceBackend):
     name = "vllm"
 
 
-def spans(
+def planned(
     arch: str, settings: Settings, view: LayerView, format: str, block_size: int, limit: int
-) -> tuple[KernelSpan, ...] | str:
-    """Return the decode limit ``1..limit`` cut where the answer changes, or why no fused kernel runs on that card.
+) -> tuple[Decision, tuple[KernelSpan, ...]]:
+    """Return the decision of a start that times nothing, and its spans cut where another variant of a kernel runs.
 
     Args:
         arch: the card.
@@ -75,50 +73,55 @@ def spans(
         block_size: tokens in a block of the KV cache.
         limit: the decode limit in tokens.
     """
-    chooser = PlannedLayer(arch, settings)
-    if (missing := chooser.no_kernel()) is not None:
-        return missing.message
-    if settings.kernel == "auto" and view.kv_cache_dtype.startswith("fp8"):
-        for name in AITER_KERNELS:
-            chooser.refuse_kernel(name, f"by its sources it {OVERFLOW}")
-    # The last batch size before every border that a back end knows of, up to the limit.
+    backends = PlannedBackends(arch, settings)
+    shape = shape_of(view, format, block_size, backends.platform)
+    points, offers = backends.offers(shape, limit)
+    # By its sources AITER's op overflows to NaN. Every kernel is taken to pass its check.
+    overflows = view.kv_cache_dtype.startswith("fp8")
+    checks = {name: Checked(writes_nan=overflows and name in AITER_KERNELS) for name in offers}
+    facts = LayerFacts(None, offers, points, arch)
+    decision = decide(facts, checks, None, settings)
+    return decision, tuple(_spans(backends, shape, facts, decision))
+
+
+def _spans(backends: Backends, shape: LayerShape, facts: LayerFacts, decision: Decision) -> Iterator[KernelSpan]:
+    passed_over, order = dict(decision.passed_over), list(facts.offers)
     entries = (entry for table in tiles.TABLE.values() for entry in table)
-    borders = {PER_HEAD_TOKENS - 1, *(entry.tokens(view.num_heads) for entry in entries)}
-    points = sorted({border for border in borders if 0 < border < limit} | {limit})
-    answers = (at(chooser, operands(view, format, block_size, chooser.backends.platform, point)) for point in points)
-    found: list[KernelSpan] = []
-    # The reasons of skips name token counts, so they may differ where the same kernel runs.
-    for _, same in groupby(answers, lambda one: (one.kernel, one.detail, [name for name, _ in one.skips])):
-        alike = list(same)
-        start = found[-1].last + 1 if found else 1
-        found.append(replace(alike[0], first=start, last=alike[-1].last))
-    return tuple(found)
+    borders = {PER_HEAD_TOKENS - 1, *(entry.tokens(shape.heads) for entry in entries)}
+    for span in decision.kernels:
+        # The last batch size before every border that a back end knows of.
+        ends = sorted({border for border in borders if span.first <= border < span.last} | {span.last})
+        point = next(point for point in facts.points if span.first <= point)
+        earlier = order[: order.index(span.kernel)] if span.kernel in order else order
+        reasons = ((name, passed_over.get(name) or facts.offers[name].declines.get(point)) for name in earlier)
+        why, first = tuple((name, reason) for name, reason in reasons if reason), span.first
+        details = ((end, _detail(backends, span.kernel, synthetic_inputs(shape, end, padded=None))) for end in ends)
+        for detail, same in groupby(details, itemgetter(1)):
+            *_, (last, _) = same
+            yield KernelSpan(first, last, span.kernel, detail, why)
+            first = last + 1
 
 
-def at(chooser: PlannedLayer, inputs: DecodeInputs) -> KernelSpan:
-    """Return the choice for one batch size."""
-    choice, tokens = chooser.choose(inputs), inputs.num_tokens
-    backend, detail = choice.backend, ""
+def _detail(backends: Backends, kernel: str, inputs: DecodeInputs) -> str:
+    """Return which variant of a kernel runs such a call, in words."""
+    backend = backends.get(kernel)
     if isinstance(backend, AiterBackend):
-        detail = f"its {backend.kernel_of(inputs)} kernel"
-        detail += f"; it {OVERFLOW}" if is_fp8(inputs.kv_cache.dtype) else ""
-    elif isinstance(backend, triton.TritonBackend):
-        detail = f"tile {backend.kernel_of(inputs)}, by formula"
-    elif backend is not None:
-        detail = "the layer's own attention"
-    return KernelSpan(tokens, tokens, choice.name, detail, choice.passed_over)
+        overflow = f"; it {OVERFLOW}" if is_fp8(inputs.kv_cache.dtype) else ""
+        return f"its {backend.kernel_of(inputs)} kernel{overflow}"
+    if isinstance(backend, triton.TritonBackend):
+        return f"tile {backend.kernel_of(inputs)}, by formula"
+    return "the layer's own attention"
 
 
-def operands(view: LayerView, format: str, block_size: int, platform: Platform, tokens: int) -> DecodeInputs:
-    """Return a decode step's operands on the ``meta`` device: shapes, strides and dtypes as vLLM hands them over."""
+def shape_of(view: LayerView, format: str, block_size: int, platform: Platform) -> LayerShape:
+    """Return the shape of a planned layer, without memory: sizes and dtypes as vLLM hands them over."""
     act = getattr(torch, view.model_dtype)
     stored = platform.fp8 if view.kv_cache_dtype.startswith("fp8") else act
     weight = (format, platform.fp8) if format == "fp8" else (format,)
-    shape = LayerShape(
+    return LayerShape(
         view.num_heads, view.qk_nope_head_dim, stored, stored, block_size, False, act, "meta", view.kv_lora_rank,
         view.qk_rope_head_dim, weight,
     )  # fmt: skip
-    return synthetic_inputs(shape, tokens, padded=None)
 
 
 def _never(*arguments: Any) -> Any:
