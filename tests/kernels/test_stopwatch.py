@@ -95,7 +95,7 @@ def test_a_noisy_clock_chooses_nothing_slower_by_more_than_the_margin_and_finds_
 def test_mutation_a_choice_without_the_margin_is_caught(monkeypatch, name, plant, case, ran):
     monkeypatch.setattr(decision, name, plant)
     assert name == "MARGIN" or slower_choices(noise=0.05, starts=5000) > 0
-    with pytest.raises(AssertionError, match=rf"^assert \(\(1, 4, '{ran}'\)"):
+    with pytest.raises(AssertionError, match=rf"kernel='{ran}'"):
         test_what_runs(case)
 
 

@@ -128,7 +128,7 @@ def test_kernel_that_does_not_take_a_layers_shape_leaves_the_layer_as_vllm_made_
     monkeypatch.setattr(ReferenceBackend, "bind", odd_is_refused)
     counts = assert_rewritten_right(gm, stubs, batches=(DECODE, MIXED))
     assert (counts["matched"], counts["skipped"], counts["aiter_fusion"]) == (2, 1, 2)
-    assert status.current().skipped[odd.layer_name] == ("kernel_shape", why)
+    assert status.current().skipped[odd.layer_name] == ("kernel_shape", f"kernel=auto: {why}")
     assert_layers_apart_from(1, gm, builder, stubs)
 
 

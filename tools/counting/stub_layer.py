@@ -179,6 +179,7 @@ def step(cache: str, batch: Batch, kernel: str = "aiter") -> Iterator[StubLayer]
         triton_card() if kernel == "triton" else nullcontext(),
         install(ARCH),
         mock.patch.object(backends, "detect_platform", return_value=Platform(ARCH, ROCM)),
+        mock.patch.object(Layer, "not_admitted", return_value=None),  # the stub lacks what only admission reads
         override_forward_context(context),
         torch.inference_mode(),
     ):

@@ -184,8 +184,8 @@ def _without_a_kernel(
         unknown = f"auto knows no fused kernel for {facts.arch}"
         return Skip("kernel_unavailable", f"{unknown}; kernel=triton can be asked for by name")
     code = "kernel_unavailable" if all(facts.offers[name].absent for name in ours) else "kernel_shape"
-    named = settings.kernel != "auto"
-    return Skip(code, f"kernel={settings.kernel}: {'; '.join(w if named else f'{n}: {w}' for n, w in ours.items())}")
+    why = "; ".join(ours.values() if len(ours) == 1 else (f"{name}: {reason}" for name, reason in ours.items()))
+    return Skip(code, f"kernel={settings.kernel}: {why}")
 
 
 def _first(able: Sequence[str], facts: LayerFacts, tokens: int) -> str:
