@@ -265,10 +265,10 @@ PLANTS = {
     checked_kernels_only: ("_why_not", lambda name, facts, checks, settings: ""),
     auto_saturates: ("_why_not", lambda name, facts, checks, settings: getattr(checks.get(name), "failed", "-")),
     named_is_not_replaced: ("_first", first_of_all),
-    nothing_untimed: ("_chosen", lambda facts, left, figures: ((Span(1, LIMIT, left[0]),), None)),
+    nothing_untimed: ("_chosen", lambda facts, left, figures: ((decision.Span(1, LIMIT, left[0]),), None)),
     a_skip_has_a_reason: ("_without_a_kernel", lambda *_: Skip("kernel_shape", "")),
     the_rest_is_passed_over: ("_passed_over", lambda *_: iter(())),
-    without_a_gap: ("_merged", lambda points, at: tuple(Span(point, point, at(point)) for point in points)),
+    without_a_gap: ("_merged", lambda points, at: tuple(decision.Span(point, point, at(point)) for point in points)),
 }
 SEEN = {
     checked_kernels_only: "did not pass", auto_saturates: "overflows", named_is_not_replaced: "another kernel",
