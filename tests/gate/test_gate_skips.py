@@ -20,8 +20,8 @@ from tests.support.planted import raising
 from vllm_aiter_mla import gate, status
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import custom_op, patches, release
 from vllm_aiter_mla.compat import layer as compat_layer
-from vllm_aiter_mla.compat import patches, release
 
 UNTESTED = {"aiter_mla": {"enabled": True, "debug": {"untested_vllm": True}}}
 ATTENTION, UPDATE, FUSED = release.OP_ARGUMENTS
@@ -238,7 +238,7 @@ PRIVATE_NAMES = (
 @pytest.fixture
 def forgotten():
     """What an earlier test has imported is looked for again, before and after."""
-    loaders = (compat_layer._vllm, compat_layer._hooks, compat_layer._ops)
+    loaders = (compat_layer._vllm, custom_op.attention_hooks, compat_layer._ops)
     for load in loaders:
         load.cache_clear()
     yield

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.compat import custom_op
 
 WRAPS = functools.wraps
 NOT_SHARED = [name for name in functools.WRAPPER_ASSIGNMENTS if name != "__annotations__"]
@@ -24,7 +24,7 @@ def test_a_wrapped_op_has_vllms_type_of_the_layer_name(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(functools, "wraps", wraps)
     library = torch.library.Library("aiter_mla_test_define", "FRAGMENT")
-    compat_layer.define(library, compat_layer.with_attention_hooks(wrapped), lambda x, layer_name: None)
+    custom_op.define(library, custom_op.with_attention_hooks(wrapped), lambda x, layer_name: None)
     types = {
         str(argument.type)
         for op in (torch.ops.aiter_mla_test_define.wrapped.default, KNOWN)

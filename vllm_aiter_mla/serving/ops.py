@@ -17,6 +17,7 @@ import torch
 
 from vllm_aiter_mla import status
 from vllm_aiter_mla.admission import ATTENTION_OPS
+from vllm_aiter_mla.compat import custom_op
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
@@ -56,7 +57,7 @@ def register() -> None:
     if _LIBRARY:
         return
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
-    compat_layer.define(library, mla_decode_q_prep, mla_decode_q_prep_fake)
+    custom_op.define(library, mla_decode_q_prep, mla_decode_q_prep_fake)
     # Splitting ops: they run outside piecewise graphs, where the metadata is the batch's own. A full graph holds them,
     # and vLLM replays full graphs of this kind for all-decode batches only.
     tags = (torch.Tag.flexible_layout, torch.Tag.cudagraph_unsafe)
@@ -64,9 +65,7 @@ def register() -> None:
         (mla_attention_with_prepared_q, ("output",)),
         (mla_attention_with_rope, ("q", "k_pe", "output")),
     ):
-        compat_layer.define(
-            library, compat_layer.with_attention_hooks(function), _no_result, mutates=mutates, tags=tags
-        )
+        custom_op.define(library, custom_op.with_attention_hooks(function), _no_result, mutates=mutates, tags=tags)
     _LIBRARY.append(library)
 
 
