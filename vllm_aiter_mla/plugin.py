@@ -23,11 +23,11 @@ def register() -> None:
     if _registered:
         return
     _registered = True
-    patches.run("torch ops", _register_ops)
+    patches.keep_failure("torch ops", _register_ops)
     patches.apply_all(apply_gate, attach)
     for name, error in patches.failures().items():
-        optional = name in patches.OPTIONAL
-        effect = "use additional_config.aiter_mla instead" if optional else "vLLM runs unmodified"
+        needed = name in patches.failures(needed=True)
+        effect = "vLLM runs unmodified" if needed else "use additional_config.aiter_mla instead"
         log.say_once(logging.WARNING, f"{name} failed, {effect}: {error}")
     if not patches.failures():
         log.say_once(logging.DEBUG, f"{__version__} registered; off until it is switched on")

@@ -61,7 +61,7 @@ def test_a_step_that_fails_is_said_once_and_never_raised(said, monkeypatch):
     assert "planted" in required
     assert "pass_config" in optional
     assert "additional_config.aiter_mla" in optional
-    assert patches.failed_requirements() == ("torch ops: ImportError: planted",)
+    assert patches.failures(needed=True) == {"torch ops": "ImportError: planted"}
 
 
 @pytest.mark.mutation

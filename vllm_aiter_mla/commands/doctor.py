@@ -265,7 +265,7 @@ def patches(env: Env) -> Check:
     if not failures:
         return Check("ok", ", ".join(patches.PATCHES))
     shown = "; ".join(f"{name}: {error}" for name, error in failures.items())
-    if patches.failed_requirements():
+    if patches.failures(needed=True):
         return Check("problem", f"{shown}: vLLM runs unmodified", f"{SEE_VLLM}; report it with this line")
     return Check("warning", shown, "use additional_config.aiter_mla instead of the flag")
 

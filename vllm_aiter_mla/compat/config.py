@@ -29,7 +29,7 @@ def view_of(vllm_config: Any, settings: Settings) -> ConfigView:
     return ConfigView(
         vllm_version=version,
         version_supported=release.in_window(version) or settings.debug.untested_vllm,
-        failed_steps=patches.failed_requirements(),
+        failed_steps=tuple(f"{name}: {error}" for name, error in patches.failures(needed=True).items()),
         atom_active=_atom_active(),
         breakable_cudagraph=_breakable_cudagraph(),
         mode="unset" if compilation.mode is None else compilation.mode.name,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything that this plugin changes in vLLM: three patches, each with its symptom and when it can go.
 
-``extend_pass_config``, ``hook_platform`` and ``hook_workers``. Each is idempotent. ``apply_all`` never raises: a
+``PATCHES`` lists them. Each is idempotent. ``apply_all`` never raises: a
 failure is kept, and the gate skips the engine because of it. Importing this file imports no vLLM.
 """
 
@@ -13,33 +13,28 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import wraps
+from functools import partial, wraps
 from typing import Annotated, Any, NamedTuple
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
-PATCHES = ("pass_config", "platform_hook", "worker_hook")
-"""In the order in which they are applied; a failed one is kept as "patch NAME"."""
-OPTIONAL = frozenset({"patch pass_config"})
-"""Steps that the fast path works without: additional_config still switches it on."""
-
 _failed: dict[str, str] = {}
 
 
 def apply_all(gate: Callable[[Any], None], attach: Callable[[Any], None]) -> None:
-    """Apply every patch.
+    """Apply the patches of ``PATCHES``.
 
     Args:
         gate: takes each ``VllmConfig`` that is built from now on.
         attach: takes each worker that is built from now on.
     """
-    run("patch pass_config", extend_pass_config)
-    run("patch platform_hook", lambda: hook_platform(gate))
-    run("patch worker_hook", lambda: hook_loaded_workers(attach))
+    operands = {"platform_hook": [gate], "worker_hook": [attach]}
+    for name, patch in PATCHES.items():
+        keep_failure(f"patch {name}", partial(patch, *operands.get(name, ())))
 
 
-def run(name: str, step: Callable[[], None]) -> None:
+def keep_failure(name: str, step: Callable[[], None]) -> None:
     """Run one step of registration; an exception is kept under ``name`` instead of reaching vLLM."""
     _failed.pop(name, None)
     try:
@@ -48,14 +43,12 @@ def run(name: str, step: Callable[[], None]) -> None:
         _failed[name] = f"{type(error).__name__}: {error}"
 
 
-def failures() -> dict[str, str]:
-    """Return the error of every step that failed, by name."""
-    return dict(_failed)
+def failures(needed: bool = False) -> dict[str, str]:
+    """Return the error of every step that failed, by name; with ``needed`` only of those that the fast path needs.
 
-
-def failed_requirements() -> tuple[str, ...]:
-    """Return the failed steps that the fast path needs, each with its error."""
-    return tuple(f"{name}: {error}" for name, error in _failed.items() if name not in OPTIONAL)
+    Without the fields of ``PassConfig`` additional_config still switches it on.
+    """
+    return {name: error for name, error in _failed.items() if not needed or name != "patch pass_config"}
 
 
 # -- the flag's fields on PassConfig
@@ -384,3 +377,11 @@ def after(worker: Any, method: str, then: Callable[[Any], None], failed: Callabl
         return result
 
     setattr(worker, method, call)
+
+
+PATCHES: dict[str, Callable[..., None]] = {
+    "pass_config": extend_pass_config,
+    "platform_hook": hook_platform,
+    "worker_hook": hook_loaded_workers,
+}
+"""In the order in which they are applied; the error of one that failed is kept as "patch NAME"."""
