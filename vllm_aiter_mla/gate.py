@@ -117,7 +117,7 @@ def _engage(vllm_config: Any, settings: Settings, limit: int, drafts: int, engag
     endpoints = compilation.compile_ranges_endpoints or []
     if integration == "passes":
         _open(vllm_config, given, limit)
-    _split(compilation, integration)
+    compilation.splitting_ops = splitting_ops(compilation, integration)
     slot = compat_config.pass_slot()
     # Else vLLM puts the user's pass into the slot again when it copies the config.
     compilation.inductor_passes = {key: name for key, name in compilation.inductor_passes.items() if key != slot}
@@ -184,29 +184,32 @@ def _holder(compilation: Any, name: str) -> Any:
     return compilation.pass_config if name == patches.FUSION_FIELD else compilation
 
 
-def _split(compilation: Any, integration: str) -> None:
-    """Keep our attention ops outside piecewise graphs; in other compilation modes nothing is cut."""
+def splitting_ops(compilation: Any, integration: str) -> list[str] | None:
+    """Return the splitting ops with which our attention ops stay outside piecewise graphs.
+
+    In other compilation modes than vLLM's own nothing is cut, and the ops stay as they are.
+    """
+    ops: list[str] | None = compilation.splitting_ops
     if compilation.mode is None or compilation.mode.name != "VLLM_COMPILE":
-        return
-    _, splitting_ops = patches.users_cuts(compilation)
-    if splitting_ops is None and not set(ATTENTION_OPS) <= set(compilation.splitting_ops or ()):
-        _fill_in(compilation, integration)
-    ops = compilation.splitting_ops or []
+        return ops
+    _, users = patches.users_cuts(compilation)
+    if users is None and not set(ATTENTION_OPS) <= set(ops or ()):
+        ops = _vllms_splitting_ops(compilation, integration)
     cut = (MLA_ATTENTION_OP,) if integration == "passes" else (MLA_ATTENTION_OP, KV_UPDATE_OP)
-    if any(plain_name(op) in cut for op in ops):
-        compilation.splitting_ops = [*ops, *(op for op in ATTENTION_OPS if op not in ops)]
+    if any(plain_name(op) in cut for op in ops or ()):
+        return [*(ops or ()), *(op for op in ATTENTION_OPS if op not in (ops or ()))]
+    return ops
 
 
-def _fill_in(compilation: Any, integration: str) -> None:
-    """Fill in what vLLM's set_splitting_ops_for_v1 would fill in later, when nothing can be added any more."""
+def _vllms_splitting_ops(compilation: Any, integration: str) -> list[str] | None:
+    """Return what vLLM's set_splitting_ops_for_v1 would fill in later, when nothing can be added any more."""
+    own, partition = list(compilation._attention_ops), compilation.use_inductor_graph_partition
     if integration == "passes":
-        compilation.splitting_ops = list(compilation._attention_ops)
-        return
-    partition = compilation.use_inductor_graph_partition
-    if compilation.splitting_ops is not None or (compilation.pass_config.fuse_attn_quant and not partition):
-        return  # the platform's own, or no cut at all
-    updates = [] if partition else ["vllm::unified_kv_cache_update", KV_UPDATE_OP]
-    compilation.splitting_ops = [*compilation._attention_ops, *updates]
+        return own
+    ops: list[str] | None = compilation.splitting_ops
+    if ops is not None or (compilation.pass_config.fuse_attn_quant and not partition):
+        return ops  # the platform's own, or no cut at all
+    return own if partition else [*own, "vllm::unified_kv_cache_update", KV_UPDATE_OP]
 
 
 def _skip(vllm_config: Any, skip: Skip, settings: Settings) -> None:

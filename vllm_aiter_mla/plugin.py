@@ -9,7 +9,7 @@ from typing import Any
 from vllm_aiter_mla import __version__
 from vllm_aiter_mla.compat import log, patches
 
-_registered = False
+_registered = False  # of the process, as what is registered is: vLLM calls every time it loads plugins
 
 
 def register() -> None:

@@ -191,8 +191,9 @@ def test_flag_off_after_a_flag_on_config_in_the_same_process_is_still_vllm(confi
 @pytest.mark.mutation("I5")
 def test_mutation_a_gate_that_edits_the_shared_op_list_is_caught(config, monkeypatch):
     monkeypatch.setattr(CompilationConfig, "_attention_ops", list(CompilationConfig._attention_ops))
-    split = gate._split
-    monkeypatch.setattr(gate, "_split", lambda one, how: (one._attention_ops.append(ATTENTION_OPS[1]), split(one, how)))
+    split = gate.splitting_ops
+    spoilt = lambda one, how: (one._attention_ops.append(ATTENTION_OPS[1]), split(one, how))[1]  # noqa: E731
+    monkeypatch.setattr(gate, "splitting_ops", spoilt)
     before = gate_support.observed(config())
     config(additional_config=ON)
     assert "attention_ops" in gate_support.differing(gate_support.observed(config()), before)

@@ -162,16 +162,28 @@ def padded_heads(layer: Any) -> PaddedHeads | None:
         return None
     impl, heads = layer.impl, layer.num_heads
     padded = int(helper.get_actual_mla_num_heads(heads))
-    columns = numpy.arange(padded)[None, :, None]
-    step = padded // heads if padded % heads == 0 else 1
-    known = helper.get_mla_padded_q(padded, columns) is columns and list(
-        helper.get_mla_unpadded_o(heads, columns).flat
-    ) == list(range(0, heads * step, step))
-    if padded == heads or not known or impl.num_heads != heads or impl.dcp_world_size != 1:
+    if (
+        padded == heads
+        or not _pads_as_known(helper, heads, padded)
+        or impl.num_heads != heads
+        or impl.dcp_world_size != 1
+    ):
         return None
     wide = copy.copy(impl)
     wide.num_heads = padded
     return PaddedHeads(padded, wide, helper.get_mla_unpadded_o)
+
+
+def _pads_as_known(helper: Any, heads: int, padded: int) -> bool:
+    """Return whether vLLM repeats each head where that fills them, else appends; and copies no query of full heads.
+
+    Tried on the numbers of the heads, in numpy: vLLM's functions only slice, and a torch tensor would be traced where
+    a graph is being compiled.
+    """
+    columns = numpy.arange(padded)[None, :, None]
+    step = padded // heads if padded % heads == 0 else 1
+    kept = list(helper.get_mla_unpadded_o(heads, columns).flat)
+    return helper.get_mla_padded_q(padded, columns) is columns and kept == list(range(0, heads * step, step))
 
 
 def decodes_unpadded(metadata: Any) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 logger = logging.getLogger("vllm.aiter_mla")
 PREFIX = "aiter-mla: "
 
+# Of the process, as its log is: vLLM reads a config many times in it.
 _said: set[tuple[int, str]] = set()
 
 

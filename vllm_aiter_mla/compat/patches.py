@@ -19,6 +19,7 @@ from typing import Annotated, Any, NamedTuple
 from vllm_aiter_mla import files
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
+# Of the process, as vLLM's classes are, which the patches change.
 _failed: dict[str, str] = {}
 
 
@@ -210,7 +211,7 @@ class Given(NamedTuple):
 
 # By id, because a config is not hashable, and vLLM's replace() fails on one with an attribute that is not a field.
 _noted: dict[int, tuple[weakref.ref[Any], Given]] = {}
-_nesting = threading.local()
+_nesting = threading.local()  # one post-init of a config calls the other hooked method; each thread builds its own
 
 
 def hook_platform(gate: Callable[[Any], None], platform_cls: type | None = None) -> None:
@@ -303,6 +304,7 @@ def _wrap(
 # -- two moments in a worker's life
 
 _WORKER_MARK = "_aiter_mla_worker_hook"
+# Of the process, as the patched class is: it is given once, before any worker exists.
 _attach: list[Callable[[Any], None]] = []
 
 

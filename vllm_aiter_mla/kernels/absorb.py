@@ -19,7 +19,8 @@ Key = tuple[Any, ...]
 Gemm = Callable[..., torch.Tensor]
 
 GEMMS: dict[str, Gemm] = {}
-"""vLLM's calls of AITER's batched GEMMs, by weight format; ``backends.Backends`` fills it on an AMD card."""
+"""vLLM's calls of AITER's batched GEMMs, by weight format; ``backends.Backends`` fills it on an AMD card. Of the process:
+they are vLLM's functions, the same for every engine."""
 FP8_GROUP = 128  # values of a query row that share a scale; vLLM's group_size
 FP8_FLOOR = 1e-10  # AITER's kernel takes at least this for a group's largest magnitude, in float32
 

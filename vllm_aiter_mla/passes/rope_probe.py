@@ -113,8 +113,10 @@ class TableReaders:
         if not isinstance(node, fx.Node):
             return False
         if node not in self._known:
-            inner = node.op == "call_function" and node.target in TRANSPARENT_OPS
-            self._known[node] = any(map(self, node.all_input_nodes) if inner else (lookup(node), rotary_call(node)))
+            if node.op == "call_function" and node.target in TRANSPARENT_OPS:
+                self._known[node] = any(map(self, node.all_input_nodes))
+            else:
+                self._known[node] = bool(lookup(node) or rotary_call(node))
         return self._known[node]
 
 

@@ -27,7 +27,7 @@ KNOWN_ROPES = ("RotaryEmbedding", "DeepseekScalingRotaryEmbedding", "YaRNScaling
 ROUNDINGS = 8
 
 _of_attention: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
-"""The wrapper of each ``MLAAttention`` that was built while the class was installed."""
+"""The wrapper of each ``MLAAttention`` that was built while the class was installed. vLLM's wrapper has no way back."""
 
 
 # -- the class

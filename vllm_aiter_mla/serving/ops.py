@@ -25,6 +25,7 @@ from vllm_aiter_mla.serving.layer import Layer
 
 NAMESPACE = "vllm_aiter_mla"
 
+# Of the process, as torch's registry of ops is; a library that is dropped takes its ops with it.
 _LIBRARY: list[torch.library.Library] = []
 
 

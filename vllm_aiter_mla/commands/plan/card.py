@@ -26,7 +26,7 @@ from vllm_aiter_mla.commands.compat import rocm_config
 CARDS = {"gfx942": ("0x74a1", 192), "gfx950": ("0x75a0", 288)}
 _PACKAGES = ("aiter", "quark", "flash_attn", "timm", "amdsmi")
 _EXTENSIONS = ("vllm._C", "vllm._C_stable_libtorch", "vllm._rocm_C", "vllm._moe_C")
-_libraries: list[Any] = []
+_libraries: list[Any] = []  # of the process, as torch's registry of ops is, which drops a library's ops with it
 
 
 class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
