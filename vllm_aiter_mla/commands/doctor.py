@@ -181,7 +181,7 @@ def gpu(env: Env) -> Check:
     if arch is None:
         return Check("unknown", "no GPU is visible from here", ELSEWHERE)
     if arch in ARCHITECTURES:
-        return Check("ok", f"{arch} ({ARCHITECTURES[arch]}){status.unmeasured(arch)}")
+        return Check("ok", f"{arch} ({ARCHITECTURES[arch]}){status.line.unmeasured(arch)}")
     if arch.startswith("gfx"):
         return Check("problem", f"{arch}: AITER's op is for {', '.join(ARCHITECTURES)}", "serve on another card")
     return Check("problem", f"{arch}: not an AMD card; no MLA implementation there is admitted", SEE_TORCH)

@@ -46,7 +46,7 @@ def status(json: outputs.Json = None) -> None:
     except ValueError as error:
         outputs.fail(f"status: {error}")
     folder, bad = files.cache_folder(), list[str]()
-    by_engine = status_of.by_engine(status_of.read_all(folder, "*", bad.append))
+    by_engine = status_of.record.by_engine(status_of.record.read_all(folder, "*", bad.append))
     engines = tuple(_engine(folder, name, ranks) for name, ranks in by_engine.items())
     living = [one.whole for one in engines if one.lives]
     looked = outputs.FINE if living and all(living) else outputs.FINDING
@@ -65,7 +65,7 @@ def status(json: outputs.Json = None) -> None:
 
 def _engine(folder: Path, name: tuple[str, str, str], ranks: Sequence[RankStatus]) -> EngineLine:
     """Return what the files of one engine's ranks say; ``name`` is (run, model, engine)."""
-    if status_of.has_ended(folder, name[0]):
+    if status_of.record.has_ended(folder, name[0]):
         return EngineLine(*name, "the server has ended", lives=False, whole=False)
-    found = status_of.of_engine(ranks)
-    return EngineLine(*name, status_of.line(*ranks), lives=True, whole=found.whole and not found.record.skipped)
+    found = status_of.record.of_engine(ranks)
+    return EngineLine(*name, status_of.line.of(*ranks), lives=True, whole=found.whole and not found.record.skipped)

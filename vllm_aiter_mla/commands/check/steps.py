@@ -264,7 +264,7 @@ def judge(answers: Mapping[runs.Side, Any], fp8_cache: bool) -> Outcome:
         lines.append(f"left out of these engines, which serve nobody: {', '.join(left_out)}")
     lines += [f"besides the kernels the flag sets {as_typed(added)}"] if added else []
     above, above_line = above_the_limit(answers)
-    lines += [above_line, *map(status.line, records)]
+    lines += [above_line, *map(status.line.of, records)]
     compared = {pair: {name: one.as_dict() for name, one in found.items()} for pair, found in distances.items()}
     data = {"distances": compared, "above the limit": above, "added": added}
     # A rank on which vLLM's own kernels were the fastest for every layer has nothing else to do.
