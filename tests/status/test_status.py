@@ -16,6 +16,7 @@ from tests.support.bad_files import BAD
 from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
 from vllm_aiter_mla import files, status
+from vllm_aiter_mla.admission import REMEDIES
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.startup import worker as startup
@@ -289,14 +290,14 @@ PART = "MLA layers engaged on 1 of 2 ranks (aiter, fp8 KV, decode limit 512)"
     ("before", "others", "level", "line"),
     [
         (engage_all, [], logging.INFO, f"2/2 {ALONE}"),
-        (engage_one, [], logging.INFO, f"1/2 {ALONE}; 1 skipped: no_rope: why"),
+        (engage_one, [], logging.INFO, f"1/2 {ALONE}; 1 skipped: no_rope: why -> {REMEDIES['no_rope']}"),
         (lambda: status.skip(LAYERS[0], "impl", "a b\n\x1b[2J"), [], logging.WARNING,
-         "0/2: impl: a b  [2J (run: vllm-aiter-mla doctor)"),
+         f"0/2: impl: a b  [2J -> {REMEDIES['impl']}"),
         (engage_all, [other(LAYERS)], logging.INFO, f"2/2 {WHOLE}"),
         (engage_all, [other("c", {"d": ("dtype", "x")})], logging.INFO,
          f"3/4 {WHOLE}; 1 skipped: dtype: x"),
         (engage_all, [other((), WRONG)], logging.WARNING,
-         f"2/2 {PART}; rank 1 fell back: kernel_shape: wrong"),
+         f"2/2 {PART}; rank 1 fell back: kernel_shape: wrong -> {REMEDIES['kernel_shape']}"),
         (engage_all, [None], logging.WARNING, f"2/2 {PART}; 1 without a status"),
     ],
     ids=["all", "some", "none", "tensor parallel", "pipeline", "one fell back", "one is silent"],

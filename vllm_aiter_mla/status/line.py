@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The status line: how many layers of an engine are on the fast path, by which kernels, and why the others are not."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from vllm_aiter_mla.admission import OVERFLOW
+from vllm_aiter_mla.admission import OVERFLOW, REMEDIES
 from vllm_aiter_mla.status.record import RankStatus, Reason, of_engine
 
 SHOWN = 64
 """The line gives the measured time of a step of this many tokens, or of the nearest count that was timed."""
+LONGEST = 200
+"""Letters of a line with its remedy; where it would be longer, the line names the command that prints the remedy."""
 
 
 def of(*ranks: RankStatus | None, replica: int | None = None) -> str:
-    """Return the status line: how many layers are engaged, by which kernels, and why the others are not.
+    """Return the status line: how many layers are engaged, by which kernels, why the others are not, and the remedy.
 
     Args:
         ranks: the records of an engine's ranks, as ``of_engine`` takes them.
@@ -22,7 +24,7 @@ def of(*ranks: RankStatus | None, replica: int | None = None) -> str:
     of = "" if replica is None else f", data-parallel engine {replica}"
     if not engaged:
         kept = "; graph partition stays on" if record.partition else ""
-        return f"0/{record.total}: {first_reason(record.skipped)}{kept} (run: vllm-aiter-mla doctor){of}"
+        return _answered(f"0/{record.total}: {first_reason(record.skipped)}{kept}{of}", record.skipped.values())
     by = ", integration module" if record.integration == "module" else ""
     whole = found.ranks - len(found.fallen) - found.silent
     on = f" on {whole} of {found.ranks} ranks" if found.ranks > 1 else ""
@@ -34,7 +36,20 @@ def of(*ranks: RankStatus | None, replica: int | None = None) -> str:
     text += f"; {found.silent} without a status" if found.silent else ""
     left = record.total - engaged
     text += f"; {left} skipped: {first_reason(record.skipped)}" if left else ""
-    return text + "".join(f"; {name} {OVERFLOW}" for name in record.overflows) + of
+    text += "".join(f"; {name} {OVERFLOW}" for name in record.overflows) + of
+    return _answered(text, [*found.fallen.values(), *record.skipped.values()])
+
+
+def remedies(reasons: Iterable[Reason]) -> dict[str, str]:
+    """Return what to do about each code among the reasons; nothing for a code of another version."""
+    return {code: REMEDIES[code] for code, *_ in reasons if code in REMEDIES}
+
+
+def _answered(text: str, reasons: Iterable[Reason]) -> str:
+    """Return the line with the remedy of the first reason, or with the command that prints the remedy."""
+    remedy = next(iter(remedies(reasons).values()), "")
+    whole = f"{text} -> {remedy}" if remedy else text
+    return whole if len(whole) <= LONGEST else f"{text} (run: vllm-aiter-mla status)"
 
 
 def _kernels(record: RankStatus) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vllm_aiter_mla import files, status
-from vllm_aiter_mla.admission import OVERFLOW
+from vllm_aiter_mla.admission import OVERFLOW, REMEDIES
 from vllm_aiter_mla.commands import doctor
 from vllm_aiter_mla.commands.check import engine as runs
 from vllm_aiter_mla.commands.plan import model as models
@@ -76,7 +76,7 @@ def plan(context: Context) -> Outcome:
     detail = f"{layers.engaged}/{layers.mla} MLA layers would engage on {found.arch}"
     if outcome == "unknown":
         detail = f"not known whether layers would engage on {found.arch}"
-    lines = tuple(f"{reason.code}: {reason.message}" for reason in found.reasons)
+    lines = tuple(f"{reason.code}: {reason.message} -> {REMEDIES[reason.code]}" for reason in found.reasons)
     return Outcome("passed" if outcome in ("engaged", "some") else "failed", detail, lines, found)
 
 

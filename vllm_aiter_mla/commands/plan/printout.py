@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 
+from vllm_aiter_mla.admission import REMEDIES
 from vllm_aiter_mla.commands.outputs import line
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.compat.config import as_typed
@@ -27,7 +28,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     engaged = f"{plan.layers.engaged}/{plan.layers.mla} MLA layers would engage"
     yield f"Status line: {'not known' if plan.outcome == 'unknown' else engaged}"
     for reason in plan.reasons:
-        yield f"  {reason.scope}: {reason.code}: {reason.message}"
+        yield f"  {reason.scope}: {reason.code}: {reason.message} -> {REMEDIES[reason.code]}"
     kernels = plan.kernels or ()
     for span in kernels[1:]:
         if span.kernel != kernels[0].kernel:
