@@ -37,9 +37,10 @@ class Engines:
 
 
 def status(json: outputs.Json = None) -> None:
-    """Print the status line of each engine whose files are under VLLM_CACHE_ROOT, or that its server has ended.
+    """Print the status line of each engine on this machine.
 
-    What to do about a skipped layer follows its line.
+    Reads the files under VLLM_CACHE_ROOT, and says if a server has ended. What to do about a skipped layer follows its
+    line.
 
     Exit status: 0 if every MLA layer of the servers that live is engaged on every rank; 1 if not, or if none lives; 2
     if an option is wrong; 3 if there is no status file, or one that cannot be read.

@@ -58,11 +58,11 @@ def verify(
     json: outputs.Json = None,
     listing: Annotated[bool, typer.Option("--list", help="Print the cases and the oracles, and run nothing.")] = False,
 ) -> None:
-    """Replay captured graphs under everything that serving does to them, and compare bytes with the reference.
+    """Replay captured graphs and compare bytes with the reference.
 
-    Run it on your card before you trust the fast path, and after each upgrade of ROCm, vLLM or AITER. With --device cpu
-    the same cases run as eager replay. Exit status: 0 all passed, 1 something failed, 2 an option is wrong, 3 there is
-    no GPU, or not the back end that was asked for.
+    Between replays it does to the graphs what serving does. Run it on your card before you trust the fast path, and
+    after each upgrade of ROCm, vLLM or AITER. With --device cpu the same cases run as eager replay. Exit status: 0 all
+    passed, 1 something failed, 2 an option is wrong, 3 there is no GPU, or not the back end that was asked for.
     """
     from vllm_aiter_mla.kernels.platform import detect_platform
     from vllm_aiter_mla.verify import session
