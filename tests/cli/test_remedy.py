@@ -84,6 +84,11 @@ def atom(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(importlib.metadata, "entry_points", lambda group: [one for one in points if one.group == group])
 
 
+def no_aiter(patch: pytest.MonkeyPatch) -> None:
+    on_rocm(patch)
+    patch.setattr(op, "locate_aiter", lambda: op.AiterInstall("none"))
+
+
 FOUND: dict[str, tuple[str, dict[str, str], Any]] = {
     "platform": ("gpu", {}, lambda patch: patch.setattr(doctor, "gpu_arch", lambda: "sm90")),
     "aiter_off": ("switches", {}, on_rocm),
@@ -92,9 +97,7 @@ FOUND: dict[str, tuple[str, dict[str, str], Any]] = {
     "capability": ("surface", {}, lambda patch: patch.setattr(release, "missing_capabilities", lambda: ["x"])),
     "op_schema": ("surface", {}, lambda patch: patch.setattr(release, "op_differences", lambda: ["x"])),
     "atom": ("atom", {}, atom),
-    "kernel_unavailable": (
-        "aiter", {}, lambda patch: (on_rocm(patch), patch.setattr(op, "locate_aiter", lambda: op.AiterInstall("none"))),
-    ),
+    "kernel_unavailable": ("aiter", {}, no_aiter),
 }  # fmt: skip
 
 

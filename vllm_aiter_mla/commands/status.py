@@ -58,9 +58,9 @@ def status(json: outputs.Json = None) -> None:
     with outputs.text_apart(json):
         for one in engines:
             typer.echo(outputs.line(f"run {one.run}, {one.model}, engine {one.engine}: {one.line}"))
-            for code, remedy in one.remedies.items():
+            for of, remedy in one.remedies.items():
                 if remedy not in one.line:
-                    typer.echo(outputs.folded(f"  {code} -> {remedy}"))
+                    typer.echo(outputs.folded(f"  {of} -> {remedy}"))
     if json is not None:
         outputs.write(json, files.text_of(Engines(engines, tuple(bad), code)))
     for why in bad:

@@ -131,7 +131,8 @@ def kernels(context: Context) -> Outcome:
         f"{name} {OVERFLOW}; " + ("it would serve" if name in serving else "start-up leaves it out")
         for name in sorted(overflowing)
     )
-    detail = ", ".join(f"{count} {status}" for status, count in counts.items()) + f" ({run.engine.name})"
+    ran = ", ".join(dict.fromkeys(result.backend for result in run.results)) or "no back end"
+    detail = ", ".join(f"{count} {status}" for status, count in counts.items()) + f" ({run.engine.name}; {ran})"
     failed = counts["failed"] or serving
     status: Status = "failed" if failed else "skipped" if run.status == NOTHING else "passed"
     return Outcome(status, detail, lines, run.record())

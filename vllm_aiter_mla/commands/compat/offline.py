@@ -100,7 +100,11 @@ def _without_its_own_code(args: Any, folder: Path) -> list[str]:
     from vllm.transformers_utils import config as configs
     from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
-    fields = config_of(folder)
+    if not (fields := config_of(folder)):
+        if args.config_format != "auto":
+            return []
+        args.config_format = "mistral"  # vLLM takes it by the names of the checkpoint's files
+        return ["params.json is read as by --config-format mistral"]
     place = str((fields.get("auto_map") or {}).get("AutoConfig", "")).partition(".")[0]
     if args.trust_remote_code and place and (folder / f"{place}.py").is_file():
         return []
