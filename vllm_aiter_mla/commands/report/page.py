@@ -305,7 +305,10 @@ def verify(page: Page, name: str, data: Verification) -> Glance:
     means += "; no graph was captured" if on_cpu else ""
     word = "failed" if data.status == 1 else "passed" if passed else "skipped"
     left = [f"{backend}: {why}" for backend, why in data.missing.items()]
-    return Glance(word, "verify", _card(data.machine), means, left, _others(data.machine))
+    on, seen = (
+        ("emulated: ", "; an emulator says nothing of time, nor of a card's faults") if data.emulated else ("", "")
+    )
+    return Glance(word, "verify", on + _card(data.machine), means + seen, left, _others(data.machine))
 
 
 def _card(machine: Mapping[str, str]) -> str:
