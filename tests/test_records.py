@@ -122,7 +122,7 @@ def test_i16_the_line_of_records_from_a_file_is_that_of_the_record(tmp_path):
     @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=40)
     @given(RECORDS["status"])
     def holds(record):
-        assert status.line(read_back(tmp_path, record)) == status.line(record)
+        assert status.line.of(read_back(tmp_path, record)) == status.line.of(record)
 
     holds()
 

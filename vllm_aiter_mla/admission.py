@@ -26,7 +26,9 @@ LEVELS: dict[str, dict[str, tuple[str, str]]] = json.loads(
 """Cause and remedy of each code that a :class:`Skip` may carry, by what it is a reason of: the whole "engine", before
 anything is compiled (some apply to one layer too); a "layer", from its attention module; its "graph", or its wrapper,
 before it first runs; or the "kernel" that could run it. ``make docs`` makes a page of them."""
-REASONS = frozenset(code for codes in LEVELS.values() for code in codes)
+REMEDIES = {code: remedy.replace("`", "") for codes in LEVELS.values() for code, (_, remedy) in codes.items()}
+"""What to do about each code: the status line, `status`, `doctor` and `plan` all say this."""
+REASONS = frozenset(REMEDIES)
 
 KV_CACHE_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3"})
 """vLLM's names of the caches that the kernels write: the activation dtype, or fp8 e4m3 with one scale per tensor."""
@@ -48,14 +50,14 @@ class Skip:
     """Why an engine or a layer runs vLLM's own code."""
 
     code: str  # stable name, one of :data:`REASONS`
-    message: str  # one line that says what was found and names the option
+    message: str  # one line that says what was found; what to do about it is in REMEDIES
 
     def __post_init__(self) -> None:
         if self.code not in REASONS:
             raise KeyError(f"skip code {self.code!r} is not in admission.REASONS")
 
     def __str__(self) -> str:
-        return f"{self.code}: {self.message}"
+        return f"{self.code}: {self.message} -> {REMEDIES[self.code]}"
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,8 @@ class Rule(NamedTuple):
 
 SHARED_RULES = (
     Rule("sparse_mla", lambda v: v.is_sparse, "sparse MLA: an indexer picks the KV rows (index_topk in the config)"),
-    Rule("dcp", lambda v: v.dcp > 1, "decode_context_parallel_size is {v.dcp}; the fast path needs 1"),
-    Rule("pcp", lambda v: v.pcp > 1, "prefill_context_parallel_size is {v.pcp}; the fast path needs 1"),
+    Rule("dcp", lambda v: v.dcp > 1, "decode_context_parallel_size is {v.dcp}"),
+    Rule("pcp", lambda v: v.pcp > 1, "prefill_context_parallel_size is {v.pcp}"),
     Rule("hisparse", lambda v: v.hisparse, "HiSparse manages the KV rows (attention_config.hisparse_config is set)"),
     Rule(
         "kv_cache_dtype",
@@ -156,15 +158,12 @@ ENGINE_RULES = (
     Rule(
         "vllm_version",
         lambda v: not v.version_supported,
-        "vLLM {v.vllm_version} is outside the supported window; "
-        "additional_config.aiter_mla.debug.untested_vllm=true tries it anyway",
+        "vLLM {v.vllm_version} is outside the supported window",
     ),
     Rule("capability", lambda v: v.missing, "this vLLM ({v.vllm_version}) lacks {found}"),
     Rule("capability", lambda v: v.failed_steps, "the plugin could not do what it needs: {found}"),
     Rule("op_schema", lambda v: v.op_schema, "in this vLLM ({v.vllm_version}) {found}"),
-    Rule(
-        "atom", lambda v: v.atom_active, "ATOM's plugin owns the model; set ATOM_DISABLE_VLLM_PLUGIN=1 to switch it off"
-    ),
+    Rule("atom", lambda v: v.atom_active, "ATOM's plugin owns the model"),
     Rule("not_mla", lambda v: not v.is_mla, "the model does not use MLA attention (model, VLLM_MLA_DISABLE)"),
     *SHARED_RULES,
 )
@@ -174,19 +173,17 @@ PLATFORM_RULES = (
     Rule(
         "platform",
         lambda v: v.card not in CARDS,
-        f"the platform is {{v.card}}, the fast path is for ROCm on {' and '.join(sorted(CARDS))}; "
-        "name kernel=triton to try it elsewhere",
+        f"the platform is {{v.card}}, the fast path is for ROCm on {' and '.join(sorted(CARDS))}",
     ),
     Rule(
         "aiter_off",
         lambda v: v.attention != AITER_MLA and not v.uses_aiter,
-        "vLLM does not use AITER for MLA (its attention is {v.attention}): install AITER, set VLLM_ROCM_USE_AITER=1 "
-        "and leave VLLM_ROCM_USE_AITER_MLA unset",
+        "vLLM does not use AITER for MLA (its attention is {v.attention})",
     ),
     Rule(
         "attention_backend",
         lambda v: v.attention != AITER_MLA and v.uses_aiter,
-        f"vLLM's attention is {{v.attention}}; drop --attention-backend, or set it to {AITER_MLA}",
+        "vLLM's attention is {v.attention}",
     ),
 )
 """What decides whether layers get the implementation that the fast path calls; a kernel of ``ANY_CARD`` may do without.
@@ -194,11 +191,11 @@ PLATFORM_RULES = (
 A layer's own implementation is looked at again after loading."""
 
 PASSES_RULES = (
-    Rule("enforce_eager", lambda v: v.enforce_eager, "enforce_eager=True leaves no graph; drop --enforce-eager"),
+    Rule("enforce_eager", lambda v: v.enforce_eager, "enforce_eager=True leaves no graph"),
     Rule(
         "breakable_cudagraph",
         lambda v: v.mode != "VLLM_COMPILE" and v.breakable_cudagraph,
-        "set VLLM_USE_BREAKABLE_CUDAGRAPH=0; it runs the model uncompiled",
+        "VLLM_USE_BREAKABLE_CUDAGRAPH runs the model uncompiled",
     ),
     Rule(
         "compilation_mode",
@@ -209,14 +206,12 @@ PASSES_RULES = (
     Rule(
         "graph_partition",
         lambda v: v.use_inductor_graph_partition is False and v.splitting_ops is None,
-        "compilation_config.use_inductor_graph_partition=False cuts the graph at attention; "
-        "leave it unset, or set it to true, or set splitting_ops=[]",
+        "compilation_config.use_inductor_graph_partition=False cuts the graph at attention",
     ),
     Rule(
         "splitting_ops",
         lambda v: not v.use_inductor_graph_partition and _cuts(v.splitting_ops or ()),
-        "compilation_config.splitting_ops cuts the graph at {found}; "
-        "set use_inductor_graph_partition=true with it, or splitting_ops=[], or leave both unset",
+        "compilation_config.splitting_ops cuts the graph at {found}",
     ),
 )
 """The passes need a compiled graph in which attention, the KV update and the query projection lie together."""
@@ -230,7 +225,7 @@ LAYER_RULES = (
     Rule("q_padding", lambda v: v.q_pad_num_heads, "the query is padded to {v.q_pad_num_heads} heads"),
     Rule("sliding_window", lambda v: v.sliding_window, "the layer has a sliding window"),
     Rule("no_rope_kernel", lambda v: not v.has_rope_kernel, "vLLM has no concat_and_cache_mla_rope_fused here"),
-    Rule("amx_bmm", lambda v: v.amx_bmm, "the CPU backend packed the absorb weights for AMX; choose CPU_MLA"),
+    Rule("amx_bmm", lambda v: v.amx_bmm, "the CPU backend packed the absorb weights for AMX"),
     Rule("no_absorbed_weight", lambda v: not v.has_absorbed_weight, "the layer has no W_UK_T, or no W_K and W_K_scale"),
     Rule(
         "kv_cache_ndim", lambda v: v.kv_cache_ndim not in (None, 3), "the cache has {v.kv_cache_ndim} dimensions, not 3"

@@ -36,6 +36,7 @@ from vllm_aiter_mla.settings import (
     near_misses,
     set_options,
 )
+from vllm_aiter_mla.status import gauge
 
 CHANGED = ("use_inductor_graph_partition", "splitting_ops", "inductor_passes", patches.FUSION_FIELD)
 """What the gate may change besides the pass and the compile ranges; the last is a field of ``pass_config``."""
@@ -141,8 +142,8 @@ def _new_pass(vllm_config: Any, limit: int, settings: Settings, chained: Any, in
     # Imports torch's compiler, which a run with the flag off must not pay for.
     from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 
-    with log.warned(f"the gauge {status.GAUGE} is not available"):
-        status.show_gauge(compat_config.cache_folder())
+    with log.warned(f"the gauge {gauge.NAME} is not available"):
+        gauge.show(compat_config.cache_folder())
     return AiterMLAPipeline(vllm_config, limit=limit, settings=settings, chained=chained, integration=integration)
 
 
@@ -220,10 +221,10 @@ def _skip(vllm_config: Any, skip: Skip, settings: Settings) -> None:
     # The workers run nothing of ours then, so the process that built the config writes one record for all ranks.
     with log.warned("the status file could not be written"):
         layers, cache = compat_config.mla_layers(vllm_config.model_config), str(vllm_config.cache_config.cache_dtype)
-        record = status.record_of_skipped_engine(skip.code, skip.message, layers, cache)
+        record = status.record.record_of_skipped_engine(skip.code, skip.message, layers, cache)
         labels = compat_config.metric_labels(vllm_config)
         record = replace(record, model_name=labels["model_name"], engine=labels["engine"])
-        status.show_gauge(compat_config.cache_folder())
+        gauge.show(compat_config.cache_folder())
         status.write(compat_config.cache_folder(), record)
 
 

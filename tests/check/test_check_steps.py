@@ -28,11 +28,12 @@ from vllm_aiter_mla.commands.check.record import CheckRun
 from vllm_aiter_mla.commands.check.steps import Context, Outcome
 from vllm_aiter_mla.commands.doctor import Check
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.commands.plan import build, model
+from vllm_aiter_mla.commands.plan import build, issues, model
 from vllm_aiter_mla.kernels import device
 from vllm_aiter_mla.verify import session
 
-ISSUES = {issue["id"]: issue for issue in json.loads(steps.KNOWN_ISSUES.read_text())}
+ISSUES = {issue["id"]: issue for issue in json.loads(issues.KNOWN_ISSUES.read_text())}
+NO_CUSTOM_AR = "VLLM_ROCM_USE_AITER_CUSTOM_AR=0"
 STEP = (3, {3: -0.5, 4: -1.0})
 ANSWER = {
     "scenarios": {"short": [[STEP] * 20]},
@@ -47,7 +48,7 @@ ANSWER = {
 
 def made_up_plan(**changes: Any) -> dict[str, Any]:
     """A plan of 61 layers that engage on a gfx942, its fields replaced by ``changes``."""
-    made = build.build(plans.made_up_answer(), plans.ABOUT, model.environment((), {}))
+    made = build.build(plans.made_up_answer(), plans.ABOUT, model.environment((NO_CUSTOM_AR,), {}))
     found: dict[str, Any] = json.loads(json.dumps(made))
     found["reasons"], found["layers"]["engaged"] = [], found["layers"]["mla"]
     return found | {"outcome": "engaged", "heads_per_rank": 16} | changes
@@ -68,7 +69,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     row = measure.row_of(1, 16, "fp8", {"vllm": 10.0, "triton": 5.0}, {})
     made["measured"] = measure.Measurement({"card": "a card"}, "fp8", (row,), {}, "")
     monkeypatch.setattr(steps.doctor, "examine", lambda: made["checks"])
-    monkeypatch.setattr(model, "ask", lambda *_: plans.parsed(made["plan"]))
+    monkeypatch.setattr(model, "ask", lambda *_: issues.looked_up(plans.parsed(made["plan"])))
     # In this process, where the card is made up; tests/rehearsal runs the real ones.
     monkeypatch.setattr(child, "run", lambda name, context: steps.STEPS[name](context))
     monkeypatch.setattr(session, "Session", lambda **asked: made.update(asked=asked) or made["run"])
@@ -280,7 +281,7 @@ def of_shape(heads: int, drafts: int, cache: str, arch: str = "gfx942", vllm: st
     ],
 )
 def test_a_known_issue_is_found_by_card_cache_heads_and_drafts(plan: dict[str, Any], concerned: set[str]) -> None:
-    assert {name for name, issue in ISSUES.items() if steps.applies(issue, plans.parsed(plan))} == concerned
+    assert {name for name, issue in ISSUES.items() if issues.applies(issue, plans.parsed(plan))} == concerned
 
 
 @pytest.mark.parametrize("issue", ISSUES.values(), ids=ISSUES)
@@ -291,9 +292,10 @@ def test_a_known_issue_is_of_the_heads_and_rows_from_its_first_to_its_last(issue
         cache = "auto" if issue["cache"] == "16 bits" else "fp8"
         plan = of_shape(heads, rows - 1, cache, issue["arch"][0], vllm="dev")
         plan["captures"]["inside"] = []
+        plan["environment"] |= {issue["switch"]: ("1", "--env")} if "switch" in issue else {}
         made = plans.parsed(plan)
-        with mock.patch.object(steps.files, "stamp", return_value={files.KEY: {"aiter": None}}):
-            return steps.applies(issue, made)
+        with mock.patch.object(issues.files, "stamp", return_value={files.KEY: {"aiter": None}}):
+            return issues.applies(issue, made)
 
     assert all(concerns(heads, rows) for heads in (few, many) for rows in (first, last))
     beyond = [(few - 1, first), (many + 1, first), (few, last + 1), *([(few, first - 1)] if first > 1 else [])]
@@ -303,8 +305,8 @@ def test_a_known_issue_is_of_the_heads_and_rows_from_its_first_to_its_last(issue
 def test_a_known_issue_of_one_aiter_is_found_by_the_installed_version(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, issue = plans.parsed(of_shape(32, 0, "fp8", arch="gfx950")), ISSUES["vllm#46997"]
     for version, concerned in (("0.1.16.post2", True), ("0.1.24.post1", False), (None, True)):
-        monkeypatch.setattr(steps.files, "stamp", lambda *_, version=version: {files.KEY: {"aiter": version}})
-        assert steps.applies(issue, plan) is concerned
+        monkeypatch.setattr(issues.files, "stamp", lambda *_, version=version: {files.KEY: {"aiter": version}})
+        assert issues.applies(issue, plan) is concerned
 
 
 @pytest.mark.parametrize(("kernel", "cache", "lines"), [("triton", "fp8", 1), ("aiter", "auto", 0)])

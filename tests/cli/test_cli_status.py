@@ -23,8 +23,8 @@ def folder(tmp_path, monkeypatch):
     """The folder of the plugin's files, in which this process is every server that lives."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     for run in ("7-a", "8-b"):
-        monkeypatch.setenv(status.RUN, run)
-        status.join_run(tmp_path / "aiter_mla")
+        monkeypatch.setenv(status.record.RUN, run)
+        status.record.join_run(tmp_path / "aiter_mla")
     return tmp_path / "aiter_mla"
 
 

@@ -37,8 +37,8 @@ def plan_says(outcome):
 def a_server(engaged):
     def plant(monkeypatch, folder):
         monkeypatch.setenv("VLLM_CACHE_ROOT", str(folder))
-        monkeypatch.setenv(status.RUN, "7-a")
-        status.join_run(folder / "aiter_mla")
+        monkeypatch.setenv(status.record.RUN, "7-a")
+        status.record.join_run(folder / "aiter_mla")
         record = replace(record_of(["layer"], 16, "auto", 0), run="7-a", engaged={"layer": "triton"}, skipped={})
         left = replace(record, engaged={}, skipped={"layer": ("dcp", "made up")})
         files.write(folder / "aiter_mla" / "status-7-a-0-0.json", record if engaged else left)

@@ -18,9 +18,8 @@ from tools import aot
 from tools.gfx9 import cases
 from vllm_aiter_mla import status
 from vllm_aiter_mla.commands import main
-from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.compat import offline
-from vllm_aiter_mla.commands.plan import formulas
+from vllm_aiter_mla.commands.plan import formulas, issues
 from vllm_aiter_mla.kernels.triton import tiles
 
 COMMANDS = typer.main.get_command(main.app).commands
@@ -133,7 +132,7 @@ def outcome(**changes) -> str:
     """Return the status line of 61 engaged layers."""
     engaged = {f"layer {index}": "triton" for index in range(61)}
     found = status.record_of(list(engaged), 1024, "fp8", 0, card="gfx942")
-    return status.line(*[replace(found, engaged=engaged, skipped={}, **changes)] * 8)
+    return status.line.of(*[replace(found, engaged=engaged, skipped={}, **changes)] * 8)
 
 
 def test_quoted_outcomes_are_what_the_status_says():
@@ -202,7 +201,7 @@ def test_what_use_aiter_switches_on_is_on_by_default():
 
 def test_the_known_issues_of_the_page_are_those_of_check():
     page = PAGES["operate.md"].partition("## Known issues")[2].partition("\n## ")[0]
-    known = {issue["id"]: issue["link"] for issue in json.loads(steps.KNOWN_ISSUES.read_text(encoding="utf-8"))}
+    known = {issue["id"]: issue["link"] for issue in json.loads(issues.KNOWN_ISSUES.read_text(encoding="utf-8"))}
     assert dict(re.findall(r"^\| \[([\w#]+)\]\(([^)]+)\)", page, re.M)) == known
 
 

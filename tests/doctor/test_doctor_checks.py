@@ -96,12 +96,13 @@ AITER_ON = {"VLLM_ROCM_USE_AITER": "1"}
 )
 def test_a_variable_that_keeps_the_fast_path_off_is_a_problem(name: str, env: dict[str, str], remedy: str) -> None:
     check = found(name, **env)
-    assert (check.status, remedy in check.remedy) == ("problem" if remedy else "ok", True)
+    assert (check.status, remedy in check.detail + check.remedy) == ("problem" if remedy else "ok", True)
 
 
-def test_without_rocm_the_switches_of_aiter_are_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_field_without_rocm_the_switches_of_aiter_are_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "rocm_version", lambda: None)
-    assert status("switches") == "ok"
+    assert status("switches") == "warning", "AITER is off"
+    assert status("switches", **AITER_ON) == "ok"
     assert status("switches", VLLM_MLA_DISABLE="1") == "problem"
 
 

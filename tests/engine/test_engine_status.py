@@ -13,7 +13,7 @@ from tests.sandbox import engine, plugin
 from tests.sandbox.model import TinyDeepseek
 from tests.sandbox.spec import EngineSpec, save
 from tests.tools import serving_model
-from vllm_aiter_mla import status
+from vllm_aiter_mla.status import gauge
 
 pytestmark = pytest.mark.engine
 MODEL = {"num_hidden_layers": 2, "yarn": False}
@@ -86,7 +86,7 @@ def ask(address):
 
 def scraped(address):
     text = urllib.request.urlopen(f"{address}/metrics", timeout=60).read().decode()
-    lines = [line for line in text.splitlines() if line.startswith(f"{status.GAUGE}{{")]
+    lines = [line for line in text.splitlines() if line.startswith(f"{gauge.NAME}{{")]
     return {line.split('state="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
 
 

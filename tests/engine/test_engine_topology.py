@@ -6,6 +6,7 @@ import pytest
 
 from tests.engine.engine_checks import assert_all_engaged, assert_parity
 from vllm_aiter_mla import status
+from vllm_aiter_mla.status import gauge
 
 
 @pytest.mark.engine("schedule-off", "schedule-on")
@@ -84,8 +85,8 @@ def test_ranks_that_fell_back_are_in_the_line_the_files_and_the_gauge(engines, t
     assert engaged == {0: 1, 1: 0}
     for record in found.status:
         (tmp_path / f"status-{record['run']}-0-{record['rank']}.json").write_text(json.dumps(record))
-    monkeypatch.setenv(status.RUN, found.status[0]["run"])
-    assert {labels[-1]: layers for labels, layers in status.samples(tmp_path)} == {"engaged": 0, "skipped": 1}
+    monkeypatch.setenv(status.record.RUN, found.status[0]["run"])
+    assert {labels[-1]: layers for labels, layers in gauge.samples(tmp_path)} == {"engaged": 0, "skipped": 1}
     assert_parity(engines("class-gfx950-off"), found)
 
 

@@ -286,7 +286,7 @@ def test_the_page_holds_the_decode_limit_the_reason_and_the_way_out():
     status, out, _ = invoke(*R1, *REQUESTS, *MTP, "-dcp", "2")
     assert status == outputs.FINDING
     assert "Decode limit: 512 " in out
-    assert "dcp: decode_context_parallel_size is 2; the fast path needs 1" in " ".join(out.split())
+    assert "dcp: decode_context_parallel_size is 2 -> --decode-context-parallel-size 1" in " ".join(out.split())
     status, out, _ = invoke(*R1, *REQUESTS, *MTP, "--port", "8001", "--api-key", "k")
     assert status == outputs.FINE, "options of the server itself are known"
     assert "62/62 MLA layers would engage" in out
@@ -350,7 +350,11 @@ def refused(*arguments):
         (["-cc.pass_config.fuse_norm_qant=true"], "pass_config.fuse_norm_qant Unexpected"),
         ([OURS, '{"aiter_mla": {"max_token_num": 100000000000000000000}}'], "max-token-num 100000000000000000000"),
         ([OURS, '{"aiter_mla": {"kernl": "auto"}}'], "did you mean 'kernel'?"),
-        (["--env", "VLLM_SOMETHING=1"], "VLLM_SOMETHING"),
+        (["--env", "=1"], "NAME=VALUE"),
+        (["--tp", "8"], "-tp"),
+        (["--kv-cach-dtype", "fp8"], "--kv-cache-dtype"),
+        (["--no-enable-prefix-cachin"], "--enable-prefix-caching"),
+        (["--jsn", "x"], "--json"),
         (["--env", "VLLM_MLA_DISABLE"], "NAME=VALUE"),
         ([GRAPH, f'{{"pass_config": {{"{FLAG_FIELD[:-1]}al": true}}}}'], f"pass_config.{FLAG_FIELD[:-1]}al"),
         ([GRAPH, f'{{"pass_confg": {{"{FLAG_FIELD}": true}}}}'], "pass_confg Unexpected"),
@@ -381,6 +385,7 @@ def test_a_parser_that_prints_its_help_and_ends_has_planned_nothing():
         (["-tp", "8", "deepseek-r1"], "MODEL comes first"),
         (["--max-num-seqs=4", "M"], "MODEL comes first"),
         (["--model", "M"], "MODEL comes first"),
+        (["deepsek-r1"], "did you mean deepseek-r1?".capitalize()),
         *(([name], "kimi-k2.5") for name in ("x" * 5000, "~nobody-of-this-name/x", "no/such-model")),
         pytest.param(["deepseek-r1", "--env", "VLLM_BATCH_INVARIANT=maybe"], "VLLM_BATCH_INVARIANT=maybe", marks=slow),
     ],

@@ -25,6 +25,7 @@ from tests.sandbox.rehearsal_card import Scenario
 from tests.sandbox.simulated_aiter import write_tree
 from tests.tools import serving_model
 from vllm_aiter_mla import status
+from vllm_aiter_mla.status import gauge
 
 PATH = Path(rehearsal_card.__file__).parent / "rehearsal_path"
 COMMAND = Path(sys.executable).with_name("vllm-aiter-mla")
@@ -62,7 +63,7 @@ class Day:
         """The variables of each process."""
         path = (PATH, plugin.FOLDER, self.aiter, plugin.CHECKOUT)
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "AITER_"))}
-        kept.pop(status.RUN, None)
+        kept.pop(status.record.RUN, None)
         return kept | {
             "PYTHONPATH": os.pathsep.join(map(str, path)),
             rehearsal_card.VARIABLE: json.dumps(asdict(self.scenario)),
@@ -165,7 +166,7 @@ class Server:
     def gauge(self) -> dict[str, float]:
         """Return the plugin's gauge by state, as /metrics serves it."""
         text = urllib.request.urlopen(f"{self.address}/metrics", timeout=60).read().decode()
-        lines = [line for line in text.splitlines() if line.startswith(f"{status.GAUGE}{{")]
+        lines = [line for line in text.splitlines() if line.startswith(f"{gauge.NAME}{{")]
         return {line.split('state="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
 
     def line(self, part: str) -> str:

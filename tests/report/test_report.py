@@ -82,7 +82,7 @@ def test_each_chart_of_the_whole_page_is_named(page: str) -> None:
     ("name", "sections"),
     [
         ("status", {"Status", "Compile ranges", "Versions"}),
-        ("plan", {"Status", "Compile ranges", "Launches", "Versions"}),
+        ("plan", {"Plan", "Compile ranges", "Launches", "Versions"}),
         ("verify", {"Launches", "Verify", "Versions"}),
         ("measure", {"Timing", "Versions"}),
     ],
@@ -91,6 +91,62 @@ def test_a_file_fills_its_sections_and_the_others_say_what_they_need(
     files: dict[str, Path], name: str, sections: set[str]
 ) -> None:
     assert not_measured(html_of([files[name]])) == set(SECTIONS) - sections
+
+
+def glances(page: str) -> list[tuple[str, str, dict[str, str]]]:
+    """The first screen: outcome, what was done, and the facts of each input."""
+    found = re.findall(r'<section class="glance[^"]*"><h2>(.*?)</h2>\s*<dl>(.*?)</dl>', page, re.DOTALL)
+    facts = [dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text, re.DOTALL)) for _, text in found]
+    heads = [re.fullmatch(r"<span[^>]*>(.*?)</span> (.*)", head, re.DOTALL) for head, _ in found]
+    return [(head[1], head[2], facts) for head, facts in zip(heads, facts, strict=True) if head]
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "card"),
+    [
+        ("status", "engaged", "a CPU"),
+        ("plan", "planned, nothing ran", "none"),
+        ("verify", "passed", "none"),
+        ("measure", "failed", "made up for a test"),
+    ],
+)
+def test_field_o14_the_first_screen_answers(files: dict[str, Path], name: str, word: str, card: str) -> None:
+    page = html_of([files[name]])
+    ((said, _, facts),) = glances(page)
+    assert (said, facts["Card"].startswith(card)) == (word, True)
+    stamp = json.loads(files[name].read_text())["evidence"]
+    assert stamp["host"] in facts["When"]
+    assert f"vLLM {stamp['vllm']}" in facts["Versions"]
+    assert facts["Means"]
+    assert facts["Skipped"]
+    assert page.index('class="glance') < page.index("<nav"), "before everything else"
+
+
+def test_field_o14_a_promise_never_looks_like_what_ran(files: dict[str, Path]) -> None:
+    page = html_of([files["plan"]])
+    assert "badge" not in page
+    plans, rest = page.partition("<h2>Plan</h2>")[2].partition("<h2>Status</h2>")[::2]
+    assert "planned, nothing ran" in plans
+    assert "Not measured" in rest.partition("<section")[0], "a plan is no status"
+    assert not re.search(r'class="word good', page), "nothing that a plan says is green"
+
+
+@pytest.mark.parametrize(
+    ("status", "word"), [(0, "passed"), (1, "failed"), (3, "skipped"), (4, "no gain"), (None, "cut off")]
+)
+def test_field_o14_a_check_says_passed_or_not_and_what_was_skipped(
+    written: Write, status: int | None, word: str
+) -> None:
+    doctor = [{"name": "gpu", "status": "ok", "detail": "gfx942"}]
+    done = (
+        Step("machine", "passed", "", (), doctor),
+        Step("plan", "passed", "61/61", (), None),
+        Step("timing", "skipped", "no GPU", (), None),
+    )
+    page = html_of([written("check.json", check_run(*done, status=status))])
+    ((said, what, facts),) = glances(page)
+    assert (said, what, facts["Card"], facts["Skipped"]) == (word, "check of a-model", "gfx942", "timing: no GPU")
+    assert ["plan", "planned, nothing ran"] in [row[:2] for row in rows_of(page)]
 
 
 def test_the_page_loads_nothing_and_ids_are_not_repeated(page: str) -> None:

@@ -71,7 +71,7 @@ def test_overflow_of_a_kernel_that_was_named_is_one_warning_and_stays_in_the_sta
     status.engage(NAME, "aiter")
     found = status.record_of([NAME], 16, "fp8", 0)
     assert found.overflows == ("aiter",)
-    assert status.line(found).count("NaN") == 1
+    assert status.line.of(found).count("NaN") == 1
 
 
 def test_overflow_that_auto_avoids_is_not_in_the_status(said):
@@ -79,7 +79,7 @@ def test_overflow_that_auto_avoids_is_not_in_the_status(said):
     status.engage(NAME, "triton")
     found = status.record_of([NAME], 16, "fp8", 0)
     assert found.overflows == ()
-    assert "NaN" not in status.line(found)
+    assert "NaN" not in status.line.of(found)
 
 
 @pytest.mark.mutation("I14")

@@ -71,7 +71,7 @@ def test_the_fastest_kernel_serves_and_the_status_line_and_the_status_say_so(mad
     assert layer_in(one).decision.ours == "triton"
     status.engage(NAME, "aiter")
     found = status.record_of([NAME], LIMIT, "bfloat16", 0)
-    assert status.line(found) == (
+    assert status.line.of(found) == (
         "1/1 MLA layers engaged (triton 1..4, aiter 5..16; "
         "8.0 us a layer at 16 tokens against vLLM's own 10.0, measured here)"
     )

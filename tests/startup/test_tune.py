@@ -86,7 +86,7 @@ def tuned(folder):
 
 def line():
     status.engage(NAME, "triton")
-    return status.line(status.record_of([NAME], LIMIT, "bfloat16", 0, card="gfx942"))
+    return status.line.of(status.record_of([NAME], LIMIT, "bfloat16", 0, card="gfx942"))
 
 
 def test_tune_keeps_the_fastest_tile_and_the_next_start_times_and_serves_it(card, tmp_path, said):

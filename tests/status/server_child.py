@@ -15,6 +15,7 @@ from pathlib import Path
 
 from vllm_aiter_mla import status
 from vllm_aiter_mla.startup import first_call
+from vllm_aiter_mla.status import gauge
 
 FOLDER = Path(sys.argv[1])
 MARKER = FOLDER / "first-call-x-0-0.json"
@@ -27,7 +28,7 @@ def write(rank: int = 0) -> None:
 
 
 def front_end() -> None:
-    status.show_gauge(FOLDER)
+    gauge.show(FOLDER)
 
 
 def forked_worker_ends() -> None:

@@ -16,9 +16,11 @@ from tests.support.bad_files import BAD
 from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
 from vllm_aiter_mla import files, status
+from vllm_aiter_mla.admission import REMEDIES
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.startup import worker as startup
+from vllm_aiter_mla.status import gauge as metric
 
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
 NOT_READ = "the reasons of skipped layers could not be kept or read"
@@ -29,7 +31,7 @@ full = raising(OSError("No space left on device"))
 def fresh(monkeypatch, said):
     """A status and a run of this test's own."""
     status.reset()
-    monkeypatch.setenv(status.RUN, f"{os.getpid()}-mine")
+    monkeypatch.setenv(status.record.RUN, f"{os.getpid()}-mine")
     yield
     status.reset()
 
@@ -99,7 +101,7 @@ def test_every_engine_of_a_process_starts_empty_and_has_its_own_line(said):
     assert said[-1][1].startswith("0/2: not_run")
 
 
-def forget_the_skipped(ranks, told=status.of_engine):
+def forget_the_skipped(ranks, told=status.record.of_engine):
     found = told(ranks)
     return replace(found, record=replace(found.record, skipped={}, total=1))
 
@@ -108,8 +110,8 @@ def forget_the_skipped(ranks, told=status.of_engine):
 @pytest.mark.parametrize(
     ("owner", "name", "plant", "counts"),
     [
-        (startup, "_say", lambda config, ranks, record, strict: log.say(0, status.line(record)), ["1/2", "1/2"]),
-        (status, "of_engine", forget_the_skipped, ["1/1"]),
+        (startup, "_say", lambda config, ranks, record, strict: log.say(0, status.line.of(record)), ["1/2", "1/2"]),
+        (status.line, "of_engine", forget_the_skipped, ["1/1"]),
         (startup, "_say", lambda *given, say=startup._say: (say(*given), say(*given)), ["1/2", "1/2"]),
     ],
     ids=["every rank speaks", "a skipped layer is forgotten", "the line is said twice"],
@@ -237,7 +239,7 @@ def test_files_of_this_machines_ended_servers_are_removed(said, tmp_path, monkey
     stays[-1].write_text("half a fi")
     after_warm_up()
     assert [path.exists() for path in (*gone, *stays)] == [False, False, False, True, True]
-    assert [path.name for path in tmp_path.glob("lock-*")] == [f"lock-status-{os.environ[status.RUN]}"]
+    assert [path.name for path in tmp_path.glob("lock-*")] == [f"lock-status-{os.environ[status.record.RUN]}"]
 
 
 @pytest.mark.parametrize("error", [PermissionError("read-only"), OSError("No space left on device")])
@@ -245,7 +247,7 @@ def test_files_of_this_machines_ended_servers_are_removed(said, tmp_path, monkey
 def test_a_folder_that_takes_no_lock_is_one_warning_and_serving_goes_on(said, monkeypatch, tmp_path, error, strict):
     monkeypatch.setattr(files, "hold", raising(error))
     engage_all()
-    status.show_gauge(tmp_path)
+    metric.show(tmp_path)
     after_warm_up(strict=strict)
     assert [str(error) in text for level, text in said if level == logging.WARNING] == [True]
 
@@ -268,7 +270,7 @@ def test_model_and_engine_are_named_as_vllm_labels_its_metrics():
 @pytest.mark.parametrize("card", ["cpu", "gfx950"])
 def test_the_line_says_that_nobody_has_timed_this_card(said, card):
     engage_all()
-    line = status.line(status.record_of(LAYERS, 512, "fp8", 0, card=card))
+    line = status.line.of(status.record_of(LAYERS, 512, "fp8", 0, card=card))
     assert ("not measured" in line) == (card != "cpu")
 
 
@@ -288,14 +290,14 @@ PART = "MLA layers engaged on 1 of 2 ranks (aiter, fp8 KV, decode limit 512)"
     ("before", "others", "level", "line"),
     [
         (engage_all, [], logging.INFO, f"2/2 {ALONE}"),
-        (engage_one, [], logging.INFO, f"1/2 {ALONE}; 1 skipped: no_rope: why"),
+        (engage_one, [], logging.INFO, f"1/2 {ALONE}; 1 skipped: no_rope: why -> {REMEDIES['no_rope']}"),
         (lambda: status.skip(LAYERS[0], "impl", "a b\n\x1b[2J"), [], logging.WARNING,
-         "0/2: impl: a b  [2J (run: vllm-aiter-mla doctor)"),
+         f"0/2: impl: a b  [2J -> {REMEDIES['impl']}"),
         (engage_all, [other(LAYERS)], logging.INFO, f"2/2 {WHOLE}"),
         (engage_all, [other("c", {"d": ("dtype", "x")})], logging.INFO,
          f"3/4 {WHOLE}; 1 skipped: dtype: x"),
         (engage_all, [other((), WRONG)], logging.WARNING,
-         f"2/2 {PART}; rank 1 fell back: kernel_shape: wrong"),
+         f"2/2 {PART}; rank 1 fell back: kernel_shape: wrong -> {REMEDIES['kernel_shape']}"),
         (engage_all, [None], logging.WARNING, f"2/2 {PART}; 1 without a status"),
     ],
     ids=["all", "some", "none", "tensor parallel", "pipeline", "one fell back", "one is silent"],
@@ -326,7 +328,7 @@ def test_strict_mode_stops_a_rank_that_engaged_nothing_but_a_stage_without_mla_l
 def test_a_data_parallel_engine_is_named(said):
     engage_all()
     record = status.record_of(LAYERS, 512, "fp8", 0)
-    assert status.line(record, replica=1).endswith("decode limit 512), data-parallel engine 1")
+    assert status.line.of(record, replica=1).endswith("decode limit 512), data-parallel engine 1")
 
 
 @both_modes
@@ -347,20 +349,20 @@ def test_fail_closed_a_rank_without_a_status_still_hands_over_to_the_other_ranks
 @pytest.fixture
 def gauge(said, tmp_path, monkeypatch):
     """Scrapes prometheus_client's registry, as vLLM's /metrics does."""
-    others = tuple(status._shown)  # of engines that earlier tests of this process have built
+    others = tuple(metric._shown)  # of engines that earlier tests of this process have built
     for other in others:
         REGISTRY.unregister(other)
-    monkeypatch.setattr(status, "_shown", [])
-    status.show_gauge(tmp_path)
-    status.show_gauge(tmp_path)  # idempotent
+    monkeypatch.setattr(metric, "_shown", [])
+    metric.show(tmp_path)
+    metric.show(tmp_path)  # idempotent
 
     def scrape():
         text = generate_latest(REGISTRY).decode()
-        lines = [line for line in text.splitlines() if line.startswith(f"{status.GAUGE}{{")]
+        lines = [line for line in text.splitlines() if line.startswith(f"{metric.NAME}{{")]
         return {line.split("{")[1].split("}")[0]: float(line.split()[-1]) for line in lines}
 
     yield scrape
-    REGISTRY.unregister(status._shown[0])
+    REGISTRY.unregister(metric._shown[0])
     for other in others:
         REGISTRY.register(other)
 
@@ -392,7 +394,7 @@ def test_gauge_leaves_out_a_bad_file_of_its_run_and_names_it_once(gauge, said, t
     engage_all()
     after_warm_up()
     after_warm_up(rank=1)
-    path = tmp_path / f"status-{os.environ[status.RUN]}-0-1.json"
+    path = tmp_path / f"status-{os.environ[status.record.RUN]}-0-1.json"
     spoil(path)
     del said[:]
     assert [gauge() for _ in range(2)] == [{labels("engaged"): 2, labels("skipped"): 0}] * 2
@@ -401,7 +403,7 @@ def test_gauge_leaves_out_a_bad_file_of_its_run_and_names_it_once(gauge, said, t
 
 @pytest.mark.parametrize("planted", [KeyError("planted"), OSError("planted"), FileNotFoundError("planted")])
 def test_gauge_that_cannot_be_made_takes_no_other_metric_down(gauge, said, monkeypatch, planted):
-    monkeypatch.setattr(status, "read_all", raising(planted))
+    monkeypatch.setattr(metric, "read_all", raising(planted))
     assert gauge() == {}
     assert b"python_info" in generate_latest(REGISTRY)
     assert len([text for _, text in said if "planted" in text]) == 1
@@ -411,13 +413,15 @@ def test_gauge_tells_engines_apart_and_ignores_other_servers(gauge, monkeypatch)
     engage_all()
     after_warm_up(engine="1")
     with monkeypatch.context() as patching:
-        patching.setenv(status.RUN, "1-other")
+        patching.setenv(status.record.RUN, "1-other")
         after_warm_up()
     assert gauge() == {labels("engaged", "1"): 2, labels("skipped", "1"): 0}
 
 
 def test_gauge_of_a_skipped_engine_counts_all_its_layers(gauge, tmp_path):
-    status.write(tmp_path, replace(status.record_of_skipped_engine("dcp", "why", (0, 1, 2), "fp8"), model_name="m"))
+    status.write(
+        tmp_path, replace(status.record.record_of_skipped_engine("dcp", "why", (0, 1, 2), "fp8"), model_name="m")
+    )
     assert gauge() == {labels("engaged"): 0, labels("skipped"): 3}
 
 
@@ -436,7 +440,7 @@ def test_mutation_a_gauge_that_does_not_follow_a_failure_is_caught(gauge, monkey
     if plant == "not written":
         monkeypatch.setattr(status, "fail", lambda name, reason: status.skip(name, "kernel_failed", reason))
     else:
-        monkeypatch.setattr(status, "samples", lambda folder: [(["m", "0", "engaged"], len(LAYERS))])
+        monkeypatch.setattr(metric, "samples", lambda folder: [(["m", "0", "engaged"], len(LAYERS))])
     with pytest.raises(AssertionError, match=r"engaged\"': 2\.0\} != .*: 1\}"):
         test_gauge_changes_when_a_kernel_fails_while_serving(gauge)
 
@@ -446,8 +450,9 @@ import json, os, sys, time
 from dataclasses import replace
 from pathlib import Path
 from vllm_aiter_mla import status
+from vllm_aiter_mla.status import gauge
 folder = Path(sys.argv[1])
-status.show_gauge(folder)
+gauge.show(folder)
 status.engage("a", "aiter")
 status.write(folder, replace(status.record_of(("a",), 8, "fp8", 0), model_name="m"))
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
@@ -465,8 +470,12 @@ sys.exit(text)
 def test_gauge_reaches_the_shared_files_of_several_api_servers(tmp_path):
     """There prometheus_client takes no callback, and a thread sets the gauge."""
     (tmp_path / "shared").mkdir()
-    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "shared"), status.RUN: f"{os.getpid()}-x"}
-    code = SEVERAL_SERVERS.replace("status.show_gauge", "status.REFRESH_S = 0.1; status.show_gauge")
+    environment = {
+        **os.environ,
+        "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "shared"),
+        status.record.RUN: f"{os.getpid()}-x",
+    }
+    code = SEVERAL_SERVERS.replace("gauge.show", "gauge.REFRESH_S = 0.1; gauge.show")
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -477,6 +486,6 @@ def test_platform_skip_after_loading_says_that_graph_partition_stays_on(said, pa
     for name in LAYERS:
         status.skip(name, "impl", "another")
     record = replace(status.record_of(LAYERS, 512, "fp8", 0), partition=partition)
-    assert ("; graph partition stays on" in status.line(record)) == partition
+    assert ("; graph partition stays on" in status.line.of(record)) == partition
     engage_all()
-    assert "partition" not in status.line(replace(status.record_of(LAYERS, 512, "fp8", 0), partition=partition))
+    assert "partition" not in status.line.of(replace(status.record_of(LAYERS, 512, "fp8", 0), partition=partition))

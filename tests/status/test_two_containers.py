@@ -22,7 +22,8 @@ class Server:
     def __init__(self, folder, run):
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.status.server_child", str(folder)], text=True,
-            env={**os.environ, status.RUN: run}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**os.environ, status.record.RUN: run},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         assert self.process.stdout.readline() == "ready\n", self.process.stderr.read()
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tests.support.planted import raising
 from tests.verify.faults import stale
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.verify import session
+from vllm_aiter_mla.verify import runner, session
 
 ROOT = Path(__file__).resolve().parents[2]
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
@@ -58,6 +58,44 @@ def test_the_options_give_the_sizes_and_the_command_that_repeats_has_them(tmp_pa
     found = json.loads(path.read_text())
     assert tuple(found["sizes"][name] for name in ("heads", "nope", "rope", "latent", "v")) == sizes
     assert " ".join(options) in found["results"][0]["command"]
+
+
+def test_small_runs_the_quick_cases_at_deepseeks_widths_and_two_runs_give_the_same_digests(tmp_path):
+    found = []
+    for seed, flags in ((0, ()), (0, ("--emulated",)), (1, ())):
+        path = tmp_path / f"{len(found)}.json"
+        line = ("--backend", "reference", "--only", "fresh-data", "--only", "full-graph-decode", "--small")
+        done = cli(*line, *flags, "--seed", str(seed), "--json", str(path))
+        assert done.exit_code == 0, done.output
+        found.append(json.loads(path.read_text()))
+    first, again, other = ([result["digests"] for result in one["results"]] for one in found)
+    assert (first == again, first == other) == (True, False)
+    assert {name.partition(" ")[0] for digests in first for name in digests} == {"query", "cache", "final"}
+    assert {len(digest) for digests in first for digest in digests.values()} == {64}
+    assert [one["emulated"] for one in found] == [False, True, False]
+    assert [found[0]["sizes"][name] for name in ("heads", "nope", "rope", "latent")] == [2, 128, 64, 512]
+    assert {"--small", "--emulated"} < set(shlex.split(found[1]["results"][0]["command"]))
+
+
+def test_without_small_no_digest_is_made(tmp_path):
+    path = tmp_path / "out.json"
+    assert cli(*ONE, "--json", str(path)).exit_code == 0
+    assert [result["digests"] for result in json.loads(path.read_text())["results"]] == [{}]
+
+
+@pytest.mark.mutation
+def test_mutation_a_cache_that_is_written_otherwise_changes_its_digest(tmp_path, monkeypatch):
+    def planted(self, outputs, rows, digest=runner._Run._digest):
+        self.buffers.layers[0].storage.view(torch.uint8)[0].add_(1)
+        digest(self, outputs, rows)
+
+    digests = []
+    for plant in (runner._Run._digest, planted):
+        monkeypatch.setattr(runner._Run, "_digest", plant)
+        cli(*ONE, "--small", "--json", str(tmp_path / "out.json"))
+        digests.append(json.loads((tmp_path / "out.json").read_text())["results"][0]["digests"])
+    assert digests[0]["cache 0"] != digests[1]["cache 0"]
+    assert digests[0]["query 0"] == digests[1]["query 0"]
 
 
 @pytest.fixture

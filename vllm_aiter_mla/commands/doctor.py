@@ -7,6 +7,7 @@ A check looks at the machine, at the packages on it, or at vLLM's environment va
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import mmap
 import os
 import platform
@@ -25,6 +26,7 @@ import typer
 from rich.console import Console
 
 from vllm_aiter_mla import __version__, files, status
+from vllm_aiter_mla.admission import REMEDIES
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.compat import release
@@ -56,9 +58,9 @@ OLDEST_ROCM = 7
 # Paths that a test replaces.
 ROCM_VERSION = Path("/opt/rocm/.info/version")
 KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
-SEE_TORCH = "see the line `torch` above"
-ELSEWHERE = "run doctor on the machine that serves"
-SEE_VLLM = "see the line `vllm` above"
+CONDITIONS = f"the fast path needs ROCm {OLDEST_ROCM} or newer and a card of {' or '.join(ARCHITECTURES)}"
+SEE_GPU = "see the line `gpu`"
+SEE_VLLM = "see the line `vllm`"
 NO_VLLM = Check("unknown", "vLLM is not installed", SEE_VLLM)
 VERIFIED = Path(__file__).with_name("verified.json")  # evidence by release line of each package
 GENERAL, PLATFORM = "vllm.general_plugins", "vllm.platform_plugins"
@@ -93,10 +95,14 @@ def doctor(json: outputs.Json = None) -> None:
 
 def examine() -> tuple[Check, ...]:
     """Run doctor's checks on this machine."""
-    # vLLM logs to stdout, where the findings go.
+    # vLLM logs to stdout, where the findings go, and warns of what the checks say.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    with aiter_not_importable():
-        return run(CHECKS, os.environ)
+    logging.disable(logging.WARNING)
+    try:
+        with aiter_not_importable():
+            return run(CHECKS, os.environ)
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def run(checks: Iterable[CheckFunction], env: Env) -> tuple[Check, ...]:
@@ -162,14 +168,14 @@ def torch(env: Env) -> Check:
     kind = f"for {built_for}" if built_for else "a CPU build"
     if gpu_arch() is not None:
         return Check("problem", f"{found.__version__}, {kind}: the fast path needs ROCm", "use the ROCm build of torch")
-    return Check("warning", f"{found.__version__}, {kind}: for plan and tests", ELSEWHERE)
+    return Check("warning", f"{found.__version__}, {kind}: `plan` and tests run, nothing else", SEE_GPU)
 
 
 def rocm(env: Env) -> Check:
     """Check the ROCm release: the one torch was built for, else the installed one."""
     version = rocm_version()
     if version is None:
-        return Check("unknown", "no ROCm is visible from here", ELSEWHERE)
+        return Check("unknown", "no ROCm is visible here", SEE_GPU)
     if int(version.partition(".")[0]) >= OLDEST_ROCM:
         return Check("ok", version)
     return Check("problem", f"{version}: AITER's bf16 arithmetic is wrong before 7", "use ROCm 7 or newer")
@@ -179,24 +185,24 @@ def gpu(env: Env) -> Check:
     """Check the card's architecture."""
     arch = gpu_arch()
     if arch is None:
-        return Check("unknown", "no GPU is visible from here", ELSEWHERE)
+        return Check("unknown", f"no GPU is visible here (platform): {CONDITIONS}", REMEDIES["platform"])
     if arch in ARCHITECTURES:
-        return Check("ok", f"{arch} ({ARCHITECTURES[arch]}){status.unmeasured(arch)}")
+        return Check("ok", f"{arch} ({ARCHITECTURES[arch]}){status.line.unmeasured(arch)}")
     if arch.startswith("gfx"):
-        return Check("problem", f"{arch}: AITER's op is for {', '.join(ARCHITECTURES)}", "serve on another card")
-    return Check("problem", f"{arch}: not an AMD card; no MLA implementation there is admitted", SEE_TORCH)
+        return Check("problem", f"{arch} (platform): {CONDITIONS}", REMEDIES["platform"])
+    return Check("problem", f"{arch} (platform): not an AMD card, and {CONDITIONS}", REMEDIES["platform"])
 
 
 def triton(env: Env) -> Check:
-    """Check for Triton, which only ``kernel=triton`` needs."""
+    """Check for Triton, whose kernel is the only one of ours that ``kernel=auto`` runs over an fp8 KV cache."""
     found = module("triton")
     if not isinstance(found, Exception):
         return Check("ok", f"triton {found.__version__}")
     if files.missing_package(found) == "triton":
-        problem, remedy = "not installed", "only if you want that kernel"
+        problem, remedy = "not installed", "install the Triton that belongs to your torch"
     else:
         problem, remedy = f"cannot be imported: {found}", "reinstall the Triton that belongs to your torch"
-    return Check("warning", f"{problem}: kernel=triton is not available", remedy)
+    return Check("warning", f"{problem}: kernel=triton is not available, so none of ours for an fp8 KV cache", remedy)
 
 
 def hip_python(env: Env) -> Check:
@@ -220,8 +226,7 @@ def vllm(env: Env) -> Check:
         return Check("problem", "vLLM is not installed", f"install vLLM for ROCm, {window}")
     if release.in_window(version):
         return Check("ok", f"{version}, inside {window}")
-    remedy = "use a release inside, or try additional_config.aiter_mla.debug.untested_vllm=true"
-    return Check("problem", f"{version} is outside {window}: the plugin stays off", remedy)
+    return Check("problem", f"{version} is outside {window}: the plugin stays off", REMEDIES["vllm_version"])
 
 
 def plugin(env: Env) -> Check:
@@ -247,9 +252,10 @@ def surface(env: Env) -> Check:
         return NO_VLLM
     from vllm_aiter_mla.compat.layer import missing_names
 
-    wrong = [f"this vLLM lacks {name}" for name in (*release.missing_capabilities(), *missing_names())]
-    if wrong := [*wrong, *release.op_differences()]:
-        return Check("problem", f"{'; '.join(wrong)}: the plugin stays off", SEE_VLLM)
+    lacking, differing = (*release.missing_capabilities(), *missing_names()), release.op_differences()
+    if lacking or differing:
+        found = "; ".join([*(f"this vLLM lacks {name}" for name in lacking), *differing])
+        return Check("problem", f"{found}: the plugin stays off", REMEDIES["capability" if lacking else "op_schema"])
     return Check("ok", "vLLM has every hook that the plugin needs, and the MLA ops that it knows")
 
 
@@ -275,8 +281,8 @@ def aiter(env: Env) -> Check:
     found = op.locate_aiter()
     if found.reason is not None:
         if found.package is None and found.distribution is None and rocm_version() is None:
-            return Check("unknown", f"{found.reason}; no ROCm is here either", ELSEWHERE)
-        return Check("problem", found.reason, "see docs/kernels.md")
+            return Check("unknown", f"{found.reason}; no ROCm is here either", SEE_GPU)
+        return Check("problem", f"kernel_unavailable: {found.reason}", REMEDIES["kernel_unavailable"])
     detail = f"{found.distribution or 'without metadata'}, {len(found.signature)} arguments"
     if found.prebuilt:
         return Check("ok", f"{detail}, built")
@@ -288,7 +294,7 @@ def code_objects(env: Env) -> Check:
     """Check that the compiled modules of vLLM and AITER that hold AMD code hold code for this card."""
     arch = gpu_arch()
     if arch is None or not arch.startswith("gfx"):
-        return Check("unknown", "no AMD card is visible from here", ELSEWHERE)
+        return Check("unknown", "no AMD card is visible here", SEE_GPU)
     held = {path: architectures_of(path) for path in compiled_modules()}
     missing = [path.name for path, found in held.items() if found and arch not in found]
     if missing:
@@ -335,26 +341,29 @@ def atom(env: Env) -> Check:
         return Check("ok", "ATOM's vLLM plugin is not installed")
     if env.get("ATOM_DISABLE_VLLM_PLUGIN") == "1":
         return Check("ok", "installed and switched off by ATOM_DISABLE_VLLM_PLUGIN=1")
-    return Check("problem", "ATOM's plugin owns the model: this plugin stays off", "set ATOM_DISABLE_VLLM_PLUGIN=1")
+    return Check("problem", "ATOM's plugin owns the model: this plugin stays off", REMEDIES["atom"])
 
 
 def switches(env: Env) -> Check:
     """Check vLLM's variables: AITER and its MLA on, batch invariance off, MLA not disabled."""
-    wrong = []
-    for name, (wanted, default) in SWITCHES.items():
-        # vLLM reads "1" and "true" as on. Without ROCm it reads none of AITER's.
-        is_on = env[name].lower() in ("1", "true") if name in env else default
-        if is_on != wanted and (not wanted or rocm_version() is not None):
-            wrong.append(f"{name}={int(wanted)}")
-    if wrong:
-        return Check("problem", "vLLM takes another attention, so no layer engages", f"set {' '.join(wrong)}")
-    return Check("ok", ", ".join(SWITCHES))
+    # vLLM reads "1" and "true" as on.
+    is_on = {name: env[name].lower() in ("1", "true") if name in env else SWITCHES[name][1] for name in SWITCHES}
+    wrong = [name for name, (wanted, _) in SWITCHES.items() if is_on[name] != wanted]
+    if not wrong:
+        return Check("ok", ", ".join(f"{name}={env[name]}" if name in env else f"{name} unset" for name in SWITCHES))
+    code = "not_mla" if offline.NO_MLA in wrong else "aiter_off"
+    needed = ", ".join(f"{name}={int(SWITCHES[name][0])} (it is {env.get(name, 'unset')})" for name in wrong)
+    found = f"{code}: vLLM takes another attention, so no layer engages without {needed}"
+    # Without ROCm vLLM reads none of AITER's.
+    matters = rocm_version() is not None or any(not SWITCHES[name][0] for name in wrong)
+    return Check("problem" if matters else "warning", found, REMEDIES[code])
 
 
 CHECKS = (
-    torch, rocm, gpu, triton, hip_python, vllm, plugin, surface, patches, aiter, code_objects,
-    verified, atom, switches,
+    switches, torch, rocm, gpu, triton, hip_python, vllm, plugin, surface, patches, aiter, code_objects,
+    verified, atom,
 )  # fmt: skip
+"""The switch that most often is forgotten comes first."""
 
 
 # -- what they ask

@@ -19,8 +19,7 @@ HOST = ("torch", "vllm", "triton", "numpy")
 app = typer.Typer(
     name="vllm-aiter-mla",
     help="Check, plan, verify and measure the fused MLA decode path of the vLLM plugin.",
-    epilog="Exit status of every command: 0 all is well, 1 something was found, 2 an option, the model or a file is "
-    "wrong, 3 it could not look. check: 4 the flag gains nothing on this card.",
+    epilog=outputs.EXIT_STATUSES,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,

@@ -86,11 +86,12 @@ def measure(
     ] = False,
     json: outputs.Json = None,
 ) -> None:
-    """Time AITER's kernels, ours and vLLM's own on this GPU, as start-up does to choose between them.
+    """Time AITER's kernels, ours and vLLM's own on this GPU.
 
-    Each kernel is first compared with the reference; a wrong one is not timed. The table shows median microseconds per
-    call in a replayed graph, and how much faster than the fastest rival our fastest kernel is. Rivals are vLLM's own
-    kernels and two that never serve: AITER's single launch, and its op behind an fp8 product on tiles for few rows.
+    Start-up does the same to choose between them. Each kernel is first compared with the reference; a wrong one is not
+    timed. The table shows median microseconds per call in a replayed graph, and how much faster than the fastest rival
+    our fastest kernel is. Rivals are vLLM's own kernels and two that never serve: AITER's single launch, and its op
+    behind an fp8 product on tiles for few rows.
 
     With --tune: the tiles of the Triton kernel, at 1, 2, 4 ... 1024 tokens unless -t says others. What is fastest goes
     to a file of this card and release of Triton, which the next start reads, checks and names in its status line.

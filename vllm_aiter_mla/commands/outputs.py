@@ -18,6 +18,13 @@ from vllm_aiter_mla.files import is_device
 
 FINE, FINDING, WRONG, NOT_LOOKED = range(4)
 """Exit statuses of every command: all is well; something was found; an option or a file is wrong; nobody could look."""
+EXIT_STATUSES = """\b
+Exit status of every command:
+  0  all is well
+  1  something was found
+  2  an option, the model or a file is wrong
+  3  it could not look, or not at everything (check --require-all)
+  4  check only: the flag gains nothing on this card"""
 STDOUT = Path("-")
 WIDTH, COLUMN = 80, 32
 """Columns of a terminal; where a line's last column starts at the latest."""

@@ -21,6 +21,7 @@ class EngineLine:
     model: str
     engine: str
     line: str
+    remedies: dict[str, str]  # by code; of the layers that are skipped
     lives: bool
     whole: bool  # it lives, and every rank runs all of its layers on our kernels
 
@@ -36,7 +37,10 @@ class Engines:
 
 
 def status(json: outputs.Json = None) -> None:
-    """Print the status line of each engine whose files are under VLLM_CACHE_ROOT, or that its server has ended.
+    """Print the status line of each engine on this machine.
+
+    Reads the files under VLLM_CACHE_ROOT, and says if a server has ended. What to do about a skipped layer follows its
+    line.
 
     Exit status: 0 if every MLA layer of the servers that live is engaged on every rank; 1 if not, or if none lives; 2
     if an option is wrong; 3 if there is no status file, or one that cannot be read.
@@ -46,7 +50,7 @@ def status(json: outputs.Json = None) -> None:
     except ValueError as error:
         outputs.fail(f"status: {error}")
     folder, bad = files.cache_folder(), list[str]()
-    by_engine = status_of.by_engine(status_of.read_all(folder, "*", bad.append))
+    by_engine = status_of.record.by_engine(status_of.record.read_all(folder, "*", bad.append))
     engines = tuple(_engine(folder, name, ranks) for name, ranks in by_engine.items())
     living = [one.whole for one in engines if one.lives]
     looked = outputs.FINE if living and all(living) else outputs.FINDING
@@ -54,6 +58,9 @@ def status(json: outputs.Json = None) -> None:
     with outputs.text_apart(json):
         for one in engines:
             typer.echo(outputs.line(f"run {one.run}, {one.model}, engine {one.engine}: {one.line}"))
+            for of, remedy in one.remedies.items():
+                if remedy not in one.line:
+                    typer.echo(outputs.folded(f"  {of} -> {remedy}"))
     if json is not None:
         outputs.write(json, files.text_of(Engines(engines, tuple(bad), code)))
     for why in bad:
@@ -65,7 +72,9 @@ def status(json: outputs.Json = None) -> None:
 
 def _engine(folder: Path, name: tuple[str, str, str], ranks: Sequence[RankStatus]) -> EngineLine:
     """Return what the files of one engine's ranks say; ``name`` is (run, model, engine)."""
-    if status_of.has_ended(folder, name[0]):
-        return EngineLine(*name, "the server has ended", lives=False, whole=False)
-    found = status_of.of_engine(ranks)
-    return EngineLine(*name, status_of.line(*ranks), lives=True, whole=found.whole and not found.record.skipped)
+    if status_of.record.has_ended(folder, name[0]):
+        return EngineLine(*name, "the server has ended", {}, lives=False, whole=False)
+    found = status_of.record.of_engine(ranks)
+    remedies = status_of.line.remedies(why for rank in ranks for why in rank.skipped.values())
+    whole = found.whole and not found.record.skipped
+    return EngineLine(*name, status_of.line.of(*ranks), remedies, lives=True, whole=whole)

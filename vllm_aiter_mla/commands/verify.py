@@ -48,6 +48,12 @@ def verify(
     seed: Annotated[int, typer.Option(help="Seed of the data.")] = 0,
     repeat: Annotated[int, typer.Option(min=1, help="Rounds, each with the next seed.")] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="Two variants, fewer cases, short long runs.")] = False,
+    small: Annotated[
+        bool, typer.Option("--small", help="The quick cases at sizes that an emulator finishes; digests in the JSON.")
+    ] = False,
+    emulated: Annotated[
+        bool, typer.Option("--emulated", help="Note in the JSON that the card is an emulator's.")
+    ] = False,
     limit: Annotated[int | None, typer.Option(help="Last capture size, in tokens: 8 to 8192.")] = None,
     replays: Annotated[int | None, typer.Option(min=4, help="Replays of a long run.")] = None,
     device: Annotated[Device, typer.Option(help="cpu: eager replay, without a graph.")] = Device.gpu,
@@ -58,15 +64,15 @@ def verify(
     json: outputs.Json = None,
     listing: Annotated[bool, typer.Option("--list", help="Print the cases and the oracles, and run nothing.")] = False,
 ) -> None:
-    """Replay captured graphs under everything that serving does to them, and compare bytes with the reference.
+    """Replay captured graphs and compare bytes with the reference.
 
-    Run it on your card before you trust the fast path, and after each upgrade of ROCm, vLLM or AITER. With --device cpu
-    the same cases run as eager replay. Exit status: 0 all passed, 1 something failed, 2 an option is wrong, 3 there is
-    no GPU, or not the back end that was asked for.
+    Between replays it does to the graphs what serving does. Run it on your card before you trust the fast path, and
+    after each upgrade of ROCm, vLLM or AITER. With --device cpu the same cases run as eager replay. Exit status: 0 all
+    passed, 1 something failed, 2 an option is wrong, 3 there is no GPU, or not the back end that was asked for.
     """
     from vllm_aiter_mla.kernels.platform import detect_platform
     from vllm_aiter_mla.verify import session
-    from vllm_aiter_mla.verify.cases import REAL
+    from vllm_aiter_mla.verify.cases import REAL, TINY
 
     console = Console(highlight=False)
     if listing:
@@ -77,14 +83,17 @@ def verify(
     repeated = {"limit": limit, "replays": replays, "device": device.value, **sizes}
     repeated["weights"] = weights and weights.value
     again = [f"--{option} {value}" for option, value in repeated.items() if value is not None]
-    if quick and not replays:
-        again.insert(0, "--quick")
+    flags = {"--quick": quick and not replays, "--small": small, "--emulated": emulated}
+    again = [*(flag for flag, given in flags.items() if given), *again]
     try:
         outputs.check({"--json": json})
         given = {name: value for name, value in sizes.items() if value is not None}
-        geometry = replace(REAL, **given) if given else None
+        geometry = replace(TINY if small else REAL, **given) if given else None
         weight = weights.key(detect_platform().fp8) if weights else None
-        run = session.Session(*names, seed, repeat, quick, limit, replays, device.value, geometry, weight, tuple(again))
+        run = session.Session(
+            *names, seed, repeat, quick, limit, replays, device.value, geometry, weight, tuple(again), small=small,
+            emulated=emulated,
+        )  # fmt: skip
     except ValueError as error:
         outputs.fail(f"verify: {error}")
     except session.NotHereError as error:

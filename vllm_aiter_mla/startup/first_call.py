@@ -45,7 +45,7 @@ def marked(path: Path) -> Iterator[None]:
         yield
         return
     try:
-        files.write(path, FirstCall(status.start_run()))
+        files.write(path, FirstCall(status.record.start_run()))
         yield
     finally:
         path.unlink(missing_ok=True)

@@ -271,12 +271,12 @@ def _say(config: Any, records: Sequence[RankStatus | None], record: RankStatus, 
     """
     anywhere = any(one is not None and one.engaged for one in records)
     if strict and not record.engaged and (record.total or not anywhere):
-        raise SettingsError(f"{log.PREFIX}{status.line(record)} ({STRICT_OPTION})")
+        raise SettingsError(f"{log.PREFIX}{status.line.of(record)} ({STRICT_OPTION})")
     if record.rank == 0:
-        found = status.of_engine(records)
+        found = status.record.of_engine(records)
         level = logging.INFO if found.record.engaged and found.whole else logging.WARNING
         # Every engine of a process has its line said, also one that reads like the last.
-        log.say(level, status.line(*records, replica=compat_config.replica(config)))
+        log.say(level, status.line.of(*records, replica=compat_config.replica(config)))
 
 
 def _write_down(config: Any, record: RankStatus) -> None:

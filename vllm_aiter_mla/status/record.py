@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The records of what runs: the status file of a rank, the ranks of an engine as one, and kept reasons to skip.
 
-``schemas.json`` says what the fields mean.
+``schemas.json`` says what the fields mean. Status files carry the name of their server's run, whose lock its front end
+holds. What is wrong with a file is raised to the caller, who has said the status line by then.
 """
 
-from collections.abc import Sequence
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from vllm_aiter_mla import files
+
+RUN = "AITER_MLA_RUN"
+"""Environment variable that names this server's run; the front end sets it and its workers inherit it."""
+LOCK = "lock-status-"
+"""Start of the name of a run's lock file, which its front end holds."""
 
 Reason = tuple[str, str]
 """Code and reason of a layer that is left to vLLM."""
@@ -99,3 +109,105 @@ def of_engine(ranks: Sequence[RankStatus | None]) -> Engine:
     left = {layer: why for layer, why in skipped.items() if layer not in engaged}
     record = replace(known[0], total=len(engaged | skipped), engaged=engaged, skipped=left)
     return Engine(record, len(ranks), fallen, len(ranks) - len(known))
+
+
+def record_of_skipped_engine(code: str, message: str, layers: Sequence[int], kv_cache_dtype: str) -> RankStatus:
+    """Return a record as ``record_of`` does for an engine that was skipped as a whole: its workers run nothing of ours.
+
+    Args:
+        code: of the reason.
+        message: the reason in one line.
+        layers: indices of the model's MLA layers; only the workers know their names.
+        kv_cache_dtype: of the engine, as vLLM spells it.
+    """
+    skipped = {f"layer {index}": (code, message) for index in layers}
+    return RankStatus(
+        rank=0, integration="", card="", total=len(layers), engaged={}, skipped=skipped, compiled={}, measured=(),
+        overflows=(), decode_limit=0, kv_cache_dtype=kv_cache_dtype,
+    )  # fmt: skip
+
+
+def write(folder: Path, record: RankStatus) -> tuple[Path, RankStatus]:
+    """Write the status file of one rank, ``status-RUN-ENGINE-RANK.json``; return its path, and what it holds.
+
+    Removes the files of this machine's servers that have ended.
+
+    Args:
+        folder: where the plugin keeps its files; made if it is missing.
+        record: of ``record_of`` or ``record_of_skipped_engine``.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    record = replace(record, run=join_run(folder))
+    path = folder / f"status-{record.run}-{record.engine or 0}-{record.rank}.json"
+    files.write(path, record)
+    for old in folder.glob("status-*-*.json"):
+        with suppress(Exception):  # another program's file, or one that is being written: leave it
+            known = files.read(RankStatus, old)
+            # A lock may mean nothing to another machine that shares the folder.
+            if known.evidence.host == record.evidence.host and has_ended(folder, known.run):
+                old.unlink(missing_ok=True)
+    for lock in folder.glob(f"{LOCK}*"):
+        with suppress(Exception):
+            files.is_held(lock, remove=True)
+    return path, record
+
+
+def read_all(folder: Path, run: str, bad: Callable[[str], None]) -> list[RankStatus]:
+    """Return the status files in a folder, sorted by name.
+
+    Args:
+        folder: where the plugin keeps its files.
+        run: of one server, or "*" for all.
+        bad: takes one line for each file that cannot be read, or holds something else.
+    """
+    found = []
+    for path in sorted(folder.glob(f"status-{run}-*.json")):
+        try:
+            found.append(files.read(RankStatus, path))
+        except FileNotFoundError:
+            continue  # removed since the folder was listed
+        except (OSError, ValueError) as error:
+            bad(str(error))
+    return found
+
+
+def by_engine(records: Sequence[RankStatus]) -> dict[tuple[str, str, str], list[RankStatus]]:
+    """Return the records of the ranks of each engine, by (run, model name, engine)."""
+    found: dict[tuple[str, str, str], list[RankStatus]] = {}
+    for record in records:
+        found.setdefault((record.run, record.model_name or "", record.engine or "0"), []).append(record)
+    return found
+
+
+def start_run() -> str:
+    """Name this server's run in the environment, unless a parent process has, and return the name."""
+    return os.environ.setdefault(RUN, f"{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def join_run(folder: Path) -> str:
+    """Return the name of this server's run; hold its lock to the end of this process, unless another process does.
+
+    The front end comes first, so the lock lives as long as it does. Workers of another machine (Ray) have a folder of
+    their own, where the first of them holds it.
+
+    Args:
+        folder: where the plugin keeps its files; made if it is missing.
+
+    Raises:
+        OSError: the lock cannot be made.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    run = start_run()
+    files.hold(_lock_of(folder, run))
+    return run
+
+
+def has_ended(folder: Path, run: str) -> bool:
+    """Return whether no process of a run lives any more; False if that cannot be told."""
+    return not files.is_held(_lock_of(folder, run))
+
+
+def _lock_of(folder: Path, run: str) -> Path:
+    return folder / f"{LOCK}{Path(run).name}"

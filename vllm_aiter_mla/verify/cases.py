@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run consists of, as data: sizes, dtypes, and the steps by which each case does what serving does."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -34,6 +34,12 @@ class Geometry:
 SMALL = Geometry(heads=2, nope=32, rope=16, latent=32, v=16, block_size=8, blocks=3, max_position=509)
 # DeepSeek's widths at 16 heads a rank (128 heads on 8 ranks).
 REAL = Geometry(heads=16, nope=128, rope=64, latent=512, v=128, block_size=64, blocks=3, max_position=4099)
+
+
+# DeepSeek's widths, which AITER's kernels want, and otherwise as little as the cases need: an emulator runs a card's
+# code thousands of times slower than the card.
+TINY = replace(REAL, heads=2, block_size=16, max_position=509)
+TINY_LIMIT, TINY_REPLAYS = LIMITS[0], 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +131,7 @@ class Item:
     limit: int  # the last capture size
     seed: int = 0  # of the data, together with the names of case and variant
     soak: int = 1000  # replays of a long run
+    digest: bool = False  # keep a digest of each output
 
 
 def cases(limit: int) -> tuple[Case, ...]:

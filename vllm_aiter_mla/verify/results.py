@@ -32,6 +32,7 @@ class Result:
     checks: int = 0  # steps compared with the reference
     writes_nan: bool = False  # an fp8 overflow became NaN, as the back end says that it may
     launches: dict[str, str] = field(default_factory=dict)  # of each captured size, in words
+    digests: dict[str, str] = field(default_factory=dict)  # SHA-256 of each output over all steps; only if asked for
     seconds: float = 0.0
     command: str = ""  # that repeats this case; in a record
 
@@ -52,4 +53,5 @@ class Verification:
     sizes: dict[str, int] | None
     missing: dict[str, str]
     results: tuple[Result, ...]
+    emulated: bool = False  # the user says that an emulator stood in the card's place
     evidence: files.Stamp = files.stamped("verify")

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One case with one back end on one engine: build the buffers, capture, take the steps, check each."""
 
+import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -53,6 +55,7 @@ class _Run:
     engine: EagerEngine
     result: Result
     captured: dict[int, layer.Step] = field(default_factory=dict)  # by padded size
+    digests: dict[str, Any] = field(default_factory=dict)  # of each output, so far
     # Two cases never share a pool: it is freed with the graphs of its case.
     number: int = field(default_factory=itertools.count().__next__)
 
@@ -125,8 +128,19 @@ class _Run:
         self.engine.synchronize()
         self.result.checks += 1
         found = expected.check(taken.outputs)
+        if self.item.digest:
+            self._digest(taken.outputs, rows)
         self.result.writes_nan |= expected.writes_nan
         return found
+
+    def _digest(self, outputs: layer.Outputs, rows: int) -> None:
+        """Add the real rows of each output, and each layer's cache, to their digests."""
+        seen = [(f"{what} {number}", tensor[:rows]) for (what, number), tensor in outputs.items()]
+        seen += [(f"cache {number}", own.storage) for number, own in enumerate(self.buffers.layers)]
+        for name, tensor in seen:
+            running = self.digests.setdefault(name, hashlib.sha256())
+            running.update(layer.raw(tensor.contiguous()).cpu().numpy().tobytes())
+            self.result.digests[name] = running.hexdigest()
 
     def _soak(self) -> list[Finding]:
         """Replay very often in ``SOAK_CHECKS`` portions; compare after each. Memory may grow in the first one only."""

@@ -15,7 +15,17 @@ from vllm_aiter_mla.kernels.platform import detect_platform
 from vllm_aiter_mla.serving.backends import AITER_KERNELS, Backends
 from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.verify import FAILED, NOTHING, PASSED
-from vllm_aiter_mla.verify.cases import REAL, SMALL, Geometry, Item, cases, variants
+from vllm_aiter_mla.verify.cases import (
+    REAL,
+    SMALL,
+    TINY,
+    TINY_LIMIT,
+    TINY_REPLAYS,
+    Geometry,
+    Item,
+    cases,
+    variants,
+)  # fmt: skip
 from vllm_aiter_mla.verify.engine import EagerEngine, GraphEngine
 from vllm_aiter_mla.verify.results import Result, Verification
 from vllm_aiter_mla.verify.runner import run_case
@@ -72,18 +82,22 @@ class Session:
     geometry: Geometry | None = None  # sizes of a layer; None: small ones on a CPU, DeepSeek's on a GPU
     weight: tuple[Any, ...] | None = None  # format of the absorb weight in every variant; None: as each variant has it
     again: tuple[str, ...] = ()  # options that the command which repeats a failure needs too
+    small: bool = False  # the quick cases at sizes that an emulator finishes, with a digest of each output
+    emulated: bool = False  # the user says that the card is an emulator's
     results: list[Result] = field(default_factory=list)  # of the items that have run
 
     def __post_init__(self) -> None:
         self.engine = engine_here(self.device)
         graphs = self.engine.graphs
         limit, replays = (GPU_LIMIT, GPU_REPLAYS) if graphs else (CPU_LIMIT, CPU_REPLAYS)
-        limit = limit if self.limit is None else self.limit
-        replays = self.replays or (QUICK_REPLAYS if self.quick else replays)
+        replays = QUICK_REPLAYS if self.quick else replays
+        limit, replays = (TINY_LIMIT, TINY_REPLAYS) if self.small else (limit, replays)
+        limit, replays = limit if self.limit is None else self.limit, self.replays or replays
         # A case or variant that is asked for by name runs, however long it takes.
-        every = [case for case in cases(limit) if self.only or case.quick or not self.quick]
+        quick = self.quick or self.small
+        every = [case for case in cases(limit) if self.only or case.quick or not quick]
         wanted = _chosen(self.only, [case.name for case in every], "case", part=True)
-        kinds = variants(graphs, detect_platform().fp8, quick=self.quick and not self.variant)
+        kinds = variants(graphs, detect_platform().fp8, quick=quick and not self.variant)
         if self.weight is not None:
             kinds = tuple(replace(kind, weight=self.weight) for kind in kinds if kind.name != "fp8-weight")
         chosen = _chosen(self.variant, [kind.name for kind in kinds], "variant")
@@ -91,9 +105,9 @@ class Session:
         self.missing = {name: reason for name, reason in found.items() if isinstance(reason, str)}
         if self.device == "gpu" and set(self.backend) & set(self.missing):
             raise NotHereError("; ".join(f"back end {name}: {reason}" for name, reason in self.missing.items()))
-        geometry = self.geometry or (REAL if graphs else SMALL)
+        geometry = self.geometry or (TINY if self.small else REAL if graphs else SMALL)
         self.items = [
-            Item(name, case, variant, geometry, limit, seed, replays)
+            Item(name, case, variant, geometry, limit, seed, replays, self.small)
             for seed in range(self.seed, self.seed + self.repeat)
             for name in found if name not in self.missing
             for variant in kinds if variant.name in chosen
@@ -130,6 +144,7 @@ class Session:
             sizes=asdict(self.items[0].geometry) if self.items else None,
             missing=self.missing,
             results=tuple(replace(result, command=self.command(result)) for result in self.results),
+            emulated=self.emulated,
         )
 
     def command(self, result: Result) -> str:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-aiter-mla check MODEL``: every check of the fast path for one model, in one run.
 
-Each of the ``steps`` is printed as it ends, then a table and a line. ``known_issues.json``: faults of decode kernels.
+Each of the ``steps`` is printed as it ends, then a table and a line.
 """
 
 import os
@@ -35,7 +35,10 @@ def check(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As for `plan`; then the options of `vllm serve`.")],
     arch: Annotated[plans.Arch | None, typer.Option(help="Card to plan for; by default this machine's.")] = None,
     env: plans.Variables = None,
-    strict: Annotated[bool, typer.Option("--strict", help="A known issue of the decode kernel is a failure.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="A known issue is a failure.")] = False,
+    require_all: Annotated[
+        bool, typer.Option("--require-all", help="For a gate: exit status 3 if a step was skipped.")
+    ] = False,
     device: Annotated[Device, typer.Option(help="cpu: run on a CPU what a CPU can run.")] = Device.gpu,
     checkpoint: Annotated[
         bool, typer.Option("--checkpoint", help="Run the engine over MODEL's own weights, not over random ones.")
@@ -44,19 +47,20 @@ def check(
     html: Annotated[Path | None, typer.Option(help="Write the page of `report` to this file.")] = None,
     verbose: plans.Verbose = False,
 ) -> None:
-    """Check everything about one model on this card: MODEL first, then the options of `vllm serve`.
+    """Check everything about one model on this card.
 
-    Looks at the machine, plans the model, looks its shape up among known faults of the decode kernels, verifies the
-    kernels at its sizes and times them. Then vLLM's engine runs as it is today, with the options that the flag adds,
-    and with the plugin. Tokens are compared, decode with prefill, and the kernels of a step are counted. Exit status: 0
-    if every step that ran passed, 1 if one failed, 2 if an option or the model is wrong, 3 if nothing ran on a card and
-    --device cpu was not given, 4 if vLLM's own kernels are faster on this card: the flag gains nothing.
+    MODEL comes first, then the options of `vllm serve`. Looks at the machine, plans the model, names known issues,
+    verifies the kernels at its sizes and times them. Then vLLM's engine runs as it is today, with the options that the
+    flag adds, and with the plugin. Tokens are compared, decode with prefill, and the kernels of a step are counted.
+    Exit status: 0 if every step that ran passed, 1 if one failed, 2 if an option or the model is wrong, 3 if nothing
+    ran on a card and --device cpu was not given, or if a step was skipped with --require-all, 4 if vLLM's own kernels
+    are faster on this card: the flag gains nothing.
     """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     try:
         outputs.check({"--json": json, "--html": html})
         html_of = None if html is None else renderer()
-        plans.check_model_comes_first(model, context.args)
+        plans.check_words(model, context)
         asked = Context(
             models.find(model), tuple(context.args), arch.value if arch else "",
             models.environment(env or [], os.environ), device is Device.cpu, strict, verbose, checkpoint,
@@ -65,7 +69,7 @@ def check(
             found = run(asked, lambda so_far: _keep(json, record(model, so_far, None)))
     except (LookupError, ValueError) as error:
         outputs.fail(f"check: {error}")
-    status = exit_status(found, asked.on_cpu)
+    status = exit_status(found, asked.on_cpu, require_all)
     with outputs.text_apart(json):
         show(model, found, status)
     written = record(model, found, status)
@@ -108,18 +112,23 @@ def run(asked: Context, keep: Callable[[dict[str, Outcome]], None] = lambda so_f
                 raise ValueError(str(error)) from error
             found[name] = Outcome("failed", f"{type(error).__name__}: {error}")
         for text in found[name].lines:
-            print(f"  {outputs.line(text)}")
+            print(outputs.folded(f"  {outputs.line(text)}"))
         keep(found)
     return found
 
 
-def exit_status(found: dict[str, Outcome], on_cpu: bool) -> int:
-    """Return 1 if a step failed, else 4 if one gains nothing, else 3 if nothing ran on a card as it should, else 0."""
+def exit_status(found: dict[str, Outcome], on_cpu: bool, require_all: bool = False) -> int:
+    """Return 1 if a step failed, else 4 if one gains nothing, else 3 if nothing ran on a card as it should, else 0.
+
+    ``require_all``: 3 if any step was skipped.
+    """
     states = {outcome.status for outcome in found.values()}
     if "failed" in states:
         return outputs.FINDING
     if "no gain" in states:
         return NO_GAIN
+    if require_all and "skipped" in states:
+        return outputs.NOT_LOOKED
     ran = any(found[name].status != "skipped" for name in steps.ON_THE_CARD if name in found)
     return outputs.FINE if ran or on_cpu else outputs.NOT_LOOKED
 
@@ -132,7 +141,7 @@ def record(model: str, found: dict[str, Outcome], status: int | None) -> CheckRu
 
 def show(model: str, found: dict[str, Outcome], status: int) -> None:
     """Print the table, and what a reader takes away."""
-    console = Console(markup=False, highlight=False, soft_wrap=True)
+    console = Console(markup=False, highlight=False, width=outputs.WIDTH)
     table = Table("step", "outcome", "finding", title=f"check {model}", title_justify="left")
     for name, one in found.items():
         table.add_row(name, one.status, outputs.line(one.detail))
@@ -145,4 +154,6 @@ def show(model: str, found: dict[str, Outcome], status: int) -> None:
         last = "the flag gains nothing on this card: vLLM's own kernels are the fastest for this model; leave it off"
     if status == outputs.NOT_LOOKED:
         last = "nothing ran on a card: run this where vLLM serves (--device cpu runs what a CPU can run)"
-    console.print(f"check: {last}")
+        if any(one.status != "skipped" for name, one in found.items() if name in steps.ON_THE_CARD):
+            last = f"{skipped} skipped, and --require-all asks for every step"
+    print(outputs.folded(f"check: {last}"))

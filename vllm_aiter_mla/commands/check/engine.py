@@ -206,13 +206,13 @@ def run(
         _share_model_notes(cache, environment)
         own = {"VLLM_CACHE_ROOT": str(cache), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         full = {**os.environ, **environment, **own}
-        full.pop(status.RUN, None)
+        full.pop(status.record.RUN, None)
         how, *last = process.run("vllm_aiter_mla.commands.check.engine", (str(request), str(answer)), full)
         if not answer.is_file():
             raise RuntimeError("\n".join((f"vLLM's engine, {side}: its process {how}; its last lines:", *last)))
         found = json.loads(answer.read_text(encoding="utf-8"))
         bad = list[str]()
-        found["status"] = status.read_all(cache / "aiter_mla", "*", bad.append)
+        found["status"] = status.record.read_all(cache / "aiter_mla", "*", bad.append)
     if bad:
         raise RuntimeError("; ".join(bad))
     for requests in found["scenarios"].values():  # JSON has no integer keys

@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The steps of ``check``: each takes what is asked and what earlier steps found, and returns an outcome."""
 
-import json
 import math
-import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
-from vllm_aiter_mla import files, status
-from vllm_aiter_mla.admission import OVERFLOW
+from vllm_aiter_mla import status
+from vllm_aiter_mla.admission import OVERFLOW, REMEDIES
 from vllm_aiter_mla.commands import doctor
 from vllm_aiter_mla.commands.check import engine as runs
 from vllm_aiter_mla.commands.plan import model as models
+from vllm_aiter_mla.commands.plan.issues import has_fp8_cache, without_a_shape
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.compat.config import as_typed
 
-KNOWN_ISSUES = Path(__file__).parent / "known_issues.json"
 Status = Literal["passed", "failed", "warning", "skipped", "no gain"]
 VLLM_FASTER = "vllm_faster"
 NO_GPU = "no GPU"
@@ -76,47 +73,19 @@ def plan(context: Context) -> Outcome:
     detail = f"{layers.engaged}/{layers.mla} MLA layers would engage on {found.arch}"
     if outcome == "unknown":
         detail = f"not known whether layers would engage on {found.arch}"
-    lines = tuple(f"{reason.code}: {reason.message}" for reason in found.reasons)
+    lines = tuple(f"{reason.code}: {reason.message} -> {REMEDIES[reason.code]}" for reason in found.reasons)
     return Outcome("passed" if outcome in ("engaged", "some") else "failed", detail, lines, found)
 
 
-def without_a_shape(plan: Plan) -> str:
-    """Return why no layer's shape was planned, or ""; an unknown shape is not one without faults."""
-    if plan.model.kinds:
-        return "" if plan.absorb_weight else "the format of the absorb weights is not known"
-    known = not plan.layers.mla and plan.outcome != "unknown"
-    return "the model has no MLA layer" if known else "the plan is not known"
-
-
 def known_issues(context: Context) -> Outcome:
-    """Look this shape up among the known faults of the decode kernels, which are not the plugin's."""
+    """Say which known faults concern this shape, which are not the plugin's."""
     if why := without_a_shape(context.plan):
         return Outcome("skipped", f"not looked up: {why}")
-    found = [issue for issue in json.loads(KNOWN_ISSUES.read_text()) if applies(issue, context.plan)]
-    lines = tuple(f"{issue['id']}: {issue['effect']} ({issue['state']}): {issue['link']}" for issue in found)
+    found = context.plan.known_issues
+    lines = tuple(f"{one.id}: {one.effect} ({one.state}) -> {one.remedy}: {one.link}" for one in found)
     if not found:
-        return Outcome("passed", "none for this card, cache, number of heads and number of drafts")
+        return Outcome("passed", "none for this card, cache, number of heads, number of drafts and these versions")
     return Outcome("failed" if context.strict else "warning", f"{len(found)} for this shape", lines, found)
-
-
-def applies(issue: Mapping[str, Any], plan: Plan) -> bool:
-    """Return whether a known issue is of the shape that was planned; an unknown release counts as concerned.
-
-    So does an AITER that is not installed here, or does not tell its release.
-    """
-    heads, rows = plan.heads_per_rank, 1 + (plan.options.num_drafts or 0)
-    cache = "fp8" if has_fp8_cache(plan) else "16 bits"
-    if plan.arch not in issue["arch"] or issue["cache"] not in (cache, "any"):
-        return False
-    if not issue["heads"][0] <= heads <= issue["heads"][1] or not issue["rows"][0] <= rows <= issue["rows"][1]:
-        return False
-    if "vllm_before" in issue:
-        release = re.match(r"(\d+)\.(\d+)", plan.vllm)
-        return release is None or [int(release[1]), int(release[2])] < issue["vllm_before"]
-    if "aiter" in issue:
-        return files.stamp("check")[files.KEY]["aiter"] in (None, *issue["aiter"])
-    # A graph of decode batches is full only if vLLM captures one.
-    return "graphs" not in issue or not plan.captures.inside
 
 
 def kernels(context: Context) -> Outcome:
@@ -162,7 +131,8 @@ def kernels(context: Context) -> Outcome:
         f"{name} {OVERFLOW}; " + ("it would serve" if name in serving else "start-up leaves it out")
         for name in sorted(overflowing)
     )
-    detail = ", ".join(f"{count} {status}" for status, count in counts.items()) + f" ({run.engine.name})"
+    ran = ", ".join(dict.fromkeys(result.backend for result in run.results)) or "no back end"
+    detail = ", ".join(f"{count} {status}" for status, count in counts.items()) + f" ({run.engine.name}; {ran})"
     failed = counts["failed"] or serving
     status: Status = "failed" if failed else "skipped" if run.status == NOTHING else "passed"
     return Outcome(status, detail, lines, run.record())
@@ -192,11 +162,6 @@ def timing(context: Context) -> Outcome:
     slower = [tokens for tokens, ratio in ratios.items() if ratio < 1]
     which = f"vLLM or a rival is faster at {slower}" if slower else "one of ours is the fastest at each"
     return Outcome("passed", f"{len(ratios)} token counts; {which}", lines, record)
-
-
-def has_fp8_cache(plan: Plan) -> bool:
-    """Return whether the KV cache that was planned is in fp8."""
-    return str(plan.options.kv_cache_dtype).startswith("fp8")
 
 
 def weights_of(plan: Plan) -> str:
@@ -245,7 +210,11 @@ def engine(context: Context) -> Outcome:
         added = plugin.result()["added"]
         control = pool.submit(answer, "control", added) if added else today
         context.answers = {"plugin": plugin.result(), "control": control.result(), "today": today.result()}
-    return judge(context.answers, has_fp8_cache(context.plan))
+    found = judge(context.answers, has_fp8_cache(context.plan))
+    if found.status == "failed" and context.plan.known_issues:
+        names = ", ".join(one.id for one in context.plan.known_issues)
+        return replace(found, detail=f"{found.detail}; known issues beside the plugin may be the cause: {names}")
+    return found
 
 
 def judge(answers: Mapping[runs.Side, Any], fp8_cache: bool) -> Outcome:
@@ -264,7 +233,7 @@ def judge(answers: Mapping[runs.Side, Any], fp8_cache: bool) -> Outcome:
         lines.append(f"left out of these engines, which serve nobody: {', '.join(left_out)}")
     lines += [f"besides the kernels the flag sets {as_typed(added)}"] if added else []
     above, above_line = above_the_limit(answers)
-    lines += [above_line, *map(status.line, records)]
+    lines += [above_line, *map(status.line.of, records)]
     compared = {pair: {name: one.as_dict() for name, one in found.items()} for pair, found in distances.items()}
     data = {"distances": compared, "above the limit": above, "added": added}
     # A rank on which vLLM's own kernels were the fastest for every layer has nothing else to do.

@@ -21,9 +21,9 @@ OF_A_TOKENIZER = ("tokenizer", "reasoning_parser", "reasoning_parser_plugin", "r
 USE_AITER, USE_AITER_MLA = "VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_MLA"
 FP8_BMM, FP4_BMM = "VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM"
 BREAKABLE_GRAPHS, BATCH_INVARIANT = "VLLM_USE_BREAKABLE_CUDAGRAPH", "VLLM_BATCH_INVARIANT"
-NO_MLA = "VLLM_MLA_DISABLE"
-VARIABLES = (USE_AITER, USE_AITER_MLA, FP8_BMM, FP4_BMM, BREAKABLE_GRAPHS, BATCH_INVARIANT, NO_MLA)
-"""What decides whether layers engage, and in which format vLLM holds their weights."""
+NO_MLA, CUSTOM_AR = "VLLM_MLA_DISABLE", "VLLM_ROCM_USE_AITER_CUSTOM_AR"
+VARIABLES = (USE_AITER, USE_AITER_MLA, FP8_BMM, FP4_BMM, BREAKABLE_GRAPHS, BATCH_INVARIANT, NO_MLA, CUSTOM_AR)
+"""What decides whether layers engage, in which format vLLM holds their weights, and which all-reduce runs."""
 
 
 def load_plugins() -> None:
@@ -100,7 +100,11 @@ def _without_its_own_code(args: Any, folder: Path) -> list[str]:
     from vllm.transformers_utils import config as configs
     from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
-    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if not (fields := config_of(folder)):
+        if args.config_format != "auto":
+            return []
+        args.config_format = "mistral"  # vLLM takes it by the names of the checkpoint's files
+        return ["params.json is read as by --config-format mistral"]
     place = str((fields.get("auto_map") or {}).get("AutoConfig", "")).partition(".")[0]
     if args.trust_remote_code and place and (folder / f"{place}.py").is_file():
         return []
@@ -115,6 +119,19 @@ def _without_its_own_code(args: Any, folder: Path) -> list[str]:
     configs.register_config_parser("aiter_mla_as_it_stands")(AsItStands)
     args.config_format = "aiter_mla_as_it_stands"
     return [f"neither vLLM nor transformers has a config class for {kind!r}: its fields were read as they stand"]
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """Return the fields of ``config.json``; none of a folder that has Mistral's ``params.json`` only."""
+    path = folder / "config.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def has_variable(name: str) -> bool:
+    """Return whether this vLLM reads a variable of that name."""
+    from vllm import envs
+
+    return name in envs.environment_variables
 
 
 def switches() -> dict[str, bool]:

@@ -7,7 +7,6 @@
 """
 
 import os
-from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -15,7 +14,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
-from vllm_aiter_mla.commands import outputs
+from vllm_aiter_mla.commands import options, outputs
 
 
 class PassesOn(TyperCommand):
@@ -69,12 +68,13 @@ def plan(
     json: outputs.Json = None,
     verbose: Verbose = False,
 ) -> None:
-    """Say what would engage: MODEL first, then the options of `vllm serve`.
+    """Say what would engage, without a GPU.
 
-    Prints heads per rank, the decode limit, compile ranges, capture sizes, the kernel by batch size, every reason
-    against, and bytes and launches by formula. vLLM builds its own config for the card, and the plugin's own gate
-    decides. Needs no GPU, no weights and no network. Exit status: 0 if the layers would engage, 1 if not, 2 if an
-    option or the model is wrong, 3 if it is not known.
+    MODEL comes first, then the options of `vllm serve`. Prints heads per rank, the decode limit, compile ranges,
+    capture sizes, known issues, the kernel by batch size, every reason against and its remedy, and bytes and launches
+    by formula. vLLM builds its own config for the card, and the plugin's own gate decides. Needs no weights and no
+    network. Exit status: 0 if the layers would engage, 1 if not, 2 if an option or the model is wrong, 3 if it is not
+    known.
     """
     from vllm_aiter_mla import files
     from vllm_aiter_mla.commands.plan import model as models
@@ -82,7 +82,7 @@ def plan(
 
     try:
         outputs.check({"--json": json})
-        check_model_comes_first(model, context.args)
+        check_words(model, context)
         source, variables = models.find(model), models.environment(env or [], os.environ)
         with Console(stderr=True).status("plan: vLLM builds its config"):
             found = models.ask(source, context.args, arch.value if arch else "", variables, verbose)
@@ -95,8 +95,11 @@ def plan(
     raise typer.Exit({"engaged": outputs.FINE, "unknown": outputs.NOT_LOOKED}.get(found.outcome, outputs.FINDING))
 
 
-def check_model_comes_first(name: str, arguments: Sequence[str]) -> None:
-    """Raise ValueError where MODEL is an option, as it is when options come first, or where a second one is named."""
+def check_words(name: str, context: typer.Context) -> None:
+    """Raise ValueError where MODEL is an option, as it is when options come first, where a second one is named, or
+    where an option is misspelt.
+    """
+    arguments = context.args
     if name.startswith("-"):
         raise ValueError(f"{name} in the place of MODEL: MODEL comes first, then the options of `vllm serve`")
     for index, argument in enumerate(arguments):
@@ -104,3 +107,4 @@ def check_model_comes_first(name: str, arguments: Sequence[str]) -> None:
         if option == "--model":
             other = value if equals else next(iter(arguments[index + 1 : index + 2]), "")
             raise ValueError(f"--model {other} and MODEL {name}: give the model once, as MODEL")
+    options.check(arguments, [name for own in context.command.params for name in own.opts])

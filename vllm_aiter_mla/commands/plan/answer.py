@@ -6,7 +6,6 @@ The plugin is loaded, so the engine's own gate decides. ``card`` says what is ma
 """
 
 import importlib.util
-import json
 import os
 import traceback
 from collections.abc import Sequence
@@ -24,6 +23,8 @@ from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE, Settings, near_misses
 
 # Drafts whose "model" is no repository: vLLM's names of methods.
 NO_REPOSITORY = ("ngram", "[ngram]", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
+OF_OTHER_ATTENTION = ("fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache")
+"""vLLM's fusions for attention without MLA, as fields of its PassConfig."""
 MOST_LAYERS, MOST_POSITIONS = 2**9, 2**24
 
 
@@ -93,6 +94,11 @@ def engine_args(folder: Path, arguments: Sequence[str]) -> tuple[Any, Given]:
     args, notes = offline.engine_args(parsed, folder)
     if left_out:
         notes.append(f"{', '.join(left_out)}: not looked at, because a plan has no tokenizer")
+    notes += [
+        f"pass_config.{name} matches nothing on MLA and adds a compile range (vllm#55720)"
+        for name in OF_OTHER_ATTENTION
+        if getattr(parsed.compilation_config.pass_config, name, None)
+    ]
     for key in near_misses(parsed.additional_config):
         notes.append(f"additional_config.{key} is not read by this plugin, whose key is {NAMESPACE}")
     return args, Given(settings, parsed.max_num_seqs, parsed.max_num_batched_tokens, notes)
@@ -100,7 +106,7 @@ def engine_args(folder: Path, arguments: Sequence[str]) -> tuple[Any, Given]:
 
 def _check_what_is_named(parsed: Any, folder: Path) -> None:
     """Raise ValueError where an option or the config names a repository that is not here: vLLM would refuse it."""
-    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    fields = offline.config_of(folder)
     verifier = (fields.get("speculators_config") or {}).get("verifier") or {}
     spec = parsed.speculative_config if isinstance(parsed.speculative_config, dict) else {}
     draft = spec.get("model") or getattr(parsed, "spec_model", None)

@@ -11,11 +11,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from vllm_aiter_mla import __version__, admission
 from vllm_aiter_mla.admission import Skip, integration_of, why_not_passes
+from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.compat.offline import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
 from vllm_aiter_mla.commands.compat.rocm_config import LayerKind
 from vllm_aiter_mla.commands.plan import answer as answers
@@ -66,7 +68,7 @@ def build(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[s
         "model": model | {"notes": answer.given.notes, "kinds": [kind.sizes() for kind in kinds]},
         "arch": about["arch"],
         "options": engine["options"] | {"dtype": model["dtype"], "settings": asdict(settings)},
-        "environment": {name: variables.get(name, (str(int(about["on"][name])), "default")) for name in VARIABLES},
+        "environment": {name: (str(int(on)), "default") for name, on in about["on"].items()} | dict(variables),
         "heads_per_rank": main.view.num_heads if main else 0,
         "absorb_weight": main.built.format if main else None,
         "absorb_weights": dict(formats),
@@ -215,6 +217,7 @@ def _assumptions(
         *((True, default) for default in _defaults(answer, about, variables)),
         (not settings.enabled, f"pass_config.{FLAG_FIELD} is not given: planned as if it were true"),
         (True, "ROCm 7 or newer, an AITER with the 15-argument op: `vllm-aiter-mla doctor` looks at the machine"),
+        *((name not in VARIABLES, _passed_on(name, value, about["vllm"])) for name, (value, _) in variables.items()),
         (settings.measures, "kernel=auto: the server times AITER's two kernels, triton and unmodified vLLM on its "
          "card and runs the fastest; shown are ours in the order in which ties are broken"),
         (main and vllm_own.may_take_parts(arch, heads, main.fp8_cache), f"vLLM may decode {heads} heads by Gluon (a "
@@ -225,6 +228,13 @@ def _assumptions(
         *((True, note) for note in answer.given.notes),
     )  # fmt: skip
     return [note for holds, note in notes if holds]
+
+
+def _passed_on(name: str, value: str, vllm: str) -> str:
+    known = offline.has_variable(name)
+    read = "the plan does not look at it" if known else f"vLLM {vllm} has no variable of that name"
+    similar = () if known else get_close_matches(name, VARIABLES, 1)
+    return f"{name}={value} is passed on to vLLM: {read}" + (f"; did you mean {similar[0]}?" if similar else "")
 
 
 def _defaults(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[str, str]]) -> Iterator[str]:

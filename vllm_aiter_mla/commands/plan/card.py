@@ -98,5 +98,17 @@ def pretend_modules(*names: str) -> None:
     rotary = "Tensor positions, Tensor! query, Tensor!? key, int head_size, Tensor cos_sin_cache, bool is_neox"
     library.define(f"rotary_embedding({rotary}, int rope_dim_offset=0, bool inverse=False) -> ()")
     library.define("silu_and_mul(Tensor! result, Tensor input) -> ()")
+    norm = "Tensor! result, Tensor input, Tensor weight"
+    library.define(f"rms_norm({norm}, float epsilon) -> ()")
+    library.define("fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor weight, float epsilon) -> ()")
+    library.define(f"rms_norm_static_fp8_quant({norm}, Tensor scale, float epsilon) -> ()")
+    library.define(
+        "fused_add_rms_norm_static_fp8_quant(Tensor! result, Tensor input, Tensor! residual, Tensor weight, "
+        "Tensor scale, float epsilon) -> ()"
+    )
+    library.define(
+        f"rms_norm_dynamic_per_token_quant({norm}, Tensor! scale, float epsilon, Tensor? scale_ub, "
+        "Tensor!? residual) -> ()"
+    )
     for kind in ("static_scaled", "dynamic_scaled", "dynamic_per_token_scaled"):
         library.define(f"{kind}_fp8_quant(Tensor! result, Tensor input, Tensor! scale) -> ()")

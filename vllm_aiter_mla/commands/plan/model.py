@@ -9,17 +9,21 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands.compat.offline import USE_AITER, VARIABLES
+from vllm_aiter_mla.commands.plan import issues
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.settings import NAMESPACE
 
 EXAMPLES = Path(__file__).parent / "models"
 CHILD = "vllm_aiter_mla.commands.plan.build"
+CONFIGS = ("config.json", "params.json")
+"""Names of a model's config: the second is Mistral's."""
 # The plan makes no connection, leaves no file, and sees the plugin where VLLM_PLUGINS leaves it out.
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
          "PYTHONSAFEPATH": "1"}  # fmt: skip
@@ -48,13 +52,13 @@ class Source:
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """Give a folder with the config as ``config.json``, and the files around it.
+        """Give a folder with the config as ``config.json`` or Mistral's ``params.json``, and the files around it.
 
         Raises:
             ValueError: the file is not a JSON object.
         """
         config = self._whole()
-        if isinstance(self.config, Path) and self.config.name == "config.json":
+        if isinstance(self.config, Path) and self.config.name in CONFIGS:
             yield self.config.parent
             return
         with tempfile.TemporaryDirectory() as made:
@@ -96,9 +100,11 @@ def find(name: str) -> Source:
     for entry in bundled.values():
         if entry["example"]["hub_name"].lower() == name.lower():
             return _from_example(name, entry)
+    similar = get_close_matches(name.lower(), bundled, 1)
+    meant = f"Did you mean {similar[0]}?" if similar else f"Or one of: {', '.join(bundled)}"
     raise LookupError(
         f"{name}: no such folder or file, no bundled example of that name, and {cached}; "
-        f"plan downloads nothing. Give the path of a config.json, or one of: {', '.join(bundled)}"
+        f"plan downloads nothing. Give the path of a config.json. {meant}"
     )
 
 
@@ -110,12 +116,13 @@ def _from_example(name: str, entry: dict[str, Any]) -> Source:
 def _local_file(name: str) -> Path | None:
     try:
         path = Path(name).expanduser()
-        found = next((candidate for candidate in (path / "config.json", path) if candidate.is_file()), None)
+        inside = [path / one for one in CONFIGS]
+        found = next((candidate for candidate in (*inside, path) if candidate.is_file()), None)
         is_folder = path.is_dir()
     except (OSError, RuntimeError):  # too long for a path, or ~ of an unknown user
         return None
     if found is None and is_folder:
-        raise LookupError(f"{name} is a folder without a config.json")
+        raise LookupError(f"{name} is a folder without a {' or a '.join(CONFIGS)}")
     return found
 
 
@@ -132,7 +139,8 @@ def looked_up(name: str, revision: str | None = None) -> Path | str:
     except Exception as error:
         return f"the local Hugging Face cache was not searched ({type(error).__name__}: {error})"
     try:
-        found = try_to_load_from_cache(name, "config.json", revision=revision)
+        cached = [try_to_load_from_cache(name, one, revision=revision) for one in CONFIGS]
+        found = next((one for one in cached if isinstance(one, str)), None)
     except Exception:  # the name is not a repository name
         found = None
     return Path(found) if isinstance(found, str) else "not in the local Hugging Face cache"
@@ -143,16 +151,18 @@ def environment(given: Sequence[str], process: Mapping[str, str]) -> dict[str, t
 
     VLLM_ROCM_USE_AITER is 1 where it is unset: nothing can engage without it.
 
+    A variable that no plan depends on is passed on to vLLM too.
+
     Raises:
-        ValueError: an entry without ``=``, or a name that no plan depends on.
+        ValueError: an entry without a name or without ``=``.
     """
     found = {USE_AITER: ("1", "default")} | {
         name: (process[name], "environment") for name in VARIABLES if name in process
     }
     for entry in given:
         name, equals, value = entry.partition("=")
-        if not equals or name not in VARIABLES:
-            raise ValueError(f"--env {entry}: NAME=VALUE expected, with a name of {', '.join(VARIABLES)}")
+        if not equals or not name:
+            raise ValueError(f"--env {entry}: NAME=VALUE expected")
         found[name] = (value, "--env")
     return found
 
@@ -186,11 +196,11 @@ def ask(source: Source, arguments: Sequence[str], arch: str, variables: Mapping[
     if "failed" in found:
         raise ValueError(found["failed"])
     found["model"] |= {name: getattr(source, name) for name in ("name", "source", "basis", "assumed")}
-    return files.part(Plan, Path(CHILD), found)
+    return issues.looked_up(files.part(Plan, Path(CHILD), found))
 
 
 def child_environment(variables: Mapping[str, Any], cache: str) -> dict[str, str]:
     """Return the environment of the process: quiet, with the variables, and vLLM's cache in a folder of its own."""
-    given = {**os.environ, **QUIET, **{name: value for name, (value, _) in variables.items()}}
+    given = {**os.environ, **{name: value for name, (value, _) in variables.items()}, **QUIET}
     plugins = {name: f"{given[name]},{NAMESPACE}" for name in ("VLLM_PLUGINS",) if name in given}
     return given | plugins | {"VLLM_CACHE_ROOT": cache}

@@ -3,7 +3,9 @@
 
 from collections.abc import Iterator
 
+from vllm_aiter_mla.admission import REMEDIES
 from vllm_aiter_mla.commands.outputs import line
+from vllm_aiter_mla.commands.plan.issues import without_a_shape
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.compat.config import as_typed
 
@@ -28,12 +30,15 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"Status line: {'not known' if plan.outcome == 'unknown' else engaged}"
     for reason in plan.reasons:
         yield f"  {reason.scope}: {reason.code}: {reason.message}"
+        yield f"    -> {REMEDIES[reason.code]}"
     kernels = plan.kernels or ()
     for span in kernels[1:]:
         if span.kernel != kernels[0].kernel:
             yield f"  from {span.first} tokens on they would run on {span.kernel or 'nothing'}: see below"
     yield ""
     yield from _decode_limit(plan)
+    yield ""
+    yield from _issues(plan)
     if plan.kernels is not None:
         yield ""
         yield from _kernels(plan)
@@ -55,11 +60,13 @@ def _model(plan: Plan) -> Iterator[str]:
     draft = f", and {layers.drafts} in the draft" if layers.drafts else ""
     own = layers.mla - layers.drafts
     yield f"  layers       {own} attentions with MLA in {layers.total} layers{draft} ({kind})"
+    heads_of = dict[str, None]()  # a draft's layers are often those of the model
     for found in model.kinds:
         extra = ", sparse" * found.is_sparse + ", without RoPE" * (not found.has_rope)
         sizes = f"P {found.nope}, R {found.rope}, L {found.latent}, V {found.v}{extra}"
         heads = f"{found.heads} / TP {options.tp} = {found.heads // options.tp} per rank"
-        yield f"  heads        {heads}; {sizes}; kv_b_proj: {found.method}, {found.weight or 'packed'}"
+        heads_of[f"  heads        {heads}; {sizes}; kv_b_proj: {found.method}, {found.weight or 'packed'}"] = None
+    yield from heads_of
     for weights, count in plan.absorb_weights.items():
         share = f": {count} layers" if len(plan.absorb_weights) > 1 else ""
         yield f"  W_UK, W_UV   {WEIGHTS.get(weights, weights)}{share}"
@@ -87,8 +94,18 @@ def _decode_limit(plan: Plan) -> Iterator[str]:
     yield f"  captured above       {_sizes(captures.outside) or 'none'}"
     largest = max((*captures.inside, 0))
     if 0 < largest < plan.limit:
-        yield f"  {largest + 1}..{plan.limit} run without a graph;"
-        yield f"  a limit of {largest} would end the limit there: docs/configuration.md, Where the decode limit ends"
+        yield f"  {largest + 1}..{plan.limit} tokens run without a graph; max_token_num={largest} ends the decode limit"
+        yield "  at the largest graph: docs/configuration.md, Where the decode limit ends"
+
+
+def _issues(plan: Plan) -> Iterator[str]:
+    """Yield the known faults beside the plugin: their effect is there with the flag off too."""
+    why = without_a_shape(plan)
+    yield f"Known issues beside the plugin{f': not looked up: {why}' if why else '' if plan.known_issues else ': none'}"
+    for issue in plan.known_issues:
+        yield f"  {issue.id:<11}  {issue.effect} ({issue.state})"
+        yield f"{'':<15}-> {issue.remedy}"
+        yield f"{'':<15}{issue.link}"
 
 
 def _sizes(sizes: tuple[int, ...]) -> str:

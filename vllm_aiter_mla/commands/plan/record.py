@@ -151,6 +151,17 @@ class Figures:
 
 
 @dataclass(frozen=True)
+class KnownIssue:
+    """A known fault of what runs beside the plugin, for this shape and these versions."""
+
+    id: str
+    effect: str
+    state: str
+    remedy: str
+    link: str
+
+
+@dataclass(frozen=True)
 class Plan:
     """What would engage."""
 
@@ -175,4 +186,5 @@ class Plan:
     figures: Figures | None
     assumptions: tuple[str, ...]
     added: dict[str, JsonValue] = field(default_factory=dict)  # options that the gate adds
+    known_issues: tuple[KnownIssue, ...] = ()  # none without a known shape
     evidence: files.Stamp = files.stamped("plan")

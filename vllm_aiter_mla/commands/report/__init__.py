@@ -23,7 +23,7 @@ def report(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write; - for stdout.")] = Path("report.html"),
 ) -> None:
-    """Draw one HTML page: the steps of check, status, compile ranges, launches, timing, verify.
+    """Draw one HTML page from what the other commands wrote.
 
     The page loads nothing, runs no script and opens without a network. Every figure is in a table too. Exit status: 2,
     with nothing written, if an input cannot be shown; else 0.

@@ -18,6 +18,12 @@ INK = "#010203"
 GREY, BLUE, GREEN, RED = "#8a929b", "#2b7fc4", "#2a9d6f", "#d0504a"
 SERIES = (BLUE, "#d9822b", GREEN, "#9467bd", "#c45a9a")
 STATES = {"passed": GREEN, "failed": RED, "skipped": GREY}
+OUTCOMES = {
+    "passed": "good", "ok": "good", "engaged": "good", "timed": "good", "failed": "bad", "problem": "bad",
+    "cut off": "bad", "warning": "mind", "partly": "mind", "no gain": "mind", "skipped": "none", "unknown": "none",
+    "planned": "none",
+}  # fmt: skip
+"""The colour of each word that is an outcome, as a class of the page's style: a word stands beside every colour."""
 COLOURED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 STYLE: Any = dict.fromkeys(COLOURED, INK) | {
     "svg.fonttype": "none",  # text stays text
@@ -29,6 +35,7 @@ STYLE: Any = dict.fromkeys(COLOURED, INK) | {
     "legend.frameon": False,
     "font.size": 9,
 }
+PLANNED: tuple[dict[str, Any], dict[str, Any]] = ({}, {"alpha": 0.4, "hatch": "//"})
 MICROSECONDS = ", us"
 """End of the heads of the columns that ``lines`` draws."""
 
@@ -49,36 +56,44 @@ def lines(unit: str, heads: Sequence[str], rows: Sequence[Sequence[Any]], title:
     return _svg(title, 2.4, draw)
 
 
-def bars(unit: str, rows: Mapping[str, Mapping[str, float]], title: str) -> str:
-    """Draw one horizontal bar per name from its parts, end to end; ``STATES`` has the colours of some parts."""
+def bars(unit: str, rows: Mapping[str, Mapping[str, float]], title: str, planned: bool = False) -> str:
+    """Draw one horizontal bar per name from its parts, end to end; ``STATES`` has the colours of some parts.
+
+    What is only ``planned`` is pale and hatched.
+    """
 
     def draw(axes: Axes) -> None:
         for row, (name, parts) in enumerate(rows.items()):
             start = 0.0
             for part, value in parts.items():
-                axes.barh(row, value, left=start, height=0.45, color=STATES.get(part, BLUE))
+                axes.barh(row, value, left=start, height=0.45, color=STATES.get(part, BLUE), **PLANNED[planned])
                 start += value
             axes.text(start, row, " " + ", ".join(f"{value:g} {part}" for part, value in parts.items()), va="center")
-            axes.text(0, row - 0.25, name, va="bottom")
+            axes.text(0, row - 0.25, f" {name}", va="bottom")
         axes.set(xlabel=unit, yticks=(), ylim=(len(rows) - 0.6, -0.7))
         axes.margins(x=0.25)
 
     return _svg(title, 0.7 + 0.42 * len(rows), draw)
 
 
-def token_axis(ranges: Sequence[Sequence[int]], limit: int | None, sizes: Sequence[int], title: str) -> str:
+def token_axis(
+    ranges: Sequence[Sequence[int]], limit: int | None, sizes: Sequence[int], title: str, planned: bool = False
+) -> str:
     """Draw compile ranges, [first, last] tokens, on a logarithmic axis, with capture sizes as ticks below.
 
-    ``limit`` is the decode limit, None where the fast path is off.
+    ``limit`` is the decode limit, None where the fast path is off. What is only ``planned`` is pale and hatched.
     """
 
     def draw(axes: Axes) -> None:
         for first, last in ranges:
             inside = limit is not None and last <= limit
-            axes.barh(0, last + 1 - first, left=first, height=0.7, color=GREEN if inside else GREY, edgecolor=INK)
+            colour = GREEN if inside else GREY
+            axes.barh(0, last + 1 - first, left=first, height=0.7, color=colour, edgecolor=INK, **PLANNED[planned])
         if limit is not None:
             axes.axvline(limit + 1, color=RED, linestyle="--")
-            axes.text(limit + 1, 0.62, f"limit {limit}", ha="center")
+            axes.annotate(
+                f"limit {limit}", (limit + 1, 1), (0, 4), ("data", "axes fraction"), "offset points", ha="center"
+            )
         axes.plot(sizes, [-0.6] * len(sizes), "|", color=INK)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")

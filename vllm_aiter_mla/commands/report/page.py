@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From files to blocks: each file adds titled tables, charts and lines to the sections of one page.
+"""From files to blocks: each file adds titled tables, charts and lines to the sections of one page, and a glance.
 
 The template escapes every value but the SVG of ``charts``: names and messages in the files may hold anything.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -16,18 +16,21 @@ import jinja2
 from markupsafe import Markup
 
 from vllm_aiter_mla import __version__, files
+from vllm_aiter_mla.admission import REMEDIES
 from vllm_aiter_mla.commands.check.record import CheckRun
 from vllm_aiter_mla.commands.measure import Measurement
 from vllm_aiter_mla.commands.outputs import printable
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.commands.report import charts
+from vllm_aiter_mla.status import line
 from vllm_aiter_mla.status.record import RankStatus
 from vllm_aiter_mla.verify.results import Verification
 
 # Section, and where its content comes from.
 SECTIONS = {
     "Check": "check --json",
-    "Status": "a status file or plan --json",
+    "Plan": "plan --json",
+    "Status": "a status file",
     "Compile ranges": "a status file or plan --json",
     "Launches": "verify --json on a GPU, or plan --json for formulas",
     "Timing": "measure --json",
@@ -36,11 +39,40 @@ SECTIONS = {
 }
 
 
+NOTHING_RAN = "planned"
+NO_CARD = "none: nothing here ran on a GPU"
+
+
+@dataclass(frozen=True)
+class Glance:
+    """What the first screen says of one input."""
+
+    word: str  # the outcome, one of ``charts.OUTCOMES``
+    what: str  # what was done, to which model
+    card: str
+    means: str
+    skipped: Sequence[str] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)  # besides those of the stamp
+
+
 class Page:
-    """The blocks by section and title."""
+    """The glances, and the blocks by section and title."""
 
     def __init__(self) -> None:
+        self.glances: dict[tuple[str, str], dict[str, Any]] = {}
         self.sections: dict[str, dict[str, dict[str, Any]]] = {section: {} for section in SECTIONS}
+
+    def begin(self, glance: Glance, evidence: files.Stamp) -> None:
+        """Add a glance to the first screen; the ranks of an engine share one."""
+        versions = {"vLLM": evidence.vllm, "AITER": evidence.aiter, **glance.versions, "plugin": evidence.plugin}
+        facts = {
+            "Card": glance.card,
+            "When": f"{evidence.time.replace('T', ' ').replace('+00:00', ' UTC')} on {evidence.host}",
+            "Versions": ", ".join(f"{name} {value or 'not installed'}" for name, value in versions.items()),
+            "Skipped": "; ".join(glance.skipped) or "nothing",
+            "Means": glance.means,
+        }
+        self.glances.setdefault((glance.word, glance.what), facts)
 
     def add(
         self,
@@ -51,15 +83,19 @@ class Page:
         chart: Callable[[str], str] = lambda title: "",
         notes: Iterable[str] = (),
         alarms: Iterable[str] = (),
+        planned: bool = False,
     ) -> None:
         """Add a block, or new rows and lines to the block of that title: the ranks of an engine say the same.
 
         ``rows`` have one cell per head of the table; a list in a cell is folded. ``chart`` draws SVG for a title.
-        ``notes`` are lines above the table, ``alarms`` say what went wrong.
+        ``notes`` are lines above the table, ``alarms`` say what went wrong. A ``planned`` block is marked as such.
         """
         blocks = self.sections[section]
         if title not in blocks:
-            blocks[title] = {"heads": heads, "chart": Markup(chart(title)), "rows": [], "notes": [], "alarms": []}
+            drawn = Markup(chart(title))
+            blocks[title] = {
+                "heads": heads, "chart": drawn, "rows": [], "notes": [], "alarms": [], "planned": planned
+            }  # fmt: skip
         block = blocks[title]
         block["rows"] += [row for row in map(tuple, rows) if row not in block["rows"]]
         block["notes"] += [note for note in dict.fromkeys(notes) if note not in block["notes"]]
@@ -80,7 +116,7 @@ def html_of(paths: Sequence[Path]) -> str:
         cls, reader = READERS[schema]
         record = files.parse(cls, path, data)
         try:
-            reader(page, name, record)
+            page.begin(reader(page, name, record), record.evidence)
         except Exception as error:  # whatever another hand wrote
             raise ValueError(f"{path}: not what this version writes: {type(error).__name__}: {error}") from error
         stamp = {what: value for what, value in asdict(record.evidence).items() if not what.startswith("schema")}
@@ -88,7 +124,12 @@ def html_of(paths: Sequence[Path]) -> str:
         page.add("Versions", "Versions", ("input", "what", "version"), rows)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_shown)
     template = environment.from_string(Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8"))
-    return template.render(sections=page.sections, sources=SECTIONS, plugin=__version__) + "\n"
+    return (
+        template.render(
+            glances=page.glances, outcomes=charts.OUTCOMES, sections=page.sections, sources=SECTIONS, plugin=__version__
+        )
+        + "\n"
+    )
 
 
 def _shown(value: Any) -> Any:
@@ -129,22 +170,24 @@ def _clean(value: Any) -> Any:
 
 def _status(
     page: Page, name: str, layers: str, kernels: Iterable[str], cache: str, limit: int | None,
-    skipped: Iterable[tuple[str, Sequence[str]]], basis: str,
+    skipped: Iterable[tuple[str, Sequence[str]]], planned: bool,
 ) -> None:  # fmt: skip
     """Add a row to the table of layers; ``skipped`` names each layer with code and reason."""
     reasons = defaultdict(list)
     for layer, (code, text) in skipped:
         reasons[f"{code}: {text}"].append(layer)
     cells = [f"{why} ({len(layers)}): {', '.join(layers)}" for why, layers in reasons.items()]
-    heads = ("run", "MLA layers", "kernel", "KV cache", "decode limit", "skipped", "basis")
+    first = ("model", "would engage") if planned else ("run", "MLA layers")
+    heads = (*first, "kernel", "KV cache", "decode limit", "skipped")
     shown = f"1..{limit}" if limit else None
-    page.add("Status", "Layers", heads, [(name, layers, ", ".join(sorted(kernels)) or None, cache, shown,
-                                          cells or "none", basis)])  # fmt: skip
+    row = (name, layers, ", ".join(sorted(kernels)) or None, cache, shown, cells or "none")
+    page.add("Plan" if planned else "Status", "Layers", heads, [row], planned=planned)
 
 
 def _ranges(
-    page: Page, name: str, ranges: Sequence[Sequence[int]], limit: int | None, sizes: Sequence[int], note: str = ""
-) -> None:
+    page: Page, name: str, ranges: Sequence[Sequence[int]], limit: int | None, sizes: Sequence[int], note: str = "",
+    planned: bool = False,
+) -> None:  # fmt: skip
     rows = []
     for first, last in ranges:
         inside = ", ".join(str(size) for size in sizes if first <= size <= last)
@@ -152,18 +195,21 @@ def _ranges(
         rows.append((f"{first}-{last}", own, inside or None))
     heads, title = ("range, tokens", "graph", "capture sizes"), ", ".join(row[0] for row in rows)
     title += f"; decode limit {limit}" if limit else "; flag off"
-    draw = partial(charts.token_axis, ranges, limit, sizes)
-    page.add("Compile ranges", title, heads, rows, draw, [f"{name}. {note}"])
+    draw = partial(charts.token_axis, ranges, limit, sizes, planned=planned)
+    title = f"Planned: {title}" if planned else title
+    page.add("Compile ranges", title, heads, rows, draw, [f"{name}. {note}"], planned=planned)
 
 
-def status_file(page: Page, name: str, data: RankStatus) -> None:
+def status_file(page: Page, name: str, data: RankStatus) -> Glance:
     """Add a worker's status, its compiled ranges, and the kernels that it timed."""
     rank, limit = f"{name}, rank {data.rank}", data.decode_limit or None
     layers, kernels = f"{len(data.engaged)}/{data.total}", set(data.engaged.values())
-    _status(page, rank, layers, kernels, data.kv_cache_dtype, limit, data.skipped.items(), "counted at run time")
+    _status(page, rank, layers, kernels, data.kv_cache_dtype, limit, data.skipped.items(), planned=False)
     ranges = sorted([int(part) for part in key.split("-")] for key in data.compiled)
     if ranges:
         _ranges(page, rank, ranges, limit, data.capture_sizes)
+    else:
+        page.add("Compile ranges", rank, notes=["This status names no compile range: a warm start, or no graph."])
     for shape in data.measured:
         names = sorted({kernel for figures in shape.us.values() for kernel in figures})
         rows = [(t, *map(by.get, names), shape.runs(t)) for t, by in sorted(shape.us.items())]
@@ -171,18 +217,22 @@ def status_file(page: Page, name: str, data: RankStatus) -> None:
         heads = ("tokens", *(kernel + charts.MICROSECONDS for kernel in names), "runs")
         title, note = f"Timed at start-up, {shape.shape}: {where}", f"{rank}: {len(shape.layers)} layers"
         page.add("Status", title, heads, rows, partial(charts.lines, "us a layer", heads, rows), [note])
+    word = "skipped" if not data.engaged else "engaged" if len(data.engaged) == data.total else "partly"
+    reasons = dict.fromkeys(f"{code}: {text}" for code, text in data.skipped.values())
+    on = "a CPU, for tests" if data.card == "cpu" else data.card or "not told: the engine was skipped as a whole"
+    return Glance(word, f"server of {data.model_name or 'a model'}", on, line.of(data), tuple(reasons))
 
 
-def plan(page: Page, name: str, data: Plan) -> None:
+def plan(page: Page, name: str, data: Plan) -> Glance:
     """Add a plan: nothing in it was run."""
     model, captures = data.model.name, data.captures
     kernels = {span.kernel for span in data.kernels or () if span.kernel}
     skipped = [(f"{one.scope} {one.code}", (one.code, one.message)) for one in data.reasons]
     shown = f"{data.layers.engaged}/{data.layers.mla}"
     cache = data.options.kv_cache_dtype
-    _status(page, model, shown, kernels, cache, data.limit, skipped, "plan: nothing was run")
+    _status(page, model, shown, kernels, cache, data.limit, skipped, planned=True)
     sizes = (*captures.inside, *captures.outside)
-    _ranges(page, model, data.compile_ranges.ranges, data.limit, sizes, captures.note)
+    _ranges(page, model, data.compile_ranges.ranges, data.limit, sizes, captures.note, planned=True)
     rows = [
         (tokens, path, len(one.launches), one.launches_per_step, f"{one.bytes:,}")
         for tokens, paths in (data.figures.by_tokens if data.figures else {}).items()
@@ -190,11 +240,20 @@ def plan(page: Page, name: str, data: Plan) -> None:
     ]
     heads = ("tokens", "path", "launches per layer", "launches per step", "bytes per layer")
     parts = {path: {"launches": float(count)} for _, path, count, *_ in rows}
-    draw = partial(charts.bars, "launches per layer", parts)
-    page.add("Launches", f"Launches by formula, {model}", heads, rows, draw)
+    draw = partial(charts.bars, "launches per layer", parts, planned=True)
+    page.add("Launches", f"Launches by formula, {model}", heads, rows, draw, planned=True)
+    issues = [(one.id, one.effect, one.state, one.remedy, one.link) for one in data.known_issues]
+    if issues:
+        heads = ("issue", "effect", "state", "remedy", "link")
+        page.add("Plan", "Known issues beside the plugin", heads, issues, planned=True)
+    means = f"nothing was run: by vLLM's own config {shown} MLA layers would engage on {data.arch}"
+    if data.outcome == "unknown":
+        means = "nothing was run, and vLLM could not say whether layers would engage"
+    reasons = [f"{one.code}: {one.message} -> {REMEDIES.get(one.code, '')}" for one in data.reasons]
+    return Glance(NOTHING_RAN, f"plan of {model}", f"none: planned for {data.arch}", means, reasons)
 
 
-def measure(page: Page, name: str, data: Measurement) -> None:
+def measure(page: Page, name: str, data: Measurement) -> Glance:
     """Add one chart and table per number of heads and type: time over tokens, one line per kernel."""
     alarms = [f"stopped at {data.stopped}"] if data.stopped else []
     alarms += [f"wrong, not timed: {kernel} at {why}" for kernel, why in data.wrong.items()]
@@ -210,9 +269,16 @@ def measure(page: Page, name: str, data: Measurement) -> None:
         notes = [f"{kernel}: not timed: {why}" for row in found for kernel, why in row.untimed.items()]
         draw = partial(charts.lines, "us a call", columns, rows)
         page.add("Timing", f"{name}: {heads} heads, {kind}", columns, rows, draw, notes, alarms)
+    ratios = [row.ratio for row in data.rows if row.ratio is not None]
+    faster = sum(ratio > 1 for ratio in ratios)
+    wrong = [*(f"{kernel} was wrong" for kernel in data.wrong), *([f"stopped at {data.stopped}"] * bool(data.stopped))]
+    word = "failed" if wrong or not ratios else "timed"
+    means = "; ".join([*wrong, f"one of ours is the fastest at {faster} of {len(ratios)} sizes"])
+    untimed = dict.fromkeys(kernel for row in data.rows for kernel in row.untimed)
+    return Glance(word, "measure", _card(data.machine), means, tuple(untimed), _others(data.machine))
 
 
-def verify(page: Page, name: str, data: Verification) -> None:
+def verify(page: Page, name: str, data: Verification) -> Glance:
     """Add results by back end, failures with the command that repeats them, and counted launches."""
     results, on_cpu = data.results, "eager" in data.engine
     counts = {backend: dict.fromkeys(charts.STATES, 0) for backend in dict.fromkeys(one.backend for one in results)}
@@ -234,11 +300,35 @@ def verify(page: Page, name: str, data: Verification) -> None:
     title = f"PyTorch ops of a replayed step, no GPU, {name}" if on_cpu else f"Launches in captured graphs, {name}"
     counted = [(one.backend, one.variant, *found) for one in results for found in one.launches.items()]
     page.add("Launches", title, ("backend", "variant", "tokens", "counted"), counted)
+    passed = sum(one.status == "passed" for one in results)
+    means = f"{passed} of {len(results)} cases passed, of {', '.join(counts) or 'no back end'}"
+    means += "; no graph was captured" if on_cpu else ""
+    word = "failed" if data.status == 1 else "passed" if passed else "skipped"
+    left = [f"{backend}: {why}" for backend, why in data.missing.items()]
+    on, seen = (
+        ("emulated: ", "; an emulator says nothing of time, nor of a card's faults") if data.emulated else ("", "")
+    )
+    return Glance(word, "verify", on + _card(data.machine), means + seen, left, _others(data.machine))
 
 
-def check(page: Page, name: str, data: CheckRun) -> None:
+def _card(machine: Mapping[str, str]) -> str:
+    card = machine.get("card", "")
+    return NO_CARD if not card or card.startswith("none") else f"{card} {machine.get('arch', '')}".strip()
+
+
+def _others(machine: Mapping[str, str]) -> dict[str, str]:
+    names = {"torch": "torch", "rocm": "ROCm", "triton": "Triton", "python": "Python"}
+    return {shown: machine[name] for name, shown in names.items() if machine.get(name)}
+
+
+def check(page: Page, name: str, data: CheckRun) -> Glance:
     """Add the steps of a check, and what its plan, its kernels and its timings found."""
-    rows = [(step.name, step.status, step.detail, list(step.lines)) for step in data.steps]
+    # A plan promises: it never looks like a step that ran.
+    promised = {("plan", "passed"): NOTHING_RAN}
+    rows = [
+        (step.name, promised.get((step.name, step.status), step.status), step.detail, list(step.lines))
+        for step in data.steps
+    ]
     alarms = [f"{step.name} FAILED: {step.detail}" for step in data.steps if step.status == "failed"]
     if data.exit is None:
         alarms.append(f"The run was cut off after the step {data.steps[-1].name}." if data.steps else "No step ended.")
@@ -260,9 +350,33 @@ def check(page: Page, name: str, data: CheckRun) -> None:
     counts: Any = found.get("launches") or {}
     if counts:
         page.add("Launches", "Kernels of one decode step", ("side", "kernels"), counts.items())
+    return _of_check(data, found)
 
 
-READERS: dict[str, tuple[type[Any], Callable[[Page, str, Any], None]]] = {
+MEANING = {
+    None: ("cut off", "the run was cut off: nothing is shown"),
+    0: ("passed", "every step that ran passed"),
+    1: ("failed", "do not switch the fast path on before the failed steps pass"),
+    3: ("skipped", "nothing ran on a card, or a step that was asked for did not run"),
+    4: ("no gain", "vLLM's own kernels are the fastest for this model on this card: leave the flag off"),
+}
+"""Outcome and meaning of each exit status of ``check``."""
+
+
+def _of_check(data: CheckRun, found: Mapping[str, Any]) -> Glance:
+    """Return the glance of a check; doctor's findings, as it ran first, tell card and versions."""
+    word, means = MEANING.get(data.exit, ("failed", f"exit status {data.exit}"))
+    checks: Any = found.get("machine") or []
+    here = {one["name"]: one["detail"] for one in checks if one["status"] in ("ok", "warning")}
+    ran = [step.name for step in data.steps if step.status in ("passed", "warning") and step.name != "plan"]
+    failed = [step.name for step in data.steps if step.status == "failed"]
+    means += f": {', '.join(failed)}" if failed else f": {', '.join(ran)}" if word == "passed" else ""
+    skipped = [f"{step.name}: {step.detail}" for step in data.steps if step.status == "skipped"]
+    versions = {shown: here[name] for name, shown in (("torch", "torch"), ("rocm", "ROCm")) if name in here}
+    return Glance(word, f"check of {data.model}", here.get("gpu", NO_CARD), means, skipped, versions)
+
+
+READERS: dict[str, tuple[type[Any], Callable[[Page, str, Any], Glance]]] = {
     "check": (CheckRun, check),
     "status": (RankStatus, status_file),
     "plan": (Plan, plan),

@@ -1,0 +1,117 @@
+"""Each code has one remedy, and the status line, ``status``, ``doctor`` and ``plan`` say the same."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.support import plans
+from vllm_aiter_mla import admission, files, status
+from vllm_aiter_mla.admission import REMEDIES, Skip
+from vllm_aiter_mla.commands import doctor
+from vllm_aiter_mla.commands.main import app
+from vllm_aiter_mla.commands.plan import build, model, printout
+from vllm_aiter_mla.commands.plan.record import Reason
+from vllm_aiter_mla.compat import release
+from vllm_aiter_mla.kernels.aiter import op
+
+CODES = sorted(admission.REASONS)
+
+
+def skipped(code: str, message: str = "why") -> Any:
+    return replace(status.record_of(["layer"], 16, "fp8", 0), skipped={"layer": (code, message)}, run="7-a")
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_remedy_every_code_has_exactly_one() -> None:
+    listed = [code for codes in admission.LEVELS.values() for code in codes]
+    assert sorted(listed) == CODES, "a code in two tables may have two remedies"
+    for code, remedy in REMEDIES.items():
+        assert remedy.strip() == remedy != "", code
+        assert "`" not in remedy, code
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_remedy_line_and_log_and_plan_say_the_same(code: str) -> None:
+    assert status.line.of(skipped(code)) == f"0/1: {code}: why -> {REMEDIES[code]}"
+    assert str(Skip(code, "why")).endswith(f" -> {REMEDIES[code]}"), "of the gate's line"
+    planned = plans.parsed(build.build(plans.made_up_answer(), plans.ABOUT, model.environment((), {})))
+    text = printout.text(replace(planned, reasons=(Reason(build.level(code), code, "why"),)))
+    assert f"{code}: why\n    -> {REMEDIES[code]}" in text
+
+
+@pytest.mark.parametrize("message", ["why", "why " * 60], ids=["fits", "is too long"])
+def test_remedy_that_does_not_fit_is_what_status_prints(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, message: str
+) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setenv(status.record.RUN, "7-a")
+    status.record.join_run(tmp_path / "aiter_mla")
+    record = skipped("impl", message)
+    files.write(tmp_path / "aiter_mla" / "status-7-a-0-0.json", record)
+    line, said = status.line.of(record), CliRunner().invoke(app, ["status"]).stdout
+    assert (REMEDIES["impl"] in line) != ("vllm-aiter-mla status" in line)
+    assert (len(line) <= status.line.LONGEST) == (message == "why")
+    assert one_line(said).count(REMEDIES["impl"]) == 1
+
+
+def test_remedy_of_a_code_of_another_version_is_left_out() -> None:
+    assert status.line.of(skipped("of_tomorrow")) == "0/1: of_tomorrow: why"
+
+
+@pytest.mark.mutation("I8")
+def test_mutation_remedy_of_another_code_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status.line, "REMEDIES", dict.fromkeys(REMEDIES, "planted"))
+    with pytest.raises(AssertionError, match="planted"):
+        test_remedy_line_and_log_and_plan_say_the_same("impl")
+
+
+def on_rocm(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(doctor, "rocm_version", lambda: "7.2")
+    patch.setattr(doctor, "gpu_arch", lambda: "gfx942")
+
+
+def atom(patch: pytest.MonkeyPatch) -> None:
+    points = [EntryPoint("atom", "atom.plugin.register:register", doctor.PLATFORM)]
+    patch.setattr(importlib.metadata, "entry_points", lambda group: [one for one in points if one.group == group])
+
+
+def no_aiter(patch: pytest.MonkeyPatch) -> None:
+    on_rocm(patch)
+    patch.setattr(op, "locate_aiter", lambda: op.AiterInstall("none"))
+
+
+FOUND: dict[str, tuple[str, dict[str, str], Any]] = {
+    "platform": ("gpu", {}, lambda patch: patch.setattr(doctor, "gpu_arch", lambda: "sm90")),
+    "aiter_off": ("switches", {}, on_rocm),
+    "not_mla": ("switches", {"VLLM_ROCM_USE_AITER": "1", "VLLM_MLA_DISABLE": "1"}, on_rocm),
+    "vllm_version": ("vllm", {}, lambda patch: patch.setattr(doctor, "vllm_version", lambda: "0.34.0")),
+    "capability": ("surface", {}, lambda patch: patch.setattr(release, "missing_capabilities", lambda: ["x"])),
+    "op_schema": ("surface", {}, lambda patch: patch.setattr(release, "op_differences", lambda: ["x"])),
+    "atom": ("atom", {}, atom),
+    "kernel_unavailable": ("aiter", {}, no_aiter),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("code", FOUND)
+def test_remedy_of_what_doctor_finds_is_that_of_its_code(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    name, env, plant = FOUND[code]
+    checks = {doctor.name_of(check): check for check in doctor.CHECKS}
+    plant(monkeypatch)
+    (found,) = doctor.run([checks[name]], env)
+    assert (found.status, found.remedy) == ("problem", REMEDIES[code])
+
+
+def test_remedy_on_a_machine_that_the_plugin_is_not_for_names_the_condition(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "gpu_arch", lambda: None)
+    (found,) = doctor.run([doctor.gpu], {})
+    assert found.remedy == REMEDIES["platform"]
+    assert {"gfx942", "gfx950", "ROCm"} <= set(found.detail.split())

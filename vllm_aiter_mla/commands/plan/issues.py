@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Known faults of what runs beside the plugin: AITER's decode kernels and its collectives. ``plan`` and ``check`` say
+which ones concern a shape.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vllm_aiter_mla import files
+from vllm_aiter_mla.commands.plan.record import KnownIssue, Plan
+
+KNOWN_ISSUES = Path(__file__).parent / "known_issues.json"
+
+
+def looked_up(plan: Plan) -> Plan:
+    """Return the plan with the known issues that concern it."""
+    known = json.loads(KNOWN_ISSUES.read_text(encoding="utf-8")) if not without_a_shape(plan) else ()
+    found = (issue for issue in known if applies(issue, plan))
+    return replace(plan, known_issues=tuple(
+        KnownIssue(**{name: issue[name] for name in ("id", "effect", "state", "remedy", "link")}) for issue in found
+    ))  # fmt: skip
+
+
+def without_a_shape(plan: Plan) -> str:
+    """Return why no layer's shape was planned, or ""; an unknown shape is not one without faults."""
+    if plan.model.kinds:
+        return "" if plan.absorb_weight else "the format of the absorb weights is not known"
+    known = not plan.layers.mla and plan.outcome != "unknown"
+    return "the model has no MLA layer" if known else "the plan is not known"
+
+
+def has_fp8_cache(plan: Plan) -> bool:
+    """Return whether the KV cache that was planned is in fp8."""
+    return str(plan.options.kv_cache_dtype).startswith("fp8")
+
+
+def applies(issue: Mapping[str, Any], plan: Plan) -> bool:
+    """Return whether a known issue is of the shape that was planned; an unknown release counts as concerned.
+
+    So does an AITER that is not installed here, or does not tell its release.
+    """
+    numbers = {"heads": plan.heads_per_rank, "rows": 1 + (plan.options.num_drafts or 0), "tp": plan.options.tp}
+    cache = "fp8" if has_fp8_cache(plan) else "16 bits"
+    if plan.arch not in issue["arch"] or issue["cache"] not in (cache, "any"):
+        return False
+    if any(not issue[name][0] <= value <= issue[name][1] for name, value in numbers.items() if name in issue):
+        return False
+    releases = {"vllm": plan.vllm, "aiter": files.stamp("plan")[files.KEY]["aiter"]}
+    if any(not _within(issue[name], release) for name, release in releases.items() if name in issue):
+        return False
+    if "switch" in issue and plan.environment[issue["switch"]][0].lower() not in ("1", "true"):
+        return False
+    # A graph of decode batches is full only if vLLM captures one.
+    return "graphs" not in issue or not plan.captures.inside
+
+
+def _within(bounds: tuple[str | None, str | None], release: str | None) -> bool:
+    """Return whether a release lies from the first bound to before the second; an unknown one does."""
+    (first, before), found = (_numbers(one) for one in bounds), _numbers(release)
+    return not found or ((not first or first <= found) and (not before or found < before))
+
+
+def _numbers(release: str | None) -> tuple[int, ...]:
+    """Return a release's numbers, without those of a local build: (0, 1, 16, 2) of "0.1.16.post2"."""
+    return tuple(map(int, re.findall(r"\d+", (release or "").partition("+")[0])))

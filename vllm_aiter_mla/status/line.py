@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The status line: how many layers of an engine are on the fast path, by which kernels, and why the others are not."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from vllm_aiter_mla.admission import OVERFLOW, REMEDIES
+from vllm_aiter_mla.status.record import RankStatus, Reason, of_engine
+
+SHOWN = 64
+"""The line gives the measured time of a step of this many tokens, or of the nearest count that was timed."""
+LONGEST = 200
+"""Letters of a line with its remedy; where it would be longer, the line names the command that prints the remedy."""
+
+
+def of(*ranks: RankStatus | None, replica: int | None = None) -> str:
+    """Return the status line: how many layers are engaged, by which kernels, why the others are not, and the remedy.
+
+    Args:
+        ranks: the records of an engine's ranks, as ``of_engine`` takes them.
+        replica: index of the data-parallel engine that the line speaks for; None if there is one.
+    """
+    found = of_engine(ranks)
+    record, engaged = found.record, len(found.record.engaged)
+    of = "" if replica is None else f", data-parallel engine {replica}"
+    if not engaged:
+        kept = "; graph partition stays on" if record.partition else ""
+        return _answered(f"0/{record.total}: {first_reason(record.skipped)}{kept}{of}", record.skipped.values())
+    by = ", integration module" if record.integration == "module" else ""
+    whole = found.ranks - len(found.fallen) - found.silent
+    on = f" on {whole} of {found.ranks} ranks" if found.ranks > 1 else ""
+    text = (
+        f"{engaged}/{record.total} MLA layers engaged{on} ({_measured(record) or _kernels(record)}{_tuned(record)}{by})"
+    )
+    for rank, why in found.fallen.items():
+        text += f"; rank {rank} fell back: {_printable(why)}"
+    text += f"; {found.silent} without a status" if found.silent else ""
+    left = record.total - engaged
+    text += f"; {left} skipped: {first_reason(record.skipped)}" if left else ""
+    text += "".join(f"; {name} {OVERFLOW}" for name in record.overflows) + of
+    return _answered(text, [*found.fallen.values(), *record.skipped.values()])
+
+
+def remedies(reasons: Iterable[Reason]) -> dict[str, str]:
+    """Return what to do about each code among the reasons; nothing for a code of another version."""
+    return {code: REMEDIES[code] for code, *_ in reasons if code in REMEDIES}
+
+
+def _answered(text: str, reasons: Iterable[Reason]) -> str:
+    """Return the line with the remedy of the first reason, or with the command that prints the remedy."""
+    remedy = next(iter(remedies(reasons).values()), "")
+    whole = f"{text} -> {remedy}" if remedy else text
+    return whole if len(whole) <= LONGEST else f"{text} (run: vllm-aiter-mla status)"
+
+
+def _kernels(record: RankStatus) -> str:
+    cache = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(record.kv_cache_dtype, "fp8")
+    names = "+".join(sorted(set(record.engaged.values())))
+    return f"{names}, {cache} KV, decode limit {record.decode_limit}{unmeasured(record.card)}"
+
+
+def _tuned(record: RankStatus) -> str:
+    """Return which tiles of the Triton kernel `measure --tune` has chosen; nothing for the table's."""
+    return "".join(f"; tuned tiles {tiles}" for tiles in dict.fromkeys(record.tuned.values()))
+
+
+def unmeasured(card: str) -> str:
+    """Return what is said once of a card, because nobody has timed the plugin on one yet; nothing for a CPU."""
+    return "" if card == "cpu" else f"; speed on {card} not measured"
+
+
+def _measured(record: RankStatus) -> str | None:
+    """Return what runs where and what it gains, for the shape of most layers; None if nothing was measured."""
+    if not record.measured:
+        return None
+    most, *others = sorted(record.measured, key=lambda one: -len(one.layers))
+    where = ", ".join(f"{name} {first}..{last}" for first, last, name in most.chosen)
+    tokens = min(most.us, key=lambda count: abs(count - SHOWN))
+    ours, theirs = most.us[tokens][most.runs(tokens)], most.us[tokens]["vllm"]
+    step = f"{tokens} token{'s' * (tokens != 1)}"
+    since = f" on {most.since[:10]}" if most.since else ""
+    more = f"; {len(others)} more layer shape{'s' * (len(others) != 1)} in the status file" if others else ""
+    return f"{where}; {ours:.1f} us a layer at {step} against vLLM's own {theirs:.1f}, measured here{since}{more}"
+
+
+def first_reason(skipped: Mapping[str, Reason]) -> str:
+    """Return code and reason of one skipped layer, on one line that cannot drive a terminal."""
+    return _printable(next(iter(skipped.values()), ("the model has no MLA layer",)))
+
+
+def _printable(why: Sequence[str]) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in ": ".join(why))
