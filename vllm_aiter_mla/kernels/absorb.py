@@ -19,8 +19,8 @@ Key = tuple[Any, ...]
 Gemm = Callable[..., torch.Tensor]
 
 GEMMS: dict[str, Gemm] = {}
-"""vLLM's calls of AITER's batched GEMMs, by weight format; ``backends.Backends`` fills it on an AMD card. Of the process:
-they are vLLM's functions, the same for every engine."""
+"""vLLM's calls of AITER's batched GEMMs, by weight format; ``backends.Backends`` fills it on an AMD card. They are
+vLLM's functions, the same for every engine of the process."""
 FP8_GROUP = 128  # values of a query row that share a scale; vLLM's group_size
 FP8_FLOOR = 1e-10  # AITER's kernel takes at least this for a group's largest magnitude, in float32
 

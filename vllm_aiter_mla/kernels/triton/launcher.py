@@ -132,7 +132,7 @@ class Launch:
     def _arguments(self, operands: Sequence[Any]) -> tuple[Any, ...]:
         """Return the kernel's run-time arguments; ``operands`` are tensors, or their addresses.
 
-        By position, in the order of the kernel's declaration: both launchers take a tuple, and names cost 2 us a call.
+        By position, in the order of the kernel's declaration, because both launchers take a tuple.
         """
         q, w, w_scale, q_scale, out, positions, table, k_pe, kv_c, slot_mapping, k_scale, cache = operands
         tokens, slots, last_position = self._rows
@@ -188,7 +188,7 @@ class Direct:
 
 
 _compiled: set[tuple[Any, ...]] = set()
-"""The variants that have been launched outside a capture. Of the process, as Triton's own cache of loaded kernels is."""
+"""The variants that have been launched outside a capture. Of the process, as Triton's cache of loaded kernels is."""
 
 
 def _reach(tensor: torch.Tensor) -> int:
