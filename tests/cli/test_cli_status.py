@@ -1,5 +1,6 @@
 """``vllm-aiter-mla status``: one line for each engine, and an exit status for scripts."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +12,8 @@ from tests.support.bad_files import BAD
 from vllm_aiter_mla import files, status
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.serving.decision import PASSED, Checked, Figures, LayerFacts, Offer, decide
+from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.status import record_of
 from vllm_aiter_mla.status.record import Timed
 
@@ -50,6 +53,22 @@ def test_each_data_parallel_engine_of_a_server_has_its_line(folder):
         "2/2 MLA layers engaged on 2 of 2 ranks"
     ] * 2
     assert "5.0 us a layer at 64 tokens against vLLM's own 10.0" in found.output
+
+
+def test_layer_prints_what_was_decided_and_why_each_other_kernel_does_not_run(folder):
+    offers = {"aiter": Offer(), "triton": Offer(), "vllm": Offer(needs_check=False)}
+    figures = Figures({64: {"aiter": [4.0] * 4, "triton": [5.0] * 4, "vllm": [9.0] * 4}})
+    checks = {"aiter": Checked("aiter: self-check FAILED: q nope"), "triton": PASSED}
+    found = decide(LayerFacts(None, offers, (512,)), checks, figures, Settings())
+    record = files.read(status.record.RankStatus, path := write(folder, "7-a", "0", 0))
+    decided = status.record.Decided(NAMES, found.kernels, None, found.passed_over)
+    files.write(path, replace(record, decided=(decided,)))
+    printed = CliRunner().invoke(app, ["status", "--layer", "layers.1"]).output
+    assert re.search(r"layers\.1\.attn\n +1\.\.64 tokens +triton\n", printed)
+    assert re.search(r"not aiter +aiter: self-check FAILED: q nope", printed)
+    assert re.search(r"not vllm +another was faster", printed)
+    assert "layers.0" not in printed
+    assert "layers" not in run().output.replace("MLA layers", "")
 
 
 @pytest.mark.parametrize("engaged", [(), NAMES[:1]])

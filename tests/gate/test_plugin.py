@@ -52,7 +52,7 @@ def test_a_step_that_fails_is_said_once_and_never_raised(said, monkeypatch):
     fail = raising(ImportError("planted"))
     monkeypatch.setattr(plugin, "_registered", False)
     monkeypatch.setattr(plugin, "_register_ops", fail)
-    monkeypatch.setattr(patches, "extend_pass_config", fail)
+    monkeypatch.setitem(patches.PATCHES, "pass_config", fail)
     monkeypatch.setattr(patches, "_failed", {})
     plugin.register()
     plugin.register()
@@ -66,7 +66,7 @@ def test_a_step_that_fails_is_said_once_and_never_raised(said, monkeypatch):
 
 @pytest.mark.mutation
 def test_mutation_a_registration_that_lets_errors_out_is_caught(said, monkeypatch):
-    monkeypatch.setattr(patches, "run", lambda name, step: step())
+    monkeypatch.setattr(patches, "keep_failure", lambda name, step: step())
     with pytest.raises(ImportError, match="planted"):
         test_a_step_that_fails_is_said_once_and_never_raised(said, monkeypatch)
 

@@ -16,7 +16,7 @@ from tests.support.opcalls import NAME
 from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
 from tests.support.worker import Worker, layer_in, ours
-from vllm_aiter_mla import status
+from vllm_aiter_mla import files, status
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.kernels import device, reference, stopwatch
 from vllm_aiter_mla.kernels.backend import Binding
@@ -79,6 +79,17 @@ def test_the_fastest_kernel_serves_and_the_status_line_and_the_status_say_so(mad
     assert found.measured[0].us[4] == {"aiter": 8.0, "triton": 5.0, "vllm": 10.0}
     assert "1 layer shape(s)" in made_up.said.at(logging.INFO)[-1]
     assert made_up.clock.given_back == 1
+
+
+def test_the_status_file_holds_what_was_decided_for_each_layer(made_up, tmp_path):
+    one = made_up.start()
+    one.compile_or_warm_up_model()
+    (path,) = tmp_path.glob("status-*.json")
+    (decided,) = files.read(status.record.RankStatus, path).decided
+    found = layer_in(one).decision
+    assert decided.layers == (NAME,)
+    assert (decided.kernels, decided.skip, decided.passed_over) == (((1, 16, "triton"),), None, found.passed_over)
+    assert dict(decided.passed_over).keys() == {"aiter", "aiter-opt", "vllm"}
 
 
 def test_the_next_start_reads_the_figures_and_measures_nothing(made_up, tmp_path):

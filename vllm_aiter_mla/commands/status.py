@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-aiter-mla status``: what the servers of this machine run, from their status files. Imports no vLLM."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla import status as status_of
 from vllm_aiter_mla.commands import outputs
-from vllm_aiter_mla.status.record import RankStatus
+from vllm_aiter_mla.status.record import Decided, RankStatus
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,13 @@ class Engines:
     evidence: files.Stamp = files.stamped("engines")
 
 
-def status(json: outputs.Json = None) -> None:
-    """Print the status line of each engine on this machine.
+Layer = Annotated[
+    str | None, typer.Option("--layer", metavar="NAME", help="Print what was decided for the layers of this name.")
+]
+
+
+def status(layer: Layer = None, json: outputs.Json = None) -> None:
+    """Print the status line of each engine on this machine; with --layer what runs a layer, and why not the others.
 
     Reads the files under VLLM_CACHE_ROOT, and says if a server has ended. What to do about a skipped layer follows its
     line.
@@ -61,6 +67,10 @@ def status(json: outputs.Json = None) -> None:
             for of, remedy in one.remedies.items():
                 if remedy not in one.line:
                     typer.echo(outputs.folded(f"  {of} -> {remedy}"))
+            ranks = by_engine[one.run, one.model, one.engine] if layer else []
+            for decided in ranks[0].decided if ranks else ():
+                if names := [name for name in decided.layers if str(layer) in name]:
+                    typer.echo(outputs.folded("\n".join(_decision(names, decided))))
     if json is not None:
         outputs.write(json, files.text_of(Engines(engines, tuple(bad), code)))
     for why in bad:
@@ -78,3 +88,14 @@ def _engine(folder: Path, name: tuple[str, str, str], ranks: Sequence[RankStatus
     remedies = status_of.line.remedies(why for rank in ranks for why in rank.skipped.values())
     whole = found.whole and not found.record.skipped
     return EngineLine(*name, status_of.line.of(*ranks), remedies, lives=True, whole=whole)
+
+
+def _decision(names: Sequence[str], decided: Decided) -> Iterator[str]:
+    """Yield what runs these layers at how many tokens, and why each other kernel does not."""
+    yield f"  {names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}"
+    if decided.skip is not None:
+        yield f"    vLLM's own       {': '.join(decided.skip)}"
+    for first, last, kernel in decided.kernels:
+        yield f"    {f'{first}..{last} tokens':<16} {kernel}"
+    for name, reason in decided.passed_over:
+        yield f"    not {name:<12} {reason}"

@@ -24,11 +24,12 @@ from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, patches, ranks
 from vllm_aiter_mla.kernels import formats
 from vllm_aiter_mla.serving.backends import AITER_KERNELS, current_platform
+from vllm_aiter_mla.serving.decision import Decision
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
 from vllm_aiter_mla.startup import checks, first_call, timing
 from vllm_aiter_mla.startup.checks import step
-from vllm_aiter_mla.status.record import RankStatus
+from vllm_aiter_mla.status.record import Decided, RankStatus
 
 RELOADS = ("reload_weights", "update_weights", "finish_weight_update")
 """Methods by which vLLM's workers take new weights while they serve."""
@@ -263,6 +264,18 @@ def _record(worker: Any) -> RankStatus:
     return replace(found, partition=kept, model_name=labels["model_name"], engine=labels["engine"])
 
 
+def _decided(config: Any) -> tuple[Decided, ...]:
+    """Return what was decided for the layers, those that are decided alike as one."""
+    alike: dict[Decision, list[str]] = {}
+    for name, module in sorted(compat_config.mla_modules(config).items()):
+        alike.setdefault(Layer.of(module).decision, []).append(name)
+    records = []
+    for decision, names in alike.items():
+        skip = None if decision.skip is None else (decision.skip.code, decision.skip.message)
+        records.append(Decided(tuple(names), decision.kernels, skip, decision.passed_over))
+    return tuple(records)
+
+
 def _say(config: Any, records: Sequence[RankStatus | None], record: RankStatus, strict: bool) -> None:
     """Say the line on rank 0, for all ranks of the engine. Strict mode stops a rank whose MLA layers are all skipped.
 
@@ -286,6 +299,8 @@ def _write_down(config: Any, record: RankStatus) -> None:
         record, noted = status.with_kept(record, kept)
         if noted is not None and record.rank == 0:
             log.say(logging.INFO, f"noted when these graphs were compiled: {noted}")
+    with log.warned("what was decided for the layers could not be read"):
+        record = replace(record, decided=_decided(config))
     with log.warned("the captured sizes could not be read"):
         record = replace(record, capture_sizes=tuple(compat_config.capture_sizes(config.compilation_config)))
     with log.warned("the status file could not be written"):

@@ -47,6 +47,16 @@ class Timed:
 
 
 @dataclass(frozen=True)
+class Decided:
+    """What was decided for layers that are decided alike: ``serving.decision.Decision`` as a record."""
+
+    layers: tuple[str, ...]
+    kernels: tuple[tuple[int, int, str], ...]  # (first, last, kernel) in tokens; empty: vLLM's own
+    skip: Reason | None  # why, if empty
+    passed_over: tuple[tuple[str, str], ...]  # (kernel, reason) of each that runs at no token count
+
+
+@dataclass(frozen=True)
 class RankStatus:
     """What one rank's layers run on: the status file."""
 
@@ -62,6 +72,7 @@ class RankStatus:
     decode_limit: int
     kv_cache_dtype: str
     tuned: dict[str, str] = field(default_factory=dict)
+    decided: tuple[Decided, ...] = ()
     capture_sizes: tuple[int, ...] = ()
     partition: bool = False
     model_name: str | None = None
