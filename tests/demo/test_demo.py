@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,12 +169,6 @@ def test_a_wrong_option_is_one_line_on_stderr_that_names_it_and_exits_2(argument
     assert (ended.value.code, said.out, said.err.count("\n")) == (2, "", 1)
     assert said.err.startswith("demo: ")
     assert arguments[-2] in said.err
-
-
-def test_the_module_is_the_command():
-    done = subprocess.run([sys.executable, "-m", "tests.sandbox", "--kernel", "x"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--kernel" in done.stderr
 
 
 SHORT = [("auto", "activation dtype", EXACT), ("fp8", "two-rounding", EXACT)]
