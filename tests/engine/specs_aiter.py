@@ -3,18 +3,13 @@
 from dataclasses import replace
 from itertools import product
 
-from tests.engine.specs_common import EAGER_MODE, EAGER_VLLM, NO_YARN, SCALES, broken, drafting, pair
+from tests.engine.specs_common import EAGER_MODE, EAGER_VLLM, SCALES, broken, drafting, pair
 from tests.sandbox.runs import CHUNK_TOKENS
 from tests.sandbox.spec import Emulation, EngineSpec, PluginOptions, VllmOptions
 
 AITER = PluginOptions("aiter", rounding="single")
 SHORT = ("short", "mixed")
-GFX942 = EngineSpec(
-    SHORT,
-    VllmOptions(model=NO_YARN, kv_cache_dtype="fp8", max_num_batched_tokens=CHUNK_TOKENS, extra=EAGER_MODE),
-    AITER,
-    Emulation(linear="aten", arch="gfx942"),
-)
+GFX942 = EngineSpec(SHORT, replace(EAGER_VLLM, kv_cache_dtype="fp8"), AITER, Emulation(linear="aten", arch="gfx942"))
 # vLLM's own AITER attention. Its decode takes 16 heads and more: 8 are padded on gfx942; gfx950 has a kernel for them.
 # The model's own draft layer proposes: one layer of the target and the draft's; L is 16 x (1 + drafts).
 # With full graphs, over which its metadata builder keeps buffers: 1 to 4 requests of 3 rows in 12, up to 16 in 48.

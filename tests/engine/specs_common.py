@@ -27,8 +27,11 @@ FP32 = EngineSpec(
 )
 # Full graphs of 4 and 16 requests; most batches are padded. In fp32, where a GEMM over more rows moves no token.
 FULL_SIZES = {"cudagraph_capture_sizes": [4, 16]}
-FULL_GRAPHS = Emulation(linear="aten", graphs="full")
-FULL = EngineSpec(FP32.scenarios, VllmOptions(model=FP32_MODEL, compilation=FULL_SIZES), emulation=FULL_GRAPHS)
+FULL = EngineSpec(
+    FP32.scenarios,
+    VllmOptions(model=FP32_MODEL, compilation=FULL_SIZES),
+    emulation=Emulation(linear="aten", graphs="full"),
+)
 # The module integration without a compiled graph.
 EAGER = EngineSpec(BF16_SCENARIOS, EAGER_VLLM, emulation=PLAIN)
 

@@ -1,12 +1,14 @@
 """Engines of test_engine_parity.py; the others' tests compare with them too."""
 
+from dataclasses import replace
+
 from tests.engine.specs_common import CHUNKED, FP32, FULL, PLAIN, SCALES, SMALL, pair
-from tests.sandbox.runs import BF16_SCENARIOS, CHUNK_TOKENS, FP8_SCENARIOS
+from tests.sandbox.runs import BF16_SCENARIOS, FP8_SCENARIOS
 from tests.sandbox.spec import Emulation, EngineSpec, Fault, VllmOptions
 
 # In one process: a planted fingerprint does not reach a spawned one, and the artifact would be found again.
-CACHED = VllmOptions(model=SMALL, max_num_batched_tokens=CHUNK_TOKENS, compile_cache=True)
-OWN_PASS = VllmOptions(model=SMALL, max_num_batched_tokens=CHUNK_TOKENS, own_pass=True)
+CACHED = replace(CHUNKED, compile_cache=True)
+OWN_PASS = replace(CHUNKED, own_pass=True)
 
 SPECS = {
     **pair("bf16", EngineSpec(BF16_SCENARIOS, CACHED, emulation=PLAIN, dump_graphs=True)),

@@ -1,7 +1,8 @@
 """Engines of test_engine_topology.py: other models, schedulers and workers."""
 
-from tests.engine.specs_common import EAGER_MODE, EAGER_VLLM, FP32_MODEL, PLAIN, SMALL, pair
-from tests.sandbox.runs import CHUNK_TOKENS
+from dataclasses import replace
+
+from tests.engine.specs_common import CHUNKED, EAGER_MODE, EAGER_VLLM, FP32_MODEL, PLAIN, pair
 from tests.sandbox.spec import EngineSpec, VllmOptions
 from tests.support.model_configs import ROWS
 
@@ -21,27 +22,16 @@ SCHEDULE = {
 }  # fmt: skip
 RAY = EAGER_MODE | {"distributed_executor_backend": "ray"}
 SPECS = {
-    **pair("schedule", EngineSpec(
-        ("prefixes", "crowded"), VllmOptions(model=SMALL, max_num_batched_tokens=CHUNK_TOKENS, extra=SCHEDULE),
-        reload=11,
-    )),
+    **pair("schedule", EngineSpec(("prefixes", "crowded"), replace(CHUNKED, extra=SCHEDULE), reload=11)),
     # Compiled: in eager mode unmodified vLLM failed here with two stages.
-    **pair("pp2", EngineSpec(
-        ("mixed",),
-        VllmOptions(model=SMALL, max_num_batched_tokens=CHUNK_TOKENS, extra={"pipeline_parallel_size": 2}),
-        emulation=PLAIN,
-    )),
+    **pair("pp2", EngineSpec(("mixed",), replace(CHUNKED, extra={"pipeline_parallel_size": 2}), emulation=PLAIN)),
     **pair("kv", EngineSpec(
         ("prefixes",),
         VllmOptions(
             model={"num_hidden_layers": 1}, shares_kv=True, extra={"block_size": 16, "disable_log_stats": False}
         ),
     )),
-    **pair("lora", EngineSpec(
-        ("mixed",),
-        VllmOptions(model=EAGER_VLLM.model, max_num_batched_tokens=CHUNK_TOKENS, extra=EAGER_MODE, lora=True),
-        emulation=PLAIN,
-    )),
+    **pair("lora", EngineSpec(("mixed",), replace(EAGER_VLLM, lora=True), emulation=PLAIN)),
     # Compared with unmodified vLLM in one process: in fp32 two ranks move no token.
     "ray-on": EngineSpec(
         ("mixed",), VllmOptions(model=FP32_MODEL, tensor_parallel_size=2, extra=RAY), emulation=PLAIN
