@@ -66,7 +66,6 @@ Counted = Mapping[str, Sequence[Events]]
 
 
 def run(argv: Sequence[str]) -> int:
-    """Count, print, judge."""
     Parser(__doc__, "ledger.py").parse_args(argv)
     counted = count_all()
     print(render(counted))
@@ -77,7 +76,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def count_all() -> Counted:
-    """Count every side over every cache."""
     return {cache: [count(side, cache) for side in SIDES] for cache in CACHES}
 
 

@@ -130,7 +130,6 @@ def test_quoted_selections_choose_tests():
 
 
 def outcome(**changes) -> str:
-    """Return the status line of 61 engaged layers."""
     engaged = {f"layer {index}": "triton" for index in range(61)}
     found = status.record_of(list(engaged), 1024, "fp8", 0, card="gfx942")
     return status.line(*[replace(found, engaged=engaged, skipped={}, **changes)] * 8)

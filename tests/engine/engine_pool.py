@@ -45,7 +45,6 @@ class Pool:
 
 
 def main(folder: str, *names: str) -> None:
-    """Run ``names`` in their order and wait."""
     Pool(Path(folder), list(names)).threads.shutdown(wait=True)
 
 

@@ -12,7 +12,6 @@ VLLMS_FUSED = "fused_rope_unified_mla_kv_cache_update"
 
 
 def above_the_decode_limit(result):
-    """The graph of the last range."""
     return result.graphs["{}-{}".format(*result.ranges[-1])]
 
 

@@ -18,7 +18,6 @@ UNCUT = {"use_inductor_graph_partition": False, "compile_ranges_endpoints": []}
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """Folder of compiled kernels that the engines share."""
     return tmp_path_factory.mktemp("models")
 
 

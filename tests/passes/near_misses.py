@@ -34,11 +34,9 @@ class Edit:
             return self.b(target, *args)
 
     def attend(self, **kwargs: Any) -> None:
-        """Change arguments of the attention node."""
         self.layer.attention.kwargs = {**self.layer.attention.kwargs, **kwargs}
 
     def update(self, index: int, value: Any) -> None:
-        """Change an argument of the KV update."""
         self.layer.kv_update.update_arg(index, value)
 
     def calls_of(self, target: Any) -> list[fx.Node]:
@@ -195,8 +193,6 @@ def two_ropes(**styles: tuple[bool, bool]) -> Callable[..., Pair]:
 
 
 def op_with(**extra: Any) -> Callable[..., Pair]:
-    """The rotary custom op with other arguments."""
-
     def rope(b: Builder, s: Spelling, q: fx.Node, k: fx.Node) -> Pair:
         rotated = ROPES["op, flat"](b, s, q, k)
         (call,) = (node for node in b.graph.nodes if "is_neox" in node.kwargs)

@@ -33,7 +33,6 @@ class Unchecked(AiterBackend):
         super().__init__(Platform("gfx942", ROCM))
 
     def bind(self, operands: DecodeInputs) -> Binding:
-        """Take whatever is given."""
         cache = operands.kv_cache if operands.kv_cache.dim() == 3 else operands.kv_cache.squeeze(1)
         kernel = kernel_for(cache.shape[1], 512, 64, operands.num_heads, operands.slot_mapping.shape[0])
         route = Route(kernel, "as-is", Numerics("aiter"))
@@ -60,7 +59,6 @@ def twin(operands: DecodeInputs) -> DecodeInputs:
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes, contiguous."""
     return tensor.contiguous().view(torch.uint8)
 
 

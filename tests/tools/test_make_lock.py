@@ -62,7 +62,6 @@ def test_the_second_lock_has_what_the_extra_roots_need_over_the_pins_of_the_firs
 
 
 def entry(name, digest, *requires):
-    """What pip's report says of one file."""
     metadata = {"name": name, "version": "1.0", "requires_dist": list(requires)}
     return {"metadata": metadata, "download_info": {"archive_info": {"hashes": {"sha256": digest}}}}
 

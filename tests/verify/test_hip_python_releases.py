@@ -50,7 +50,6 @@ def release(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """A folder with a libamdhip64 of two functions."""
     folder = tmp_path_factory.mktemp("library")
     command = ["cc", "-shared", "-fPIC", "-xc", "-", "-o", str(folder / "libamdhip64.so")]
     subprocess.run(command, input=LIBRARY, text=True, check=True)

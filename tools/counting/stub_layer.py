@@ -215,7 +215,6 @@ def triton_card() -> Iterator[None]:
 
 
 def _joined(tensors: Any, dim: int) -> torch.Tensor:
-    """Return the buffer that ``torch.cat`` allocates."""
     first = tensors[0]
     return first.new_empty((*first.shape[:-1], sum(tensor.shape[-1] for tensor in tensors)))
 

@@ -28,7 +28,6 @@ RULES = {"dropped barrier, first": "LDS", "dropped barrier, last": "LDS", "wrong
 
 @pytest.fixture(scope="module")
 def answers():
-    """What a process for each architecture found."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     found = {}
     for arch in ARCHS:
