@@ -86,6 +86,13 @@ def scaled_key(edit: Edit) -> None:
     edit.layer.attention.prepend(edit.layer.kv_update)
 
 
+def latent_of_three_dimensions(edit: Edit) -> None:
+    latent = edit.call(aten.unsqueeze.default, edit.layer.kv_c, 1)
+    edit.update(0, latent)
+    edit.attend(kv_c_normed=latent)
+    edit.layer.attention.prepend(edit.layer.kv_update)
+
+
 def other_positions_for_keys(edit: Edit) -> None:
     lookup = edit.calls_of(aten.index.Tensor)[-1]
     lookup.args = (lookup.args[0], [edit.tokens_by("positions_2", dtype=torch.int64)])
@@ -294,6 +301,7 @@ CASES: dict[str, Case] = {
     "a KV update with another latent": (
         "kv_c_mismatch", lambda e: e.attend(kv_c_normed=e.call(aten.neg.default, e.layer.kv_c)), {},
     ),
+    "a latent of three dimensions": ("latent_shape", latent_of_three_dimensions, {}),
     "a KV update of another layer": (
         "layer_name_mismatch", lambda e: e.update(2, e.b.layer_name("model.layers.9.attn", "hoisted")), {},
     ),
