@@ -87,7 +87,7 @@ def measure(rounds: int) -> list[Row]:
 
     rows = []
     for kernel, cache, batch in product(KERNELS, ("fp8", "auto"), BATCHES):
-        with stub_layer.step(cache, stub_layer.BATCHES[batch], kernel) as layer, stub_layer.without_kernels(layer):
+        with stub_layer.step(cache, batch, kernel) as layer, stub_layer.without_kernels(layer):
             ops = stub_layer.calls(layer)
             for mode, sides in MODES.items():
                 timed = least([[ops[name] for name in side] for side in sides], rounds)

@@ -84,8 +84,8 @@ def count(side: str, cache: str) -> Events:
     from tools.counting import stub_layer
 
     found = {}
-    for kind, batch in stub_layer.BATCHES.items():
-        with stub_layer.step(cache, batch) as layer:
+    for kind in stub_layer.BATCHES:
+        with stub_layer.step(cache, kind) as layer:
             calls = stub_layer.calls(layer)
             captured, called = ([calls[name] for name in names] for names in SIDES[side])
             _count(layer, captured, called)  # a rotary table is copied once, at the first call
