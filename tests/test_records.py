@@ -57,7 +57,6 @@ SETTINGS = st.builds(
 
 
 def values_of(kind):
-    """Any value of an annotation."""
     own = {str: TEXT, float: NUMBERS, int: st.integers(), bool: st.booleans(), type(None): st.none(),
            JsonValue: JSON, Timed: timed(), Settings: SETTINGS}  # fmt: skip
     if kind in own:

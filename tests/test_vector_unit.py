@@ -14,7 +14,6 @@ AVX2 = Path(__file__).with_name("avx2")
 
 
 def python(*arguments):
-    """Run Python as on a machine with AVX2 only."""
     path = os.pathsep.join(filter(None, [str(AVX2), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)

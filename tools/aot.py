@@ -195,7 +195,6 @@ def claim_process(target: Target) -> None:
 
 
 def _argument(target: Target, name: str, types: dict[str, str], unhinted: Sequence[str]) -> tuple[str, list[list[Any]]]:
-    """Type and hints of one run-time argument."""
     divisible: list[list[Any]] = [["tt.divisibility", 16]]
     if not name.endswith("_ptr"):
         return "i32", divisible if "stride" in name else []

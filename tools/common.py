@@ -66,7 +66,6 @@ def writable(files: Mapping[str, Path | None]) -> None:
 
 
 def run_pip(*arguments: str) -> None:
-    """Run pip. Raise RunError with its last error."""
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:

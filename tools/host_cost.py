@@ -59,7 +59,6 @@ class Row:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Time, print, judge."""
     parser = Parser(__doc__, "host_cost.py [--rounds N] [--json FILE]")
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--json", type=Path)
@@ -88,7 +87,7 @@ def measure(rounds: int) -> list[Row]:
 
     rows = []
     for kernel, cache, batch in product(KERNELS, ("fp8", "auto"), BATCHES):
-        with stub_layer.step(cache, stub_layer.BATCHES[batch], kernel) as layer, stub_layer.without_kernels(layer):
+        with stub_layer.step(cache, batch, kernel) as layer, stub_layer.without_kernels(layer):
             ops = stub_layer.calls(layer)
             for mode, sides in MODES.items():
                 timed = least([[ops[name] for name in side] for side in sides], rounds)
@@ -148,13 +147,11 @@ def _pass(side: Sequence[Call], clock: Callable[[], int]) -> float:
 
 
 def misses(rows: Sequence[Row]) -> list[str]:
-    """The rows above the bound, one line each."""
     said = "{0.kernel}, {0.cache} cache, {0.batch}, graphs {0.graphs}: {0.ratio:.2f} of vLLM's own time (<= {1:.2f})"
     return [said.format(row, MOST) for row in rows if row.ratio > MOST]
 
 
 def show(rows: Sequence[Row]) -> None:
-    """The rows as a table."""
     print("microseconds of the host per layer and step, kernels stubbed; a full graph is replayed without Python")
     head = ("kernel, KV cache, batch, graphs", "vllm", "ours", "ratio")
     said = "{0.kernel}, {0.cache}, {0.batch}, {0.graphs}|{0.vllm_us:.1f}|{0.ours_us:.1f}|{1}"

@@ -79,7 +79,6 @@ class Figures:
 
 
 def figures(target: Target, variant: Variant, compiled: Any) -> Figures:
-    """Read the figures of what ``aot.compile_variant`` returned."""
     lds = int(compiled.metadata.shared)
     if target.backend == "hip":
         return amdgcn_figures(compiled.asm["amdgcn"], target.name, lds, variant.tile.num_warps)

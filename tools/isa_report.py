@@ -50,7 +50,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Compile, print, and return the exit status."""
     options = parse(argv)
     if options.worker:
         print(json.dumps(compile_target(options.worker, options.fp8_type)))

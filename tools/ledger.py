@@ -66,7 +66,6 @@ Counted = Mapping[str, Sequence[Events]]
 
 
 def run(argv: Sequence[str]) -> int:
-    """Count, print, judge."""
     Parser(__doc__, "ledger.py").parse_args(argv)
     counted = count_all()
     print(render(counted))
@@ -77,7 +76,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def count_all() -> Counted:
-    """Count every side over every cache."""
     return {cache: [count(side, cache) for side in SIDES] for cache in CACHES}
 
 
@@ -86,8 +84,8 @@ def count(side: str, cache: str) -> Events:
     from tools.counting import stub_layer
 
     found = {}
-    for kind, batch in stub_layer.BATCHES.items():
-        with stub_layer.step(cache, batch) as layer:
+    for kind in stub_layer.BATCHES:
+        with stub_layer.step(cache, kind) as layer:
             calls = stub_layer.calls(layer)
             captured, called = ([calls[name] for name in names] for names in SIDES[side])
             _count(layer, captured, called)  # a rotary table is copied once, at the first call

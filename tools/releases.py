@@ -84,7 +84,6 @@ def overlay(release: str, folder: Path) -> Overlay:
 
 
 def site_packages(home: Path) -> Path:
-    """Return where the environment at ``home`` keeps its packages."""
     return Path(sysconfig.get_path("purelib", "posix_prefix", vars={"base": str(home), "platbase": str(home)}))
 
 

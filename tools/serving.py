@@ -396,7 +396,6 @@ def page(
     given: argparse.Namespace, tables: Sequence[str], said: dict[str, list[str]], added: Sequence[str],
     facts: dict[str, str],
 ) -> str:  # fmt: skip
-    """Return the whole page."""
     lines = [f"# {given.what.capitalize()} on three sides: {escaped(given.model)}", "", *tables, ""]
     lines += [f"{side.capitalize()}: {escaped(line)}" for side in said for line in said[side]]
     lines += ["" if added else "The flag adds no option here, so the control is today's server."]
@@ -415,7 +414,6 @@ def _code(words: Sequence[str]) -> str:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Compare, print, write, and return the exit status."""
     if argv[:1] == ["ask"]:
         return ask(argv[1:])
     given = read(argv)

@@ -57,7 +57,6 @@ def table():
 
 
 def of(option):
-    """The row of the table with that name."""
     return next(action for action in table() if option in action.option_strings)
 
 

@@ -61,28 +61,6 @@ def test_a_link_is_replaced_wherever_it_leads(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "arguments", "named"),
-    [
-        ("verify", ["--json", "no/such/x.json"], "--json no/such/x.json"),
-        ("verify", ["--device", "cpu", "--limit", "8193"], "--limit 8193"),
-        ("verify", ["--device", "cpu", "--limit", "7"], "--limit 7"),
-        *(("verify", ["--device", "cpu", option, "nonsense"], "'nonsense'; there are")
-         for option in ("--only", "--backend", "--variant")),
-        # There is no x.json either: the output is checked before anything is drawn.
-        *(("report", ["x.json", "--out", out], f"--out {out}") for out in (".", "no/page.html")),
-        ("measure", ["--json", "."], "--json ."),
-    ],
-)  # fmt: skip
-def test_a_wrong_option_is_one_line_on_stderr_and_exits_2(command, arguments, named):
-    done = CliRunner().invoke(app, [command, *arguments])
-    # A progress bar that never began leaves an empty line.
-    assert (done.exit_code, done.stdout.strip()) == (2, "")
-    assert done.stderr.startswith(f"{command}: ")
-    assert named in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     ("text", "shown"),
     [("a\tb\nc", "a b\\nc"), ("\x1b[31m\u202e", "\\x1b[31m\\u202e"), ("\ud800", "\\ud800"), ("µs ±", "µs ±")],
 )

@@ -88,11 +88,6 @@ def test_a_server_that_has_ended_is_said_so_and_is_not_engaged(folder):
     assert run().exit_code == 0, "the others are"
 
 
-def test_no_file_is_one_line(folder):
-    found = run()
-    assert (found.exit_code, found.stderr.count("\n")) == (3, 1)
-
-
 @pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
 def test_a_bad_file_is_one_line_that_names_it_and_the_other_servers_are_shown(folder, spoil):
     write(folder, "7-a", "0", 0)

@@ -72,7 +72,10 @@ TABLE = [
     ("check", ("no-such-model",), nothing, outputs.WRONG),
     ("check", ("deepseek-r1", *WRONG_FILE), nothing, outputs.WRONG),
     ("verify", ONE_CASE, nothing, outputs.FINE),
-    ("verify", ("--device", "cpu", "--only", "no-such-case"), nothing, outputs.WRONG),
+    *(
+        ("verify", ("--device", "cpu", *wrong), nothing, outputs.WRONG)
+        for wrong in (("--limit", "8193"), ("--limit", "7"), ("--only", "x?"), ("--backend", "x?"), ("--variant", "x?"))
+    ),
     ("verify", WRONG_FILE, nothing, outputs.WRONG),
     ("verify", (), no_card, outputs.NOT_LOOKED),
     ("measure", WRONG_FILE, nothing, outputs.WRONG),
@@ -83,6 +86,8 @@ TABLE = [
     ("status", WRONG_FILE, no_server, outputs.WRONG),
     ("status", (), no_server, outputs.NOT_LOOKED),
     ("report", ("no-such-file.json",), nothing, outputs.WRONG),
+    # There is no x.json either: the output is checked before anything is drawn.
+    *(("report", ("x.json", "--out", out), nothing, outputs.WRONG) for out in (".", "no/page.html")),
 ]
 
 
@@ -93,6 +98,11 @@ def test_an_exit_status_means_the_same_for_every_command(monkeypatch, tmp_path, 
     done = CliRunner().invoke(app, [command, *typed])
     assert done.exit_code == expected, done.output
     assert isinstance(done.exception, (SystemExit, type(None))), done.exception
+    if expected == outputs.WRONG and not done.stderr.startswith("Usage:"):  # that is typer's own
+        # A progress bar that never began leaves an empty line.
+        assert (done.stdout.strip(), done.stderr.count("\n")) == ("", 1)
+        assert done.stderr.startswith(f"{command}: ")
+        assert typed[-1] in done.stderr
 
 
 def test_exit_status_every_command_is_in_the_table():

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +13,12 @@ from rich.console import Console
 from tests.sandbox import child, demo, engine, integrations, plugin, runs
 from tests.sandbox.compare import compare, op_count
 from tests.sandbox.runs import EXACT, Options
-from tests.sandbox.spec import EngineResult, EngineSpec
+from tests.sandbox.spec import Emulation, EngineResult, EngineSpec, PluginOptions
 from vllm_aiter_mla import files, status
 from vllm_aiter_mla.compat import layer as compat_layer
 
 STEPS = [[(3, {3: -0.5, 4: -1.0}), (4, {4: -0.2, 5: -2.0}), (5, {5: -0.1, 6: -3.0})]]
-GPU = EngineSpec(device="gpu", kernel="triton")
+GPU = EngineSpec(plugin=PluginOptions(kernel="triton"), emulation=Emulation(device="gpu"))
 
 
 ADDED = {"use_inductor_graph_partition": True}
@@ -173,29 +171,23 @@ def test_a_wrong_option_is_one_line_on_stderr_that_names_it_and_exits_2(argument
     assert arguments[-2] in said.err
 
 
-def test_the_module_is_the_command():
-    done = subprocess.run([sys.executable, "-m", "tests.sandbox", "--kernel", "x"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--kernel" in done.stderr
-
-
 SHORT = [("auto", "activation dtype", EXACT), ("fp8", "two-rounding", EXACT)]
 
 
 @pytest.mark.parametrize(("full", "wanted"), [(False, SHORT), (True, [*SHORT, ("fp8", "aiter", None)])])
 def test_the_demo_holds_both_caches_to_equality_and_the_full_one_runs_all_numerics(full, wanted):
     found = runs.runs(Options(full=full))
-    assert [(run.spec.kv_cache_dtype, run.numerics, run.bound) for run in found] == wanted
+    assert [(run.spec.vllm.kv_cache_dtype, run.numerics, run.bound) for run in found] == wanted
     assert full or {run.spec.scenarios for run in found} == {("short", "mixed")}
-    assert all((run.base.side, run.today.side, run.base.vllm_pass) == ("control", "today", False) for run in found)
+    assert all((run.base.side, run.today.side, run.base.vllm.own_pass) == ("control", "today", False) for run in found)
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_the_demo_over_the_simulated_aiter_runs_vllms_own_attention_class_with_every_kind_of_head_count(arch):
     found = runs.runs(Options(kernel="simulated-aiter", arch=arch, full=True))
-    assert {(run.spec.attention, run.spec.fake_arch) for run in found} == {("aiter", arch)}
-    assert {run.spec.model["num_attention_heads"] for run in found} == {8, 16, 128}
-    held = {(run.spec.kv_cache_dtype, bool(run.spec.drafts)) for run in found if run.bound}
+    assert {(run.spec.emulation.attention, run.spec.emulation.arch) for run in found} == {("aiter", arch)}
+    assert {run.spec.vllm.model["num_attention_heads"] for run in found} == {8, 16, 128}
+    held = {(run.spec.vllm.kv_cache_dtype, bool(run.spec.vllm.drafts)) for run in found if run.bound}
     assert held == {("auto", False), ("fp8", True)}
 
 
@@ -214,9 +206,10 @@ def a_gpu(monkeypatch):
 
 def test_on_a_gpu_the_triton_kernel_meets_vllm_over_both_caches(a_gpu, run_demo):
     options = demo.parse(["--kernel", "triton", "-tp", "2"])
-    bf16, fp8 = runs.runs(options)
-    assert [(run.spec.kv_cache_dtype, run.bound) for run in (bf16, fp8)] == [("auto", runs.SUM_ORDER), ("fp8", None)]
-    assert {(run.spec.device, run.spec.kernel, run.base.side) for run in (bf16, fp8)} == {("gpu", "triton", "control")}
+    found = runs.runs(options)
+    assert [(run.spec.vllm.kv_cache_dtype, run.bound) for run in found] == [("auto", runs.SUM_ORDER), ("fp8", None)]
+    sides = {(run.spec.emulation.device, run.spec.plugin.kernel, run.base.side) for run in found}
+    assert sides == {("gpu", "triton", "control")}
     status, _, text = run_demo(result(), result(), kernel="triton")
     assert status == 0
     assert "device: A Card" in text

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
 from tests.sandbox import check, engine, gpu_ops, platform, plugin
 from tests.sandbox.card import PageIndices
-from tests.sandbox.spec import EngineSpec
+from tests.sandbox.spec import Emulation, EngineSpec, PluginOptions, VllmOptions
 from tests.support import plans
 from vllm_aiter_mla import status
 from vllm_aiter_mla.commands.check import steps
@@ -45,7 +45,10 @@ def test_no_installed_package_lists_the_sandbox():
     assert plugin.NAME not in entry_points(group=GROUP).names
 
 
-@pytest.mark.parametrize("spec", [EngineSpec(), EngineSpec(device="gpu"), EngineSpec(plugin=False)])
+@pytest.mark.parametrize(
+    "spec",
+    [EngineSpec(), EngineSpec(emulation=Emulation(device="gpu")), EngineSpec(plugin=PluginOptions(loaded=False))],
+)
 def test_an_engine_finds_the_sandboxs_plugin_and_inherits_the_path_but_not_the_gauge(spec, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", "given")
     monkeypatch.setenv(status.record.RUN, str(tmp_path))
@@ -56,14 +59,14 @@ def test_an_engine_finds_the_sandboxs_plugin_and_inherits_the_path_but_not_the_g
     (found,) = distributions(path=[first])
     loaded = {entry.group: entry.load() for entry in found.entry_points if entry.name == plugin.NAME}
     assert loaded == {GROUP: plugin.activate, "vllm.platform_plugins": platform.find_ray}
-    assert environment["VLLM_PLUGINS"].split(",") == ["aiter_mla", plugin.NAME][not spec.plugin :]
+    assert environment["VLLM_PLUGINS"].split(",") == ["aiter_mla", plugin.NAME][not spec.plugin.loaded :]
 
 
 def test_only_engines_on_ray_get_a_platform_that_ray_can_count(monkeypatch, tmp_path):
     monkeypatch.delenv(platform.RAY_SWITCH, raising=False)
     assert platform.find_ray() is None
     assert platform.RAY_SWITCH not in engine.environment_for(EngineSpec(), tmp_path, tmp_path)
-    on_ray = EngineSpec(llm={"distributed_executor_backend": "ray"})
+    on_ray = EngineSpec(vllm=VllmOptions(extra={"distributed_executor_backend": "ray"}))
     assert engine.environment_for(on_ray, tmp_path, tmp_path)[platform.RAY_SWITCH] == "1"
     monkeypatch.setenv(platform.RAY_SWITCH, "1")
     assert platform.find_ray() == "tests.sandbox.platform.RayCpuPlatform"

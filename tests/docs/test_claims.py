@@ -129,7 +129,6 @@ def test_quoted_selections_choose_tests():
 
 
 def outcome(**changes) -> str:
-    """Return the status line of 61 engaged layers."""
     engaged = {f"layer {index}": "triton" for index in range(61)}
     found = status.record_of(list(engaged), 1024, "fp8", 0, card="gfx942")
     return status.line.of(*[replace(found, engaged=engaged, skipped={}, **changes)] * 8)
@@ -203,16 +202,3 @@ def test_the_known_issues_of_the_page_are_those_of_check():
     page = PAGES["operate.md"].partition("## Known issues")[2].partition("\n## ")[0]
     known = {issue["id"]: issue["link"] for issue in json.loads(issues.KNOWN_ISSUES.read_text(encoding="utf-8"))}
     assert dict(re.findall(r"^\| \[([\w#]+)\]\(([^)]+)\)", page, re.M)) == known
-
-
-def test_aiters_mla_attention_is_not_batch_invariant():
-    """docs/configuration.md and doctor say that VLLM_BATCH_INVARIANT takes it away."""
-    from vllm.v1.attention.backends.mla.rocm_aiter_mla import AiterMLABackend
-
-    assert not AiterMLABackend.supports_batch_invariance()
-
-
-def test_rocm_aiter_mla_is_a_name_that_vllm_takes():
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    assert AttentionBackendEnum["ROCM_AITER_MLA"].value.endswith(".AiterMLABackend")

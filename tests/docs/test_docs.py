@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.import_table import ARROWS
 from tests.support.pages import FILES, PAGES, ROOT
 from vllm_aiter_mla import settings
 from vllm_aiter_mla.commands.compat.offline import VARIABLES
 from vllm_aiter_mla.commands.doctor import VERIFIED
 from vllm_aiter_mla.commands.plan import formulas, model
 
-DEVELOPMENT, CONFIGURATION = PAGES["development.md"], PAGES["configuration.md"]
+CONFIGURATION = PAGES["configuration.md"]
 NAMES = {
     *settings.PASS_CONFIG_FIELDS,
     *(field.name for field in fields(settings.Settings) if field.name != "debug"),
@@ -29,10 +28,6 @@ NAMES = {
 NOT_HERE = ("aiter/", "atom/", "vllm/", "csrc/")
 # Files that the page tells the reader to make.
 PLANNED = {"kernels/mine.py", "commands/mine.py", "requirements/releases/X.Y.lock"}
-
-
-def between(text: str, first: str, last: str) -> str:
-    return text.partition(first)[2].partition(last)[0].strip()
 
 
 def places(text: str) -> set[str]:
@@ -65,19 +60,6 @@ def test_the_tested_versions_are_those_that_doctor_knows() -> None:
     verified = json.loads(VERIFIED.read_text())
     known = {f"{name} {version}": how for name, each in verified.items() for version, how in each.items()}
     assert dict(re.findall(r"^\| (\w+ [\d.]+) \| tested \| (.*) \|$", PAGES["support.md"], re.MULTILINE)) == known
-
-
-def test_the_picture_of_parts_has_arrows_of_the_code_only() -> None:
-    picture = between(DEVELOPMENT, "flowchart TD\n", "```").replace('first["settings, admission, files"]', "settings")
-    drawn = [[side.split(" & ") for side in line.strip().split(" --> ")] for line in picture.splitlines()]
-    arrows = {(a, b) for *_, left, right in drawn for a in left for b in right}
-    assert [(a, b) for a, b in sorted(arrows) if b not in ARROWS[a]] == []
-    assert {part for arrow in arrows for part in arrow} == set(ARROWS) - {
-        "commands",
-        "commands.compat",
-        "admission",
-        "files",
-    }
 
 
 @pytest.mark.parametrize("page", FILES, ids=lambda page: page.name)

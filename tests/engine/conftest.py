@@ -42,7 +42,6 @@ class Engines:
         return self.results[name]
 
     def close(self) -> None:
-        """Stop what still runs and remove the results."""
         if self.pool.poll() is None:
             os.killpg(self.pool.pid, signal.SIGTERM)
         self.pool.wait()
@@ -64,12 +63,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Stop the engines for which no test has waited."""
     while _runner:
         _runner.pop().close()
 
 
 @pytest.fixture(scope="session")
 def engines():
-    """The engines of this session, by name."""
     return _runner[0]

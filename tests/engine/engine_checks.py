@@ -14,7 +14,6 @@ def same_scenarios(base, other):
 
 
 def figures(base, other):
-    """Compare the scenarios that ``other`` has; figures by scenario."""
     return compare(same_scenarios(base, other), other)
 
 
@@ -34,7 +33,6 @@ def assert_all_engaged(result, ranks=1):
 
 
 def kernels(result):
-    """Return the kernels of each rank's layers."""
     return [set(record["engaged"].values()) for record in result.status]
 
 

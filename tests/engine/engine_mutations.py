@@ -52,7 +52,6 @@ def every_second_layer_is_skipped() -> None:
 
 
 def no_implementation_is_known() -> None:
-    """Every layer is skipped at admission."""
     from vllm_aiter_mla.compat import layer as compat_layer
 
     compat_layer.KNOWN_IMPLS.clear()

@@ -33,7 +33,7 @@ class Pool:
     def _run(self, name: str, earlier: Future[None] | None) -> None:
         if earlier is not None:
             earlier.result()
-        cache = self.folder / engine_specs.CACHES.get(name, name)
+        cache = self.folder / engine_specs.cache_of(name)
         spec = engine_specs.SPECS[name]
         written = self.folder / f"{name}.new"
         try:
@@ -45,7 +45,6 @@ class Pool:
 
 
 def main(folder: str, *names: str) -> None:
-    """Run ``names`` in their order and wait."""
     Pool(Path(folder), list(names)).threads.shutdown(wait=True)
 
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.engine import engine_specs
+from tests.engine import specs_aiter
 from tests.engine.engine_checks import assert_all_engaged, assert_parity, figures, kernels, same_scenarios
 from tests.sandbox.runs import SUM_ORDER
 
@@ -78,7 +78,7 @@ def test_aiters_op_on_two_spawned_ranks_gives_vllms_tokens_over_aiters_class(eng
     assert_parity(engines("class-gfx950-off"), on)
 
 
-@pytest.mark.parametrize("name", pairs(engine_specs.PADDED, ("padded-20-heads-auto",)))
+@pytest.mark.parametrize("name", pairs(specs_aiter.PADDED, ("padded-20-heads-auto",)))
 def test_padded_heads_give_vllms_tokens_without_a_copy_of_the_query(engines, name):
     """What the kernel leaves unwritten between the heads is NaN here, and reaches no token."""
     off, on = engines(f"{name}-off"), engines(f"{name}-on")
@@ -89,7 +89,7 @@ def test_padded_heads_give_vllms_tokens_without_a_copy_of_the_query(engines, nam
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", pairs(name for name in engine_specs.CLASS_MATRIX if name not in engine_specs.PADDED))
+@pytest.mark.parametrize("name", pairs(specs_aiter.CLASS_MATRIX))
 def test_every_head_count_cache_and_card_gives_vllms_tokens_over_aiters_class(engines, name):
     assert_all_engaged(engines(f"{name}-on"))
     assert_parity(engines(f"{name}-off"), engines(f"{name}-on"))

@@ -12,7 +12,6 @@ VLLMS_FUSED = "fused_rope_unified_mla_kv_cache_update"
 
 
 def above_the_decode_limit(result):
-    """The graph of the last range."""
     return result.graphs["{}-{}".format(*result.ranges[-1])]
 
 
@@ -106,9 +105,9 @@ def test_i5_the_graph_above_the_decode_limit_is_that_of_vllm(engines):
     assert engines("bf16-on").graphs["1-16"] != engines("bf16-off").graphs["1-16"]
 
 
-@pytest.mark.engine("off-after-vllms-pass", "on-after-vllms-pass")
+@pytest.mark.engine("vllms-pass-off", "vllms-pass-on")
 def test_i5_prerequisite_above_the_decode_limit_the_graph_is_vllms_own_fused_one(engines):
-    off, on = engines("off-after-vllms-pass"), engines("on-after-vllms-pass")
+    off, on = engines("vllms-pass-off"), engines("vllms-pass-on")
     above = above_the_decode_limit(off)
     assert above_the_decode_limit(on) == above
     assert above.count(VLLMS_FUSED) >= 2

@@ -3,8 +3,6 @@
 Two engines and about two minutes a row; ``pytest -m wide -k models_matrix``, ``-k`` with a model's name for one row.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -20,7 +18,6 @@ UNCUT = {"use_inductor_graph_partition": False, "compile_ranges_endpoints": []}
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """Folder of compiled kernels that the engines share."""
     return tmp_path_factory.mktemp("models")
 
 
@@ -30,7 +27,7 @@ def shared(tmp_path_factory):
 def test_model_engages_or_gives_the_reason_and_keeps_the_tokens_of_vllm(name, shared):
     row = ROWS[name]
     spec = spec_of(row)
-    off = replace(spec, side="control", compilation=UNCUT if row.not_mla else {})
+    off = runs.control(spec_of(row, compilation=UNCUT if row.not_mla else {}))
     if row.vllm_fails:
         with pytest.raises(engine.EngineFailedError):
             engine.run(off, inductor=shared)

@@ -24,9 +24,9 @@ def test_tokens_and_logprobs_are_those_of_vllm_with_every_layer_engaged(engines,
     assert found.max_abs_dlogprob <= MAX_DLOGPROB
 
 
-@pytest.mark.engine("bf16-off", "on-after-vllms-pass")
+@pytest.mark.engine("bf16-off", "vllms-pass-on")
 def test_layers_that_vllms_pass_has_fused_are_taken_over(engines):
-    on = engines("on-after-vllms-pass")
+    on = engines("vllms-pass-on")
     assert_all_engaged(on)
     counts = on.status[0]["compiled"]["1-16"]
     assert counts["vllm_fused"] == counts["aiter_fusion"] == 2

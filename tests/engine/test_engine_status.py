@@ -11,7 +11,7 @@ import pytest
 
 from tests.sandbox import engine, plugin
 from tests.sandbox.model import TinyDeepseek
-from tests.sandbox.spec import EngineSpec, save
+from tests.sandbox.spec import Emulation, EngineSpec, PluginOptions, VllmOptions, save
 from tests.tools import serving_model
 from vllm_aiter_mla.status import gauge
 
@@ -20,7 +20,11 @@ MODEL = {"num_hidden_layers": 2, "yarn": False}
 
 
 def test_i15_two_engines_in_one_process_the_second_engages_after_a_failed_check_of_the_first(tmp_path):
-    spec = EngineSpec(model=MODEL, kernel="aiter", fake_arch="gfx942", llm={"enforce_eager": True})
+    spec = EngineSpec(
+        vllm=VllmOptions(model=MODEL, extra={"enforce_eager": True}),
+        plugin=PluginOptions(kernel="aiter"),
+        emulation=Emulation(arch="gfx942"),
+    )
     save(spec, tmp_path / "spec")
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.two_engines_child", str(tmp_path / "spec"), str(tmp_path)],
@@ -45,7 +49,8 @@ def server(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = engine.environment_for(EngineSpec(spawn=True), tmp_path / "cache", tmp_path / "inductor") | {
+    spec = EngineSpec(vllm=VllmOptions(spawn=True))
+    environment = engine.environment_for(spec, tmp_path / "cache", tmp_path / "inductor") | {
         plugin.MUTATION: "tests.engine.engine_mutations:raise_when_told",
         "AITER_MLA_TEST_TRIGGER": str(trigger),
     }

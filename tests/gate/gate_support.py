@@ -60,7 +60,6 @@ def assert_skipped(said: Said, built: Any, code: str, knob: str) -> None:
 
 
 def differing(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """What has another value than it should."""
     return [name for name in found if found[name] != wanted[name]]
 
 

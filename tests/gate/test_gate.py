@@ -130,30 +130,12 @@ def test_replacing_a_config_installs_and_adds_nothing_twice(config):
     assert type(pass_of(rebuilt).chained) is CallableInductorPass, "the user's pass is wrapped once"
 
 
-def test_a_larger_scheduler_moves_the_limit(config):
-    built = config(additional_config=ON)
-    larger = copy.copy(built.scheduler_config)
-    larger.max_num_seqs = 32
-    again = replace(built, scheduler_config=larger)
-    assert pass_of(again).limit == 32
-    assert ranges_of(again) == [(1, 32), (33, 2048)]
-
-
 def test_a_dense_draft_next_to_an_mla_target_leaves_the_targets_pass_in_place(config, dense_model, said):
     built = config(additional_config={"aiter_mla": {"enabled": True, "strict": True}})
     shared = replace(built, model_config=dense_model)
     assert shared.compilation_config is built.compilation_config
     assert isinstance(pass_of(built), AiterMLAPipeline)
     assert said.at(logging.WARNING) == []
-
-
-def test_a_draft_without_speculation_of_its_own_does_not_shrink_the_targets_decode_limit(config):
-    built = config(additional_config=ON, speculative_config=DRAFTS)
-    draft = replace(built, speculative_config=None)
-    assert draft.compilation_config is built.compilation_config
-    assert draft.num_speculative_tokens == 0
-    assert pass_of(built).limit == 64
-    assert ranges_of(built)[0] == (1, 64)
 
 
 def test_a_config_with_the_pass_survives_pickling_and_copying(config):

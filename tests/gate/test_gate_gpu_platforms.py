@@ -11,7 +11,7 @@ import pytest
 
 from tests.sandbox import child, plugin
 from tests.sandbox.model import TinyDeepseek
-from tests.sandbox.spec import EngineSpec
+from tests.sandbox.spec import Emulation, EngineSpec, PluginOptions, VllmOptions
 from vllm_aiter_mla.admission import ATTENTION_OPS
 from vllm_aiter_mla.compat.config import VLLMS_FUSION
 
@@ -182,15 +182,17 @@ def test_the_demo_on_a_gpu_gets_its_attention_and_its_decode_limit_from_vllm(mod
     if platform == "cuda":
         # vLLM keeps what it finds out about a model class. For CUDA the class would import kernels of that build.
         build(model, "cpu", "", {})
-    spec = EngineSpec(device="gpu", kernel="triton", kv_cache_dtype=cache)
+    spec = EngineSpec(
+        vllm=VllmOptions(kv_cache_dtype=cache), plugin=PluginOptions(kernel="triton"), emulation=Emulation(device="gpu")
+    )
     options = child.on_device(spec) | {
         "additional_config": child.additional(spec),
         "compilation_config": child.compilation(spec),
         "kv_cache_dtype": cache,
-        "max_num_seqs": spec.max_num_seqs,
+        "max_num_seqs": spec.vllm.max_num_seqs,
     }
     path = os.pathsep.join(filter(None, [str(plugin.FOLDER), str(plugin.CHECKOUT), os.environ.get("PYTHONPATH")]))
     found, log = build(model, platform, arch, options, PYTHONPATH=path)
-    assert found["gate"]["limit"] == spec.max_num_seqs
+    assert found["gate"]["limit"] == spec.vllm.max_num_seqs
     assert found["backend"] == plugin.GPU_ATTENTION[1]
     assert "kernel triton" in log

@@ -68,13 +68,6 @@ def test_platform_skip_on_a_cpu_adds_nothing(config, said, monkeypatch, real_fac
     assert added_to(built) == off
 
 
-def test_platform_skip_ends_in_one_error_in_strict_mode(config, said, monkeypatch, real_facts):
-    monkeypatch.setattr(compat_config, "platform_facts", real_facts)
-    with pytest.raises(ValidationError, match=r"platform: .*strict"):
-        config(additional_config={"aiter_mla": {"enabled": True, "strict": True}})
-    assert said.at(logging.WARNING) == []
-
-
 @pytest.mark.parametrize("kernel", ["triton", "reference"])
 def test_platform_skip_leaves_out_a_kernel_for_tests_and_the_line_says_so(
     config, said, monkeypatch, real_facts, kernel

@@ -21,8 +21,6 @@ from vllm_aiter_mla.kernels.vllm_own import VLLMBackend
 
 
 class Wrong(Named):
-    """Writes no KV row."""
-
     def bind(self, inputs):
         return Binding(lambda given: reference.prepare(replace(given, kv_cache=given.kv_cache.clone())))
 

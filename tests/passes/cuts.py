@@ -52,11 +52,9 @@ class Cut:
         return self.edit.call(target, *args)
 
     def part(self, node: fx.Node, start: Any, end: Any = END, step: Any = 1, dim: int = 0) -> fx.Node:
-        """Emit a slice."""
         return self(aten.slice.Tensor, node, dim, start, end, step)
 
     def join(self, *parts: fx.Node, dim: int = 0) -> fx.Node:
-        """Emit a cat."""
         return self(aten.cat.default, list(parts), dim)
 
     def over(self, part: fx.Node, *bounds: Any) -> fx.Node:
@@ -64,7 +62,6 @@ class Cut:
         return self(aten.slice_scatter.default, self.raw, part, 0, *bounds)
 
     def sized(self, node: fx.Node, *sizes: Any) -> fx.Node:
-        """Emit a reshape."""
         return self(aten.reshape.default, node, list(sizes))
 
     def infer_again(self) -> None:
@@ -75,7 +72,6 @@ class Cut:
                 infer(node, self.edit.b.mode)
 
     def numbers(self) -> fx.Node:
-        """Emit the numbers of the tokens."""
         return self.edit.tokens_by("numbers", dtype=torch.int64)
 
     def before(self) -> fx.Node:
@@ -124,7 +120,6 @@ def positions(made: Callable[[Cut, fx.Node], fx.Node]) -> Callable[[Cut], fx.Nod
 
 
 def one_angle_twice(c: Cut) -> fx.Node:
-    """One token has the angles of the first one."""
     (lookup,) = c.edit.calls_of(aten.index.Tensor)
     (split,) = lookup.users
     split.update_arg(0, c(aten.slice_scatter.default, lookup, c.part(lookup, 0, 1), 0, c.first, c.second))
@@ -154,7 +149,6 @@ def first_piece(c: Cut, op: Any, size: Any, node: fx.Node) -> fx.Node:
 
 
 def one_for_all(c: Cut, node: fx.Node) -> fx.Node:
-    """One row for all tokens."""
     one = c(aten.unsqueeze.default, c(aten.select.int, node, 0, c.first), 0)
     return c(aten.expand.default, one, [c.edit.b.t, *node.meta["val"].shape[1:]])
 
@@ -236,7 +230,6 @@ def emit(edit: Edit, expression: Expression) -> Any:
 
 
 def cut_layer(case: Case) -> tuple[Builder, Edit]:
-    """Build one layer and cut it."""
     # Without q_lora the KV projection is contiguous: all views of it see what is written in place.
     builder = Builder(Spelling(q_lora=False, prefused=case.prefused), case.rows, case.static)
     edit = Edit(builder, builder.layer())

@@ -53,7 +53,6 @@ class Runner(fx.Interpreter):
 
 
 def rotary_ops() -> set[Any]:
-    """vLLM's in-place rotary ops."""
     names = ("flashinfer_rotary_embedding", "rocm_aiter_triton_rotary_embedding")
     found = {getattr(torch.ops.vllm, name).default for name in names if hasattr(torch.ops.vllm, name)}
     return {torch.ops._C.rotary_embedding.default, *found}
@@ -135,7 +134,6 @@ def nan_in_new_memory() -> Iterator[None]:
 
 
 def execute(gm: fx.GraphModule, layers: list[StubLayer], batch: Batch) -> Outcome:
-    """Run one step."""
     with forward(layers, batch), torch.no_grad(), nan_in_new_memory():
         outputs = Runner(gm).run(*inputs_of(gm, batch.rows))
         return Outcome([out[: batch.real].clone() for out in outputs], [layer.kv_cache.clone() for layer in layers])
@@ -160,7 +158,6 @@ def clone(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def stubs_for(layers: list[Layer], spelling: Spelling, **options: Any) -> list[StubLayer]:
-    """A stub per layer."""
     return [StubLayer(layer.name, spelling.sizes, spelling.dtype, spelling.cache, **options) for layer in layers]
 
 
@@ -245,7 +242,6 @@ def assert_rewritten_right(
 
 
 def calls(gm: fx.GraphModule, name: str) -> list[fx.Node]:
-    """Calls of ops called ``name``, functionalised or not."""
     found = []
     for node in gm.graph.nodes:
         target = node.args[0] if node.target is auto_functionalized else node.target

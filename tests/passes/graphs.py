@@ -54,14 +54,11 @@ class Spelling:
     sizes: Sizes = field(default_factory=Sizes)
 
     def but(self, **changes: Any) -> "Spelling":
-        """A copy with changes."""
         return replace(self, **changes)
 
 
 @dataclass
 class Layer:
-    """The nodes of one layer by role."""
-
     name: str
     name_arg: Any
     q_gemm: fx.Node
@@ -111,7 +108,6 @@ class Builder:
         return node
 
     def input(self, name: str, *shape: Any, dtype: torch.dtype | None = None) -> fx.Node:
-        """A placeholder."""
         with self.mode:
             return self._placeholder(name, torch.empty(shape, dtype=dtype or self.spelling.dtype))
 
@@ -131,11 +127,9 @@ class Builder:
         return node
 
     def view(self, node: fx.Node, *sizes: int) -> fx.Node:
-        """A reshape."""
         return self(aten.reshape.default, node, list(sizes))
 
     def lookup(self, table: fx.Node, positions: fx.Node, how: str) -> fx.Node:
-        """Rows of ``table``."""
         if how == "index":
             return self(aten.index.Tensor, table, [positions])
         if how == "embedding":
@@ -237,7 +231,6 @@ def shuffled(gm: fx.GraphModule, seed: int) -> fx.GraphModule:
 
 
 def infer(node: fx.Node, mode: FakeTensorMode) -> None:
-    """Set a node's fake value from its arguments'."""
     names = [node.kwargs.get("layer_name")] if node.target is auto_functionalized else []
     if any(isinstance(name, str) for name in names) and not isinstance(_encode_layer_name(""), str):
         # The op takes an object here; a constant is met on other releases only, and is matched, not run.
@@ -254,7 +247,6 @@ def infer(node: fx.Node, mode: FakeTensorMode) -> None:
 
 
 def build(layers: int = 2, spelling: Spelling | None = None, **changes: Any) -> tuple[fx.GraphModule, list[Layer]]:
-    """A module of ``layers`` layers in one spelling."""
     builder = Builder((spelling or Spelling()).but(**changes))
     made = [builder.layer() for _ in range(layers)]
     return builder.finish(), made

@@ -34,11 +34,9 @@ class Edit:
             return self.b(target, *args)
 
     def attend(self, **kwargs: Any) -> None:
-        """Change arguments of the attention node."""
         self.layer.attention.kwargs = {**self.layer.attention.kwargs, **kwargs}
 
     def update(self, index: int, value: Any) -> None:
-        """Change an argument of the KV update."""
         self.layer.kv_update.update_arg(index, value)
 
     def calls_of(self, target: Any) -> list[fx.Node]:
@@ -85,6 +83,13 @@ def scaled_key(edit: Edit) -> None:
     scaled = edit.call(aten.mul.Tensor, edit.layer.k_pe, 2.0)
     edit.update(1, scaled)
     edit.attend(k_pe=scaled)
+    edit.layer.attention.prepend(edit.layer.kv_update)
+
+
+def latent_of_three_dimensions(edit: Edit) -> None:
+    latent = edit.call(aten.unsqueeze.default, edit.layer.kv_c, 1)
+    edit.update(0, latent)
+    edit.attend(kv_c_normed=latent)
     edit.layer.attention.prepend(edit.layer.kv_update)
 
 
@@ -195,8 +200,6 @@ def two_ropes(**styles: tuple[bool, bool]) -> Callable[..., Pair]:
 
 
 def op_with(**extra: Any) -> Callable[..., Pair]:
-    """The rotary custom op with other arguments."""
-
     def rope(b: Builder, s: Spelling, q: fx.Node, k: fx.Node) -> Pair:
         rotated = ROPES["op, flat"](b, s, q, k)
         (call,) = (node for node in b.graph.nodes if "is_neox" in node.kwargs)
@@ -298,6 +301,7 @@ CASES: dict[str, Case] = {
     "a KV update with another latent": (
         "kv_c_mismatch", lambda e: e.attend(kv_c_normed=e.call(aten.neg.default, e.layer.kv_c)), {},
     ),
+    "a latent of three dimensions": ("latent_shape", latent_of_three_dimensions, {}),
     "a KV update of another layer": (
         "layer_name_mismatch", lambda e: e.update(2, e.b.layer_name("model.layers.9.attn", "hoisted")), {},
     ),

@@ -36,7 +36,6 @@ class Base:
 
     @contextlib.contextmanager
     def editing(self) -> Iterator[Builder]:
-        """The layers, to be spoiled."""
         try:
             yield self.builder
         finally:
@@ -109,7 +108,6 @@ def order(b: Builder, draw: Draw) -> str:
 
 
 def operator_(b: Builder, draw: Draw) -> str:
-    """Another arithmetic operator."""
     swaps = {aten.add.Tensor: aten.sub.Tensor, aten.sub.Tensor: aten.add.Tensor, aten.mul.Tensor: aten.add.Tensor}
     swaps[aten.neg.default] = aten.clone.default
     node = _pick([node for node in _calls(b) if node.target in swaps], draw)

@@ -101,7 +101,6 @@ def aiter_op() -> Any:
 
 
 def none(b: Builder, s: Spelling, q: fx.Node, k: fx.Node) -> Pair:
-    """A NoPE layer."""
     return q, k
 
 

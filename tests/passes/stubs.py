@@ -102,7 +102,6 @@ class StubLayer:
         """vLLM's hook before a write; nothing to do."""
 
     def update_kv_cache(self, kv_c, k_pe, cache, slots, *rest):
-        """Write the rows of rotated keys."""
         write_kv_rows(kv_c, k_pe, cache, slots, rest[-1])
 
     def _decode_concat_quant_fp8_op(self, absorbed: torch.Tensor, q_pe: torch.Tensor, scale: Any) -> torch.Tensor:

@@ -43,7 +43,6 @@ def test_an_emission_that_fails_leaves_a_graph_that_is_right(which, monkeypatch)
 
 
 def sorted_text(graph):
-    """The graph as the passes find it."""
     stable_topological_sort(graph)
     graph.eliminate_dead_code()
     return str(graph)

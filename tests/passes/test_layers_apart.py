@@ -17,7 +17,6 @@ VLLM = ("unified_mla_kv_cache_update", "unified_mla_attention_with_output")
 
 
 def three_layers(spoil=lambda b: None, at=1):
-    """Three layers; ``spoil`` acts right after layer ``at``."""
     builder = Builder(Spelling(dtype=BF16))
     outputs = []
     for index in range(3):
@@ -33,7 +32,6 @@ def second_reader(b):
 
 
 def lines_between(gm, first, last):
-    """The text of the nodes from ``first`` to ``last``."""
     nodes = list(gm.graph.nodes)
     names = [node.name for node in nodes]
     return [node.format_node() or "" for node in nodes[names.index(first) : names.index(last) + 1]]

@@ -79,7 +79,6 @@ def test_perturbed_layer_is_declined_or_right(index, edits, seed):
 
 @cache
 def reached(index):
-    """Outcomes of nine seeded edits of one spelling."""
     rng = random.Random(1)
     return Counter(outcome_of(index, rng.randrange, 1) for _ in range(9))
 

@@ -27,7 +27,6 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.randn(cols, rows, dtype=dtype) / rows**0.5, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """x @ weight.T"""
         return nn.functional.linear(x, self.weight), None
 
 

@@ -30,9 +30,9 @@ SHARED = ("PYTHONPATH", "VLLM_PLUGINS", "HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS",
 def environment(inductor: Path, mutation: str = "", ranks: int = 1) -> dict[str, str]:
     """Return the variables under which an engine runs on this CPU; ``mutation`` names a bug to plant in it."""
     from tests.sandbox.engine import environment_for
-    from tests.sandbox.spec import EngineSpec
+    from tests.sandbox.spec import EngineSpec, VllmOptions
 
-    found = environment_for(EngineSpec(tensor_parallel_size=ranks), inductor, inductor)
+    found = environment_for(EngineSpec(vllm=VllmOptions(tensor_parallel_size=ranks)), inductor, inductor)
     return {name: found[name] for name in SHARED if name in found} | {plugin.MUTATION: mutation}
 
 

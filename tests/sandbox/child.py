@@ -30,17 +30,17 @@ def main(spec_path: str, out_path: str) -> None:
     if runs_on_ray(spec):
         import ray
 
-        ray.init(num_gpus=spec.tensor_parallel_size, include_dashboard=False)  # it takes our word for them
+        ray.init(num_gpus=spec.vllm.tensor_parallel_size, include_dashboard=False)  # it takes our word for them
     load_general_plugins()
-    plugin.check_device(spec.device)
+    plugin.check_device(spec.emulation.device)
     from tests.sandbox import knobs
 
     knobs.apply(spec)
     # In the cache root: vLLM's cache key holds the model's path, and a warm start must find the same.
     llm = build(spec, Path(os.environ["VLLM_CACHE_ROOT"]) / "model")
     print("sandbox: engine is up", flush=True)
-    if spec.scales is not None:
-        knobs.set_scales(llm, *spec.scales)
+    if spec.emulation.scales is not None:
+        knobs.set_scales(llm, *spec.emulation.scales)
     outcome = run_all(spec, llm)
     if spec.reload is not None:
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other_weights(spec))})
@@ -73,17 +73,17 @@ def run_all(spec: EngineSpec, llm: Any) -> dict[str, Any]:
 
 def lora(spec: EngineSpec) -> Any:
     """Return the ``LoRARequest`` for the spec's model, or None."""
-    if not spec.lora:
+    if not spec.vllm.lora:
         return None
     from vllm.lora.request import LoRARequest
 
-    folder = model.TinyDeepseek(**spec.model).save_adapter(Path(os.environ["VLLM_CACHE_ROOT"]) / "adapter")
+    folder = model.TinyDeepseek(**spec.vllm.model).save_adapter(Path(os.environ["VLLM_CACHE_ROOT"]) / "adapter")
     return LoRARequest("random", 1, str(folder))
 
 
 def other_weights(spec: EngineSpec) -> Path:
     """Write the same model with the weights of the spec's other seed."""
-    other = model.TinyDeepseek(**spec.model | {"seed": spec.reload})
+    other = model.TinyDeepseek(**spec.vllm.model | {"seed": spec.reload})
     return other.save(Path(os.environ["VLLM_CACHE_ROOT"]) / "reloaded")
 
 
@@ -94,13 +94,13 @@ def build(spec: EngineSpec, folder: Path) -> Any:
     options: dict[str, Any] = {
         "skip_tokenizer_init": True,
         # Without this vLLM turns a float32 checkpoint into bfloat16.
-        "dtype": spec.model.get("dtype", "auto"),
+        "dtype": spec.vllm.model.get("dtype", "auto"),
         "max_model_len": 512,
-        "max_num_seqs": spec.max_num_seqs,
-        "max_num_batched_tokens": spec.max_num_batched_tokens,
+        "max_num_seqs": spec.vllm.max_num_seqs,
+        "max_num_batched_tokens": spec.vllm.max_num_batched_tokens,
         "enable_prefix_caching": False,
-        "kv_cache_dtype": spec.kv_cache_dtype,
-        "tensor_parallel_size": spec.tensor_parallel_size,
+        "kv_cache_dtype": spec.vllm.kv_cache_dtype,
+        "tensor_parallel_size": spec.vllm.tensor_parallel_size,
         "compilation_config": compilation(spec),
         "additional_config": additional(spec),
         "seed": 0,
@@ -111,21 +111,21 @@ def build(spec: EngineSpec, folder: Path) -> Any:
         | speculative(spec, folder)
         | on_device(spec)
         | connector(spec, folder)
-        | (model.LORA_OPTIONS if spec.lora else {})
-        | spec.llm,
+        | (model.LORA_OPTIONS if spec.vllm.lora else {})
+        | spec.vllm.extra,
     )
 
 
 def checkpoint(spec: EngineSpec, folder: Path) -> Path:
     """Write the model that the spec names."""
-    if spec.config:
-        return model.save_config(spec.config, folder)
-    return model.TinyDeepseek(**{"num_nextn_predict_layers": int(spec.drafts > 0)} | spec.model).save(folder)
+    if spec.vllm.config:
+        return model.save_config(spec.vllm.config, folder)
+    return model.TinyDeepseek(**{"num_nextn_predict_layers": int(spec.vllm.drafts > 0)} | spec.vllm.model).save(folder)
 
 
 def on_device(spec: EngineSpec) -> dict[str, Any]:
     """Options that the device needs: on a GPU a fixed back end and little memory."""
-    if spec.device == "cpu":
+    if spec.emulation.device == "cpu":
         return {}
     backend, _ = plugin.GPU_ATTENTION
     return {"attention_backend": backend, "kv_cache_memory_bytes": GPU_KV_BYTES, "gpu_memory_utilization": 0.1}
@@ -133,18 +133,18 @@ def on_device(spec: EngineSpec) -> dict[str, Any]:
 
 def speculative(spec: EngineSpec, folder: Path) -> dict[str, Any]:
     """The ``speculative_config``, and how weights are loaded. Without a draft model the model's own layer drafts."""
-    found: dict[str, Any] = {"load_format": RANDOM_FORMAT} if spec.config else {}
-    if spec.drafts:
-        draft: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": spec.drafts}
-        if spec.draft_config:
-            draft |= {"method": "eagle3", "model": str(model.save_config(spec.draft_config, folder / "draft"))}
+    found: dict[str, Any] = {"load_format": RANDOM_FORMAT} if spec.vllm.config else {}
+    if spec.vllm.drafts:
+        draft: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": spec.vllm.drafts}
+        if spec.vllm.draft_config:
+            draft |= {"method": "eagle3", "model": str(model.save_config(spec.vllm.draft_config, folder / "draft"))}
         found["speculative_config"] = draft
     return found
 
 
 def connector(spec: EngineSpec, folder: Path) -> dict[str, Any]:
     """The ``kv_transfer_config``: vLLM's own connector for tests, over files."""
-    if not spec.shares_kv:
+    if not spec.vllm.shares_kv:
         return {}
     extra = {"shared_storage_path": str(folder.parent / "kv")}
     return {
@@ -158,21 +158,21 @@ def connector(spec: EngineSpec, folder: Path) -> dict[str, Any]:
 
 def compilation(spec: EngineSpec) -> dict[str, Any]:
     """The ``compilation_config``; the control's is what the gate would add."""
-    config: dict[str, Any] = {"pass_config": {"fuse_rope_kvcache_cat_mla": spec.vllm_pass}}
+    config: dict[str, Any] = {"pass_config": {"fuse_rope_kvcache_cat_mla": spec.vllm.own_pass}}
     if spec.side == "control":
         config |= {
             "use_inductor_graph_partition": True,
-            "compile_ranges_endpoints": [spec.max_num_seqs * (1 + spec.drafts)],
+            "compile_ranges_endpoints": [spec.vllm.max_num_seqs * (1 + spec.vllm.drafts)],
         }
-    return config | spec.compilation
+    return config | spec.vllm.compilation
 
 
 def additional(spec: EngineSpec) -> dict[str, Any]:
     """The ``additional_config``; empty where the flag is off."""
     if spec.side != "plugin":
         return {}
-    debug = {"rounding": spec.rounding}
-    return {"aiter_mla": {"enabled": True, "kernel": spec.kernel, "debug": debug} | spec.additional}
+    debug = {"rounding": spec.plugin.rounding}
+    return {"aiter_mla": {"enabled": True, "kernel": spec.plugin.kernel, "debug": debug} | spec.plugin.additional}
 
 
 def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
@@ -194,7 +194,7 @@ def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
         compilations=sum(map(len, knobs.CODE.values())),
         step_us=1e6 * statistics.median(STEPS),
         branches=dict(knobs.BRANCHES),
-        counters=counters(llm) if spec.llm.get("disable_log_stats") is False else {},
+        counters=counters(llm) if spec.vllm.extra.get("disable_log_stats") is False else {},
         compiled=gates_options(config.compilation_config),
         added=added_options(config),
         pieces=max(cuda_graphs.PIECES, default=0),
@@ -204,7 +204,7 @@ def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
             "python": platform.python_version(),
             "torch": str(torch.__version__),  # a class that a reader without torch cannot load
             "vllm": vllm.__version__,
-            "device": "CPU" if spec.device == "cpu" else torch.cuda.get_device_name(),
+            "device": "CPU" if spec.emulation.device == "cpu" else torch.cuda.get_device_name(),
         },
         seconds=time.perf_counter() - STARTED,
     )

@@ -119,14 +119,14 @@ class Outcome:
         skipped = {name: why for record in records for name, why in record["skipped"].items()}
         return {
             "name": self.run.name,
-            "kv_cache_dtype": self.run.spec.kv_cache_dtype,
+            "kv_cache_dtype": self.run.spec.vllm.kv_cache_dtype,
             "numerics": self.run.numerics,
             "gated": self.run.bound is not None,
             "bound": None if self.run.bound is None else str(self.run.bound),
             "device": self.result.versions["device"],
             "added": self.result.added,
             "mixed_up": self.mixed_up,
-            "tensor_parallel_size": self.run.spec.tensor_parallel_size,
+            "tensor_parallel_size": self.run.spec.vllm.tensor_parallel_size,
             "decode_limit": first["decode_limit"],
             "ranges": [list(r) for r in self.result.ranges],
             "layers": {"engaged": len(first["engaged"]), "total": first["total"], "skipped": skipped},
@@ -176,7 +176,7 @@ def _console() -> Console:
 def _run(plan: list[Run], console: Console) -> list[Outcome]:
     """Run every distinct engine once, two at a time where one takes one core, and compare it with its baseline."""
     wanted = list({str(spec): spec for run in plan for spec in (run.today, run.base, run.spec)}.values())
-    one_by_one = any(spec.device == "gpu" or spec.tensor_parallel_size > 1 for spec in wanted)
+    one_by_one = any(spec.emulation.device == "gpu" or spec.vllm.tensor_parallel_size > 1 for spec in wanted)
     with tempfile.TemporaryDirectory(prefix="aiter-mla-") as inductor, ThreadPoolExecutor(2 - one_by_one) as pool:
 
         def start(spec: EngineSpec) -> EngineResult:

@@ -58,8 +58,8 @@ def run(
         lines = _read(process)
         if process.returncode or not (work / "out").is_file():
             raise EngineFailedError("".join(lines))
-        if spec.mutation and not any(plugin.BUG_RAN in line for line in lines):
-            raise EngineFailedError("".join([*lines, f"{spec.mutation}: the planted bug never ran"]))
+        if spec.fault.bug and not any(plugin.BUG_RAN in line for line in lines):
+            raise EngineFailedError("".join([*lines, f"{spec.fault.bug}: the planted bug never ran"]))
         result: EngineResult = load(work / "out")
         result.log = [line.rstrip() for line in lines if "aiter-mla:" in line]
         return result
@@ -97,20 +97,20 @@ def environment_for(spec: EngineSpec, cache: Path, inductor: Path) -> dict[str, 
         **os.environ,
         **_environment_of_device(spec),
         "PYTHONPATH": path,
-        "VLLM_PLUGINS": f"aiter_mla,{plugin.NAME}" if spec.plugin else plugin.NAME,
+        "VLLM_PLUGINS": f"aiter_mla,{plugin.NAME}" if spec.plugin.loaded else plugin.NAME,
         "VLLM_CACHE_ROOT": str(cache),
         "TORCHINDUCTOR_CACHE_DIR": str(inductor),
-        "VLLM_DISABLE_COMPILE_CACHE": "0" if spec.compile_cache else "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if spec.spawn else "0",
+        "VLLM_DISABLE_COMPILE_CACHE": "0" if spec.vllm.compile_cache else "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if spec.vllm.spawn else "0",
         "VLLM_LOGGING_LEVEL": "INFO",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
-    if spec.interpret:
+    if spec.emulation.interpret:
         environment["TRITON_INTERPRET"] = "1"
-    if not spec.compile_cache:
+    if not spec.vllm.compile_cache:
         # Compiled C++ is found again by its source. Whole graphs must not be, or a planted bug is not compiled in.
         environment |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
     # This process may have built a config itself; the engine must not write into this process's run.
@@ -120,18 +120,18 @@ def environment_for(spec: EngineSpec, cache: Path, inductor: Path) -> dict[str, 
 
 def runs_on_ray(spec: EngineSpec) -> bool:
     """Whether the workers are Ray actors."""
-    return bool(spec.llm.get("distributed_executor_backend") == "ray")
+    return bool(spec.vllm.extra.get("distributed_executor_backend") == "ray")
 
 
 def _environment_of_device(spec: EngineSpec) -> dict[str, str]:
-    if spec.device == "gpu":
+    if spec.emulation.device == "gpu":
         # The demo's bounds are for plain absorb weights; where AITER is on, vLLM would hold fp8 or mxfp4 ones.
         return {"VLLM_ROCM_USE_AITER_FP8BMM": "0", "VLLM_ROCM_USE_AITER_FP4BMM": "0"}
     # One thread: two threads wait for each other by spinning, and small GEMMs took six times the processor time.
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     if runs_on_ray(spec):
         environment |= {platform.RAY_SWITCH: "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    workers = spec.tensor_parallel_size * spec.llm.get("pipeline_parallel_size", 1)
+    workers = spec.vllm.tensor_parallel_size * spec.vllm.extra.get("pipeline_parallel_size", 1)
     if workers > 1:
         # Two workers on two cores deadlock on vLLM's automatic binding.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(workers))

@@ -15,22 +15,26 @@ from pathlib import Path
 
 from tests.sandbox import engine
 from tests.sandbox.compare import compare
-from tests.sandbox.spec import EngineResult, EngineSpec
+from tests.sandbox.spec import Emulation, EngineResult, EngineSpec, PluginOptions, VllmOptions
+from vllm_aiter_mla.commands.check.engine import Side
 
 # Without YaRN, whose rotation vLLM's eager mode rounds three times.
-_PASSES = EngineSpec(
-    scenarios=("concurrent", "mixed", "long"), model={"num_hidden_layers": 2, "yarn": False}, linear="aten",
-    dump_graphs=True,
-)  # fmt: skip
-_MODULE = replace(_PASSES, additional={"integration": "module"})
-_EAGER = {"llm": {"enforce_eager": True}, "dump_graphs": False}
+_COMPILED = VllmOptions(model={"num_hidden_layers": 2, "yarn": False})
+_EAGER = replace(_COMPILED, extra={"enforce_eager": True})
+
+
+def _engine(side: Side, vllm: VllmOptions, integration: str = "passes") -> EngineSpec:
+    plugin, plain = PluginOptions(additional={"integration": integration}), Emulation(linear="aten")
+    return EngineSpec(("concurrent", "mixed", "long"), vllm, plugin, plain, side=side, dump_graphs=vllm is _COMPILED)
+
+
 ENGINES: dict[str, tuple[EngineSpec, str]] = {
-    "vLLM today": (replace(_PASSES, side="today"), "vLLM today"),
-    "control: graph partition, one more range": (replace(_PASSES, side="control"), "vLLM today"),
-    "passes": (_PASSES, "vLLM today"),
-    "module, vLLM's default pieces": (_MODULE, "vLLM today"),
-    "vLLM today, eager": (replace(_PASSES, side="today", **_EAGER), "vLLM today, eager"),
-    "module, eager": (replace(_MODULE, **_EAGER), "vLLM today, eager"),
+    "vLLM today": (_engine("today", _COMPILED), "vLLM today"),
+    "control: graph partition, one more range": (_engine("control", _COMPILED), "vLLM today"),
+    "passes": (_engine("plugin", _COMPILED), "vLLM today"),
+    "module, vLLM's default pieces": (_engine("plugin", _COMPILED, "module"), "vLLM today"),
+    "vLLM today, eager": (_engine("today", _EAGER), "vLLM today, eager"),
+    "module, eager": (_engine("plugin", _EAGER, "module"), "vLLM today, eager"),
 }
 """Each engine, and the one that it is compared with."""
 HEADS = ("engine", "tokens as today", "max \\|dlogprob\\|", "kernel calls in the decode graph", "graphs compiled",

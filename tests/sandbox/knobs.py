@@ -18,33 +18,33 @@ BRANCHES: Counter[str] = Counter()
 
 def apply(spec: EngineSpec) -> None:
     """Set this process up; before any vLLM config is built."""
-    platform.vllm_pass = spec.vllm_pass
-    if spec.linear == "aten":
+    platform.vllm_pass = spec.vllm.own_pass
+    if spec.emulation.linear == "aten":
         plain_linears()
-    if spec.fake_arch:
-        card.pretend(spec.fake_arch, attention=spec.attention == "aiter")
-        if spec.fp8_bmm:
+    if spec.emulation.arch:
+        card.pretend(spec.emulation.arch, attention=spec.emulation.attention == "aiter")
+        if spec.emulation.absorb == "fp8":
             card.hold_weights_in_fp8()
-        if spec.fp4_bmm:
+        if spec.emulation.absorb == "mxfp4":
             card.hold_weights_in_fp4()
-    if spec.interpret:
+    if spec.emulation.interpret:
         from tests.sandbox import interpreter
 
         interpreter.install()
-    if spec.graphs:
-        cuda_graphs.emulate(spec.graphs)
-    if spec.mutation:
-        plant(spec.mutation)
-    if spec.stop_after:
+    if spec.emulation.graphs:
+        cuda_graphs.emulate(spec.emulation.graphs)
+    if spec.fault.bug:
+        plant(spec.fault.bug)
+    if spec.fault.stop_after:
         from vllm_aiter_mla.passes import pipeline
 
         names = list(pipeline.PASSES)
-        for name in names[names.index(spec.stop_after) + 1 :]:
+        for name in names[names.index(spec.fault.stop_after) + 1 :]:
             del pipeline.PASSES[name]
     if spec.dump_graphs:
         dump_graphs()
     count_branches()
-    if spec.attention == "aiter":
+    if spec.emulation.attention == "aiter":
         poison_queries()
         count_copies()
 

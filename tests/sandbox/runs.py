@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.sandbox.spec import EngineSpec
+from tests.sandbox.spec import Emulation, EngineSpec, Fault, PluginOptions, VllmOptions
 from vllm_aiter_mla.commands.check import engine as check
+from vllm_aiter_mla.commands.check.engine import Side
 
 BF16_SCENARIOS = ("concurrent", "short", "mixed", "long", "chunked")
 # vLLM's chunked path over an fp8 cache needs a gather kernel that only GPU builds have.
@@ -94,104 +95,98 @@ def runs(options: Options) -> list[Run]:
         return _on_gpu(options)
     if options.kernel == "simulated-aiter" and options.attention == "aiter":
         return _over_aiters_class(options)
-    tp = options.tensor_parallel_size
-    fake = options.arch if options.kernel == "simulated-aiter" else None
-    bf16 = EngineSpec(
-        scenarios=BF16_SCENARIOS if options.full else SHORT_SCENARIOS,
-        model={} if options.full else SMALL,
-        max_num_batched_tokens=CHUNK_TOKENS,
-        tensor_parallel_size=tp,
-        kernel="aiter" if fake else "auto",
-        fake_arch=fake,
-        dump_graphs=tp == 1,
-    )
-    found = [Run("bf16 KV", bf16, _control(bf16), "activation dtype", EXACT)]
-    scenarios = FP8_SCENARIOS if options.full else SHORT_SCENARIOS
-    fp8 = replace(bf16, scenarios=scenarios, max_num_batched_tokens=512, kv_cache_dtype="fp8")
-    control = _control(fp8)
+    fake = options.kernel == "simulated-aiter"
+    plugin = PluginOptions(kernel="aiter" if fake else "auto")
+    emulation = Emulation(arch=options.arch if fake else None)
+    one_rank = options.tensor_parallel_size == 1
+    bf16 = EngineSpec(_scenarios(options), _vllm(options), plugin, emulation, dump_graphs=one_rank)
+    found = [Run("bf16 KV", bf16, control(bf16), "activation dtype", EXACT)]
+    vllm = _vllm(options, kv_cache_dtype="fp8", max_num_batched_tokens=512)
+    fp8 = EngineSpec(_scenarios(options, FP8_SCENARIOS), vllm, plugin, emulation, dump_graphs=one_rank)
     if not fake:
-        found.append(Run("fp8 KV, two-rounding", fp8, control, "two-rounding", EXACT))
+        found.append(Run("fp8 KV, two-rounding", fp8, control(fp8), "two-rounding", EXACT))
     if fake or options.full:
-        found.append(Run("fp8 KV, AITER's numerics", replace(fp8, rounding="single"), control, "aiter", None))
+        rounded = replace(fp8, plugin=replace(plugin, rounding="single"))
+        found.append(Run("fp8 KV, AITER's numerics", rounded, control(fp8), "aiter", None))
     return found
+
+
+def _scenarios(options: Options, every: tuple[str, ...] = BF16_SCENARIOS) -> tuple[str, ...]:
+    return every if options.full else SHORT_SCENARIOS
+
+
+def _vllm(options: Options, **others: Any) -> VllmOptions:
+    """vLLM's options: four layers with ``full``, else two; prompts in chunks; as many workers as the user asked for."""
+    settings: dict[str, Any] = {"model": {} if options.full else SMALL, "max_num_batched_tokens": CHUNK_TOKENS}
+    return VllmOptions(tensor_parallel_size=options.tensor_parallel_size, **settings | others)
 
 
 def _over_aiters_class(options: Options) -> list[Run]:
     """vLLM's own AITER attention: heads that it takes as they are and heads that it pads, fp8 scales, drafts."""
-
-    def spec(heads: int, **changes: Any) -> EngineSpec:
-        model = SMALL | {"num_attention_heads": heads * options.tensor_parallel_size}
-        basis = EngineSpec(
-            scenarios=("mixed",),
-            max_num_batched_tokens=CHUNK_TOKENS,
-            tensor_parallel_size=options.tensor_parallel_size,
-            kernel="aiter",
-            fake_arch=options.arch,
-            attention="aiter",
-            model=model,
-            dump_graphs=options.tensor_parallel_size == 1,
-        )
-        return replace(basis, **changes)
-
-    scenarios = BF16_SCENARIOS if options.full else SHORT_SCENARIOS
-    bf16 = spec(16, scenarios=scenarios)
+    one_rank = options.tensor_parallel_size == 1
     # Scales are only put into layers of this process; the draft's graph would hide the model's.
-    scales = (0.5, 0.7) if options.tensor_parallel_size == 1 else None
-    fp8 = spec(8, kv_cache_dtype="fp8", drafts=2, scenarios=scenarios, scales=scales, dump_graphs=False)
-    control, two = _control(fp8), replace(fp8, kernel="reference")
+    card = Emulation(arch=options.arch, attention="aiter")
+    scaled = replace(card, scales=(0.5, 0.7) if one_rank else None)
+    aiter = PluginOptions(kernel="aiter")
+
+    def vllm(heads: int, **others: Any) -> VllmOptions:
+        model = SMALL | {"num_attention_heads": heads * options.tensor_parallel_size}
+        return _vllm(options, model=model, **others)
+
+    bf16 = EngineSpec(_scenarios(options), vllm(16), aiter, card, dump_graphs=one_rank)
+    padded = vllm(8, kv_cache_dtype="fp8", drafts=2)
+    two = EngineSpec(_scenarios(options), padded, PluginOptions(kernel="reference"), scaled)
     found = [
-        Run("bf16 KV, 16 heads", bf16, _control(bf16), "activation dtype", EXACT),
-        Run("fp8 KV, 8 heads, 2 drafts, two-rounding", two, control, "two-rounding", EXACT),
+        Run("bf16 KV, 16 heads", bf16, control(bf16), "activation dtype", EXACT),
+        Run("fp8 KV, 8 heads, 2 drafts, two-rounding", two, control(two), "two-rounding", EXACT),
     ]
     if options.full:
-        found.append(Run("fp8 KV, 8 heads, 2 drafts", replace(fp8, rounding="single"), control, "aiter", None))
-        many = spec(128)
-        found.append(Run("bf16 KV, 128 heads", many, _control(many), "activation dtype", EXACT))
+        single = EngineSpec(_scenarios(options), padded, PluginOptions("aiter", rounding="single"), scaled)
+        many = EngineSpec(("mixed",), vllm(128), aiter, card, dump_graphs=one_rank)
+        found.append(Run("fp8 KV, 8 heads, 2 drafts", single, control(single), "aiter", None))
+        found.append(Run("bf16 KV, 128 heads", many, control(many), "activation dtype", EXACT))
     return found
 
 
 def _on_gpu(options: Options) -> list[Run]:
     """The Triton kernel on the card that torch sees, under vLLM's own platform, with its graphs captured."""
-    bf16 = EngineSpec(
-        device="gpu",
-        scenarios=BF16_SCENARIOS if options.full else SHORT_SCENARIOS,
-        model={} if options.full else SMALL,
-        max_num_batched_tokens=CHUNK_TOKENS,
-        tensor_parallel_size=options.tensor_parallel_size,
-        kernel="triton",
-        dump_graphs=options.tensor_parallel_size == 1,
+    plugin, gpu, one_rank = PluginOptions(kernel="triton"), Emulation(device="gpu"), options.tensor_parallel_size == 1
+    bf16, fp8 = (
+        EngineSpec(_scenarios(options), _vllm(options, kv_cache_dtype=cache), plugin, gpu, dump_graphs=one_rank)
+        for cache in ("auto", "fp8")
     )
-    fp8 = replace(bf16, kv_cache_dtype="fp8")
     return [
-        Run("bf16 KV", bf16, _control(bf16), "aiter", SUM_ORDER),
-        Run("fp8 KV", fp8, _control(fp8), "aiter", None),
+        Run("bf16 KV", bf16, control(bf16), "aiter", SUM_ORDER),
+        Run("fp8 KV", fp8, control(fp8), "aiter", None),
     ]
 
 
 def _eager(run: Run) -> Run:
     """The run without a compiled graph, and without YaRN, whose rotation vLLM's eager mode rounds three times."""
 
-    def eager(spec: EngineSpec) -> EngineSpec:
-        additional = spec.additional | ({"integration": "module"} if spec.side == "plugin" else {})
-        model, llm = spec.model | {"yarn": False}, spec.llm | {"enforce_eager": True}
-        return replace(spec, model=model, llm=llm, additional=additional, dump_graphs=False)
+    def eager(spec: EngineSpec, side: Side) -> EngineSpec:
+        model, extra = spec.vllm.model | {"yarn": False}, spec.vllm.extra | {"enforce_eager": True}
+        plugin = replace(spec.plugin, additional={"integration": "module"}) if side == "plugin" else spec.plugin
+        vllm = replace(spec.vllm, model=model, extra=extra)
+        return replace(spec, vllm=vllm, plugin=plugin, side=side, dump_graphs=False)
 
     # The gate adds nothing to an engine without a graph, so its control is the engine of today.
-    return replace(run, spec=eager(run.spec), base=replace(eager(run.base), side="today"))
+    return replace(run, spec=eager(run.spec, "plugin"), base=eager(run.base, "today"))
 
 
-def _control(spec: EngineSpec) -> EngineSpec:
-    return replace(spec, side="control", rounding="two", kernel="auto")
+def control(spec: EngineSpec) -> EngineSpec:
+    """Return the same engine with the flag off and the options that the gate would add."""
+    return replace(spec, side="control", plugin=PluginOptions(), fault=Fault())
 
 
 def describe(spec: EngineSpec) -> str:
     """A run in a few words."""
-    cache = "fp8 KV" if spec.kv_cache_dtype.startswith("fp8") else "bf16 KV"
+    cache = "fp8 KV" if spec.vllm.kv_cache_dtype.startswith("fp8") else "bf16 KV"
     if spec.side != "plugin":
         return f"{cache}, {spec.side}"
-    if spec.kernel == "triton":
+    if spec.plugin.kernel == "triton":
         return f"{cache}, on, Triton"
-    return f"{cache}, on, {'AITER rounding' if spec.rounding == 'single' else 'two-rounding'}"
+    return f"{cache}, on, {'AITER rounding' if spec.plugin.rounding == 'single' else 'two-rounding'}"
 
 
 def why_no_gpu(workers: int) -> str | None:

@@ -14,83 +14,121 @@ LIMIT_REQUESTS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """One engine start in its own process.
+class VllmOptions:
+    """The model, and what a user would write on vLLM's command line.
 
     Attributes:
-        side: "plugin" with the flag on; "control" with it off and the options that the gate would add; "today" with it
-            off and nothing added.
-        scenarios: names from ``scenarios.SCENARIOS``, run one after the other.
-        kv_cache_dtype: as vLLM spells it.
-        rounding: of the reference kernel: "single" is AITER's, "two" is vLLM's own.
-        kernel: the plugin's kernel option.
-        stop_after: leave out the passes after this one.
-        vllm_pass: switch vLLM's own RoPE + KV pass on.
-        tensor_parallel_size: number of workers; above one they are spawned.
-        drafts: tokens that the model's own draft layer proposes per step (MTP); above zero the model has one.
-        max_num_seqs: requests at a time: the decode limit.
-        max_num_batched_tokens: token budget of a step; below a prompt's length the prompt is chunked (bf16 cache).
         model: overrides of ``TinyDeepseek``.
         config: another model's ``config.json`` in place of it; its weights are drawn: see ``random_weights``.
         draft_config: ``config.json`` of an EAGLE-3 draft for ``config``; without it the model's own layer drafts.
-        llm: further options of ``vllm.LLM``; they win over the sandbox's.
+        kv_cache_dtype: as vLLM spells it.
+        drafts: tokens that the model's own draft layer proposes per step (MTP); above zero the model has one.
+        max_num_seqs: requests at a time: the decode limit.
+        max_num_batched_tokens: token budget of a step; below a prompt's length the prompt is chunked (bf16 cache).
+        tensor_parallel_size: number of workers; above one they are spawned.
+        compilation: overrides of ``compilation_config``.
+        extra: further options of ``vllm.LLM``; they win over the sandbox's.
+        own_pass: switch vLLM's own RoPE + KV pass on.
         lora: every second request goes through a LoRA adapter of random weights.
         shares_kv: write KV rows through vLLM's example connector into a folder of the cache root, and read them there.
-        reload: afterwards load the weights of this other seed and run the scenarios again, as "NAME, reloaded".
-        compilation: overrides of ``compilation_config``.
-        additional: overrides of the plugin's ``additional_config`` mapping.
-        linear: "onednn" is the CPU build's out-variant GEMM, "aten" a plain one, as on GPUs.
-        scales: (k_scale, q_scale) put into every layer after loading, or None.
-        graphs: emulate CUDA graphs: None for no graphs; "none" or "decode" for piecewise graphs captured with no
-            metadata or with a decode batch's; "full" for what vLLM does by default: full graphs for decode batches,
-            piecewise ones for the others. In one process.
-        mutation: "module:function" that plants a bug in the engine's process; tests only.
-        dump_graphs: return the post-grad FX graph text by range.
-        fake_arch: let the platform look like this AMD card over the simulated AITER.
-        attention: "sandbox" for the sandbox's back end, "aiter" for vLLM's own over ``fake_arch``.
-        fp8_bmm: hold absorbed weights in fp8, over the simulated AITER.
-        fp4_bmm: hold absorbed weights in mxfp4, over the simulated AITER; only on gfx950.
-        interpret: run Triton kernels on CPU tensors through Triton's interpreter.
-        device: "cpu" for the sandbox's platform; "gpu" for vLLM's own, with its Triton MLA back end.
         spawn: run the engine core in its own process, as vLLM does by default.
         compile_cache: keep vLLM's compile cache on, for warm starts.
-        plugin: load the plugin at all.
     """
 
-    side: Side = "plugin"
-    scenarios: tuple[str, ...] = ("concurrent",)
-    kv_cache_dtype: str = "auto"
-    rounding: str = "two"
-    kernel: str = "auto"
-    stop_after: str | None = None
-    vllm_pass: bool = False
-    tensor_parallel_size: int = 1
-    drafts: int = 0
-    max_num_seqs: int = LIMIT_REQUESTS
-    max_num_batched_tokens: int = 512
     model: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     draft_config: dict[str, Any] = field(default_factory=dict)
-    llm: dict[str, Any] = field(default_factory=dict)
+    kv_cache_dtype: str = "auto"
+    drafts: int = 0
+    max_num_seqs: int = LIMIT_REQUESTS
+    max_num_batched_tokens: int = 512
+    tensor_parallel_size: int = 1
+    compilation: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    own_pass: bool = False
     lora: bool = False
     shares_kv: bool = False
-    reload: int | None = None
-    compilation: dict[str, Any] = field(default_factory=dict)
-    additional: dict[str, Any] = field(default_factory=dict)
-    linear: str = "onednn"
-    scales: tuple[float, float] | None = None
-    graphs: str | None = None
-    mutation: str | None = None
-    dump_graphs: bool = False
-    fake_arch: str | None = None
-    attention: str = "sandbox"
-    fp8_bmm: bool = False
-    fp4_bmm: bool = False
-    interpret: bool = False
-    device: str = "cpu"
     spawn: bool = False
     compile_cache: bool = False
-    plugin: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PluginOptions:
+    """What the plugin is told; it reads this only if the flag is on.
+
+    Attributes:
+        kernel: the plugin's kernel option.
+        rounding: of the reference kernel: "single" is AITER's, "two" is vLLM's own.
+        additional: overrides of the plugin's ``additional_config`` mapping.
+        loaded: load the plugin at all.
+    """
+
+    kernel: str = "auto"
+    rounding: str = "two"
+    additional: dict[str, Any] = field(default_factory=dict)
+    loaded: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Emulation:
+    """What replaces the hardware.
+
+    Attributes:
+        device: "cpu" for the sandbox's platform; "gpu" for vLLM's own, with its Triton MLA back end.
+        arch: let the platform look like this AMD card over the simulated AITER.
+        attention: "sandbox" for the sandbox's back end, "aiter" for vLLM's own over ``arch``.
+        absorb: hold absorbed weights in "fp8", or in "mxfp4" (gfx950 only), over the simulated AITER; None for plain.
+        graphs: emulate CUDA graphs: None for no graphs; "none" or "decode" for piecewise graphs captured with no
+            metadata or with a decode batch's; "full" for what vLLM does by default: full graphs for decode batches,
+            piecewise ones for the others. In one process.
+        interpret: run Triton kernels on CPU tensors through Triton's interpreter.
+        linear: "onednn" is the CPU build's out-variant GEMM, "aten" a plain one, as on GPUs.
+        scales: (k_scale, q_scale) put into every layer after loading, or None.
+    """
+
+    device: str = "cpu"
+    arch: str | None = None
+    attention: str = "sandbox"
+    absorb: str | None = None
+    graphs: str | None = None
+    interpret: bool = False
+    linear: str = "onednn"
+    scales: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is broken on purpose.
+
+    Attributes:
+        bug: "module:function" that plants a bug in the engine's process.
+        stop_after: leave out the passes after this one.
+    """
+
+    bug: str | None = None
+    stop_after: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One engine start in its own process, and what is asked of the engine.
+
+    Attributes:
+        scenarios: names from ``scenarios.SCENARIOS``, run one after the other.
+        side: "plugin" with the flag on; "control" with it off and the options that the gate would add; "today" with it
+            off and nothing added.
+        reload: afterwards load the weights of this other seed and run the scenarios again, as "NAME, reloaded".
+        dump_graphs: return the post-grad FX graph text by range.
+    """
+
+    scenarios: tuple[str, ...] = ("concurrent",)
+    vllm: VllmOptions = VllmOptions()
+    plugin: PluginOptions = PluginOptions()
+    emulation: Emulation = Emulation()
+    fault: Fault = Fault()
+    side: Side = "plugin"
+    reload: int | None = None
+    dump_graphs: bool = False
 
 
 @dataclass(slots=True)

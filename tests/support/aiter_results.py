@@ -35,7 +35,6 @@ class GemmCall:
 
 
 def fp8_call(call: str) -> GemmCall:
-    """The call of the fp8 GEMM with that name."""
     arch, act, _ = call.split("-")
     held = {name: torch.from_numpy(FP8_VECTORS[f"{call}/{name}"]) for name in ("x", "w", "scale", "y")}
     x, y = (held[name].view(getattr(torch, act)) for name in "xy")
@@ -43,7 +42,6 @@ def fp8_call(call: str) -> GemmCall:
 
 
 def fp4_call(call: str) -> GemmCall:
-    """The call of the mxfp4 GEMM with that name."""
     x, codes, scales, y = (torch.from_numpy(FP4_VECTORS[f"{call}/{name}"]) for name in ("x", "w", "w_scale", "y"))
     y_scale = torch.from_numpy(FP4_VECTORS[f"{call}/y_scale"]) if f"{call}/y_scale" in FP4_VECTORS else None
     return GemmCall(x.view(torch.bfloat16), AbsorbWeight("mxfp4", codes, scales), y.view(torch.bfloat16), y_scale)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.sandbox.spec import EngineSpec
+from tests.sandbox.spec import Emulation, EngineSpec, VllmOptions
 
 HEADS = 4
 
@@ -124,8 +124,7 @@ ROWS: dict[str, Row] = {
 }  # fmt: skip
 
 
-def spec_of(row: Row) -> EngineSpec:
-    """Return the engine of a row with the flag on."""
-    return EngineSpec(
-        scenarios=("short", "mixed"), config=row.config, draft_config=row.draft, drafts=row.drafts, linear="aten"
-    )
+def spec_of(row: Row, **vllm: Any) -> EngineSpec:
+    """Return the engine of a row with the flag on; ``vllm`` overrides its ``VllmOptions``."""
+    options = {"config": row.config, "draft_config": row.draft, "drafts": row.drafts} | vllm
+    return EngineSpec(("short", "mixed"), VllmOptions(**options), emulation=Emulation(linear="aten"))

@@ -20,12 +20,10 @@ FAKES: dict[str, Callable[..., Any]] = {Q_PREP: ops.mla_decode_q_prep_fake} | di
 
 
 def batch_of(rows: int, **changes: Any) -> Batch:
-    """A step of ``rows`` decode rows."""
     return Batch("drawn", **{"rows": rows, "decodes": rows} | changes)
 
 
 def layer_of(cache: str = "auto", dtype: torch.dtype = torch.bfloat16, blocks: int = BLOCKS) -> StubLayer:
-    """The stub behind ``NAME``."""
     return StubLayer(NAME, SIZES, dtype, cache, blocks)
 
 
@@ -101,5 +99,4 @@ def assert_fake_is_blind(fake: Callable[..., Any], op: str, cache: str = "auto")
 
 
 def capturing(monkeypatch: Any, yes: bool = True) -> None:
-    """Pretend that the stream is recording a graph."""
     monkeypatch.setattr(card(), "is_capturing", lambda: yes)

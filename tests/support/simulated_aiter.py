@@ -1,4 +1,4 @@
-"""Inputs, an unfused path by hand, and a way to watch a process die."""
+"""Inputs, a YaRN table, and a way to watch a process die."""
 
 import faulthandler
 import math
@@ -13,7 +13,6 @@ import torch
 
 from tests.sandbox.simulated_aiter import ROCM
 from tests.sandbox.simulated_aiter.op import FP8
-from vllm_aiter_mla.kernels import formats
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.route import Route, kernel_for
 from vllm_aiter_mla.kernels.backend import Binding, Numerics
@@ -33,7 +32,6 @@ class Unchecked(AiterBackend):
         super().__init__(Platform("gfx942", ROCM))
 
     def bind(self, operands: DecodeInputs) -> Binding:
-        """Take whatever is given."""
         cache = operands.kv_cache if operands.kv_cache.dim() == 3 else operands.kv_cache.squeeze(1)
         kernel = kernel_for(cache.shape[1], 512, 64, operands.num_heads, operands.slot_mapping.shape[0])
         route = Route(kernel, "as-is", Numerics("aiter"))
@@ -60,7 +58,6 @@ def twin(operands: DecodeInputs) -> DecodeInputs:
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes, contiguous."""
     return tensor.contiguous().view(torch.uint8)
 
 
@@ -84,46 +81,6 @@ def yarn_table(positions: int, rope: int = 64, factor: float = 40.0, act: torch.
     ramp = ((torch.arange(rope // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
     angles = torch.arange(positions, dtype=torch.float64)[:, None] * (inverse * (1 - ramp) + inverse / factor * ramp)
     return torch.cat([angles.cos(), angles.sin()], dim=-1).to(act)
-
-
-def unfused(operands: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q [T, N, 576], KV rows [S, 576]) as separate PyTorch steps make them, sharing no code with the reference.
-
-    RoPE in fp32 rounded to the activation dtype, concatenation, then fp8 by *division* with saturation: what vLLM does
-    in three launches.
-    """
-    t, n, p = operands.num_tokens, operands.num_heads, operands.nope_dim
-    # The same BMM and layout as the fused path, or its own rounding would be compared.
-    latent = operands.q.new_empty(t, n, operands.latent_dim)
-    torch.bmm(operands.q[..., :p].transpose(0, 1), operands.weight.values, out=latent.transpose(0, 1))
-    limit = operands.cos_sin_cache.shape[0] - 1
-    cos, sin = operands.cos_sin_cache[operands.positions.clamp(0, limit)].float().chunk(2, -1)
-    query = torch.cat([latent, turn(operands.q[..., p:], cos[:, None], sin[:, None], operands.is_neox)], -1)
-    rows = torch.cat([operands.kv_c, turn(operands.k_pe, cos, sin, operands.is_neox)], -1)
-    s = operands.slot_mapping.shape[0]
-    return (
-        _divide(query, operands.q_scale, operands.out_dtype),
-        _divide(rows[:s], operands.k_scale, operands.kv_cache.dtype),
-    )
-
-
-def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool) -> torch.Tensor:
-    """RoPE, pair by pair: in float32, rounded to the dtype of ``x``."""
-    out = torch.empty_like(x)
-    half = x.shape[-1] // 2
-    for i in range(half):
-        a, b = (i, i + half) if is_neox else (2 * i, 2 * i + 1)
-        xa, xb, c, s = x[..., a].float(), x[..., b].float(), cos[..., i], sin[..., i]
-        out[..., a] = (xa * c - xb * s).to(x.dtype)
-        out[..., b] = (xb * c + xa * s).to(x.dtype)
-    return out
-
-
-def _divide(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if not formats.is_fp8(dtype):
-        return x
-    top = formats.FLAVOURS[dtype].max
-    return (x.float() / scale).clamp(-top, top).to(dtype)
 
 
 def fate(action: Callable[[], object]) -> str:

@@ -124,12 +124,10 @@ def on_cpu(inputs: DecodeInputs, storage: torch.Tensor) -> tuple[DecodeInputs, t
 
 
 def wrong_values(got: torch.Tensor, expected: torch.Tensor) -> int:
-    """Values whose bytes differ."""
     return int((plain_bits(got) != plain_bits(expected)).sum())
 
 
 def plain_bits(x: torch.Tensor) -> torch.Tensor:
-    """The elements as integers of their width."""
     return x.contiguous().view(torch.uint8 if x.itemsize == 1 else torch.int16)
 
 

@@ -24,13 +24,11 @@ def _with_a_short_option(make: Any) -> Any:
 
 
 def entry_point() -> EntryPoint:
-    """Return what the installed script runs."""
     (found,) = entry_points(group="console_scripts", name=NAME)
     return found
 
 
 def main(bug: str = "") -> None:
-    """Answer command lines until stdin ends."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     with mock.patch.object(typer, "Option", _with_a_short_option(typer.Option)) if bug else contextlib.nullcontext():
         run = entry_point().load()

@@ -62,7 +62,6 @@ def test_the_second_lock_has_what_the_extra_roots_need_over_the_pins_of_the_firs
 
 
 def entry(name, digest, *requires):
-    """What pip's report says of one file."""
     metadata = {"name": name, "version": "1.0", "requires_dist": list(requires)}
     return {"metadata": metadata, "download_info": {"archive_info": {"hashes": {"sha256": digest}}}}
 
@@ -90,11 +89,6 @@ def test_what_only_another_python_needs_is_named(monkeypatch):
     assert make_lock.pinned(later, whole=False)
 
 
-def test_the_locks_are_for_every_python_that_the_tool_locks():
-    for lock in (ROOT / "requirements").rglob("*.lock"):
-        assert lock.read_text().split("\n")[1] == f"# Python {' '.join(make_lock.PYTHONS)}", lock
-
-
 def make_setup(tmp_path, python):
     python.chmod(0o755)
     (tmp_path / "venv" / "bin").mkdir(parents=True)
@@ -110,8 +104,6 @@ def test_make_says_where_torch_is_before_it_downloads_the_rest(tmp_path):
     said, _ = done.stderr.splitlines()
     assert done.returncode == 2
     assert said.startswith("No torch==")
-    readme = " ".join((ROOT / "README.md").read_text().replace("`", "").split())
-    assert said.partition("? ")[2] in readme
     assert re.findall(r"^(\S+)==", done.stdout, re.M) == ["torch"]
 
 

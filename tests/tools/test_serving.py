@@ -200,8 +200,3 @@ def test_mutation_uncounted_failures_are_caught(fakes: SimpleNamespace, monkeypa
     monkeypatch.setattr(serving, "_invalid", lambda values, point, given: None)
     with pytest.raises(AssertionError, match=r"^assert 0 == 1"):
         test_a_missing_answer_invalidates_its_row(fakes, "failed", "")
-
-
-def test_a_torch_that_cannot_be_imported_is_named_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "CARD", "raise ImportError('libamdhip64.so: cannot open')")
-    assert "libamdhip64" in serving.about()["torch"]

@@ -33,14 +33,14 @@ if __name__ == "__main__":
 def work(tmp_path_factory):
     """Folder of model and results; the environment is the one in which the sandbox serves."""
     from tests.sandbox.engine import environment_for
-    from tests.sandbox.spec import EngineSpec
+    from tests.sandbox.spec import EngineSpec, VllmOptions
 
     folder = tmp_path_factory.mktemp("serving")
     serving_model.save(folder / "model")
     (folder / "bin").mkdir()
     (folder / "bin" / "vllm").write_text(COMMAND.format(python=sys.executable))
     (folder / "bin" / "vllm").chmod(0o755)
-    wanted = environment_for(EngineSpec(spawn=True), folder / "cache", folder / "inductor")
+    wanted = environment_for(EngineSpec(vllm=VllmOptions(spawn=True)), folder / "cache", folder / "inductor")
     with pytest.MonkeyPatch.context() as patch:
         for name in os.environ.keys() - wanted.keys():
             patch.delenv(name)

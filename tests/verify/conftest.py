@@ -16,7 +16,6 @@ BY_NAME = {fault.name: fault for fault in FAULTS}
 
 @pytest.fixture
 def dump():
-    """The text of a dump by its name."""
     return lambda name: (Path(__file__).parent / "data" / f"{name}.dot").read_text()
 
 

@@ -68,7 +68,6 @@ class Fault(NamedTuple):
     kind: str = ""
 
     def change(self):
-        """What to replace in the case."""
         return {"kind": self.kind} if self.kind else {}
 
 

@@ -58,8 +58,6 @@ def test_mutation_launches_that_a_back_end_may_not_make(backend, names, layers, 
 
 
 class Code(IntEnum):
-    """hip-python's error codes, as ``hipError_t`` has them."""
-
     hipSuccess = 0  # noqa: N815
     hipErrorNoDevice = 100  # noqa: N815
 

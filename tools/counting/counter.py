@@ -181,7 +181,6 @@ def concat_and_write(kv_c: torch.Tensor, k_pe: torch.Tensor, cache: torch.Tensor
 
 
 def write(slots: torch.Tensor, cache: torch.Tensor) -> int:
-    """The slots and the KV rows behind them."""
     return size(slots) + _real(slots) * cache.shape[-1] * cache.itemsize
 
 

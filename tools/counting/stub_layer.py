@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -25,6 +25,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import _encode_layer_name
 from vllm.v1.attention.backends.mla.rocm_aiter_mla import AiterMLAHelper
 
+from tests.passes.stubs import Batch
 from tests.sandbox import gpu_ops
 from tests.sandbox.simulated_aiter import ROCM, install
 from tools import aot, triton_driver
@@ -122,57 +123,32 @@ class StubLayer(torch.nn.Module):
         )
 
 
-class Batch(NamedTuple):
-    """Rows of each sort among ``ROWS``; the rest pads a graph. No metadata in a dummy run. A layer has ``heads``."""
-
-    decodes: int
-    prefills: int = 0
-    dummy: bool = False
-    heads: int = HEADS
-
-    def metadata(self) -> Any:
-        """Return metadata as vLLM's MLA builders make it."""
-        if self.dummy:
-            return None
-        return SimpleNamespace(
-            decode=SimpleNamespace() if self.decodes else None,
-            prefill=SimpleNamespace() if self.prefills else None,
-            num_prefills=int(self.prefills > 0),
-            num_decodes=self.decodes,
-            num_decode_tokens=self.decodes,
-            num_actual_tokens=self.decodes + self.prefills,
-        )
-
-    def slots(self) -> torch.Tensor:
-        """Return a slot for each real row, -1 for padding."""
-        rows = torch.arange(ROWS)
-        return torch.where(rows < self.decodes + self.prefills, rows, -1)
-
-
+# Rows of each sort among ``ROWS``, the rest pads a graph; and the heads of the layer. No metadata in a dummy run.
 BATCHES = {
-    "all decode": Batch(ROWS),
-    "all decode, 20 heads": Batch(ROWS, heads=20),
-    "padded decode": Batch(ROWS - 1),
-    "one prefill among decodes": Batch(ROWS - 1, 1),
-    "all short prompts": Batch(0, ROWS),
-    "dummy": Batch(0, dummy=True),
+    "all decode": (Batch("", ROWS, decodes=ROWS), HEADS),
+    "all decode, 20 heads": (Batch("", ROWS, decodes=ROWS), 20),
+    "padded decode": (Batch("", ROWS, decodes=ROWS - 1), HEADS),
+    "one prefill among decodes": (Batch("", ROWS, decodes=ROWS - 1, prefills=1), HEADS),
+    "all short prompts": (Batch("", ROWS, prefills=ROWS), HEADS),
+    "dummy": (Batch("", ROWS, profiling=True), HEADS),
 }
 
 
 @contextmanager
-def step(cache: str, batch: Batch, kernel: str = "aiter") -> Iterator[StubLayer]:
-    """Yield one layer inside vLLM's forward context of a batch, on a card that the plugin takes for gfx950.
+def step(cache: str, kind: str, kernel: str = "aiter") -> Iterator[StubLayer]:
+    """Yield one layer in the forward context of a batch of ``BATCHES``, on a card that the plugin takes for gfx950.
 
     ``cache`` is "fp8" or "auto", ``kernel`` one of the plugin's option of that name. The card's fp8 type is that of a
     CPU too, so vLLM's platform stays as it is.
     """
     gpu_ops.register()
     ops.register()
-    layer = StubLayer(cache, batch.heads, kernel)
+    batch, heads = BATCHES[kind]
+    layer = StubLayer(cache, heads, kernel)
     context = ForwardContext(
         no_compile_layers={NAME: layer},
-        attn_metadata=None if batch.dummy else {NAME: batch.metadata()},
-        slot_mapping={} if batch.dummy else {NAME: batch.slots()},
+        attn_metadata=None if batch.profiling else {NAME: batch.metadata()},
+        slot_mapping={} if batch.profiling else {NAME: batch.slot_mapping()},
         cudagraph_runtime_mode=CUDAGraphMode.NONE,
     )
     with (
@@ -217,7 +193,6 @@ def triton_card() -> Iterator[None]:
 
 
 def _joined(tensors: Any, dim: int) -> torch.Tensor:
-    """Return the buffer that ``torch.cat`` allocates."""
     first = tensors[0]
     return first.new_empty((*first.shape[:-1], sum(tensor.shape[-1] for tensor in tensors)))
 

@@ -42,7 +42,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Compile, run, print, and return the exit status."""
     options = parse(argv)
     target = aot.TARGETS[options.arch]
     if options.cost:
@@ -81,7 +80,6 @@ def execute(target: aot.Target, chosen: list[aot.Variant], tokens: list[int], al
 
 
 def count(target: aot.Target, name: str, tokens: list[int], path: Path | None) -> int:
-    """Count the costs of ``cost.points``; return the exit status."""
     from tools.gfx9 import cost
 
     chosen = [(v, t) for v, t in cost.points(target.name) if name in v.label and (not tokens or t in tokens)]

@@ -44,7 +44,6 @@ def bind_scalar_load(i: Instruction, ops: Operands) -> Run:
 
 
 def bind_vector(i: Instruction, ops: Operands) -> Run:
-    """buffer_ and global_ loads and stores."""
     found = VECTOR.fullmatch(i.name)
     if found is None or found.group(3) not in WIDTHS:
         raise i.refuse("the memory instruction is not modelled")

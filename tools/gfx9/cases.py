@@ -254,7 +254,6 @@ def place(memory: Memory, name: str, tensor: torch.Tensor, writable: bool) -> in
 
 
 def count_different(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Bytes that differ."""
     return int((a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).sum())
 
 

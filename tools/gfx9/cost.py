@@ -198,7 +198,6 @@ class Counted:
 
 
 def cost(compiled: Compiled, tokens: int) -> Cost:
-    """Count one launch of ``compiled`` over ``tokens`` rows."""
     variant, target = compiled.variant, compiled.target
     counted = Counted(compiled, tokens)
     kinds = counted.kinds()
@@ -266,12 +265,10 @@ def text(arch: str, costs: list[Cost]) -> str:
 
 
 def breaches(arch: str, costs: list[Cost]) -> list[str]:
-    """The bounds that are broken, one line each."""
     return [f"{one.label} T={one.tokens}: {what}" for one in costs for what in (*_slow(one), *_large(one))]
 
 
 def _slow(one: Cost) -> Iterator[str]:
-    """Trips and widths of a launch."""
     for name, kind in one.kinds.items():
         most = TRIPS[name] + (name == KINDS[0] and one.weight == "mxfp4")
         if kind.trips > most:

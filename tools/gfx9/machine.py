@@ -64,7 +64,6 @@ def _bind_scalar(i: Instruction, ops: Operands) -> Run:
 
 
 def _short(i: Instruction, text: str) -> Callable[[Wave], int]:
-    """A signed 16-bit constant."""
     value = int(text, 0)
     if not -(1 << 15) <= value < 1 << 16:
         raise i.refuse(f"{text}: 16 bits expected")

@@ -51,7 +51,6 @@ def med3(a: Array, b: Array, c: Array) -> Array:
 
 
 def exponent(x: Array) -> Array:
-    """The biased exponent field."""
     return (np.asarray(x, np.float32).view(np.uint32) >> np.uint32(23) & np.uint32(0xFF)).astype(np.int64)
 
 

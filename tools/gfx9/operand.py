@@ -40,7 +40,6 @@ class Register:
 
 
 def register(text: str, accum_offset: int) -> Register | None:
-    """The register that ``text`` names, or None."""
     if text in NAMED:
         return Register("s", *NAMED[text])
     found = re.fullmatch(r"([vsa])(?:(\d+)|\[(\d+):(\d+)\])", text)
@@ -178,7 +177,6 @@ def signs(text: str) -> tuple[str, bool, bool]:
 
 
 def signed(bits: int, width: int) -> int:
-    """Two's complement."""
     return bits - (1 << width) if bits >> (width - 1) else bits
 
 
@@ -191,7 +189,6 @@ def get64(w: Wave, index: int, upper: bool = True) -> np.ndarray:
 
 
 def put64(w: Wave, index: int, value: Any) -> None:
-    """uint64 or int64 to two VGPRs."""
     bits = np.asarray(value).astype(np.uint64)
     w.put(w.u, index, (bits & np.uint64(0xFFFFFFFF)).astype(np.uint32))
     w.put(w.u, index + 1, (bits >> np.uint64(32)).astype(np.uint32))

@@ -100,7 +100,6 @@ def parse(text: str) -> Listing:
 
 
 def instruction(line: str, number: int = 0) -> Instruction:
-    """One line of assembly."""
     mnemonic, _, rest = line.partition(" ") if " " in line else line.partition("\t")
     found = SUFFIX.search(mnemonic)
     encoding = found.group(1) if found else ""

@@ -73,7 +73,6 @@ LOGIC["andn2"] = lambda a, b: a & ~b
 
 
 def _by_width(width: int) -> dict[str, Entry]:
-    """What there is of 32 and of 64 bits."""
     u, i, bits = f"u{width}", f"i{width}", width - 1
     return {f"s_{name}_b{width}": (f"{u} {u} {u}", _not_zero(of, width)) for name, of in LOGIC.items()} | {
         f"s_mov_b{width}": (f"{u} {u}", lambda a, c: (a, None)),

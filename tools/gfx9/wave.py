@@ -22,14 +22,12 @@ LOAD, STORE, SCALAR, SHARED = "load", "store", "scalar load", "LDS access"
 
 @lru_cache(maxsize=4096)
 def lanes_of(mask: int) -> np.ndarray:
-    """A lane mask as 64 booleans."""
     bits = np.unpackbits(np.frombuffer(mask.to_bytes(8, "little"), np.uint8), bitorder="little").astype(bool)
     bits.flags.writeable = False
     return bits
 
 
 def mask_of(lanes: np.ndarray) -> int:
-    """64 booleans as a lane mask."""
     return int.from_bytes(np.packbits(lanes, bitorder="little").tobytes(), "little")
 
 

@@ -19,8 +19,6 @@ ALLOCATIONS = {"aten.new_empty.default", "aten.empty.memory_format", "aten.empty
 
 
 class Recorder(TorchDispatchMode):
-    """Counts what reaches the dispatcher."""
-
     def __init__(self):
         super().__init__()
         self.calls = Counter()

@@ -35,7 +35,6 @@ def weight(values):
 
 
 def change(**how):
-    """Operands changed by name."""
     return lambda good: replace(good, **{name: f(getattr(good, name)) for name, f in how.items()})
 
 

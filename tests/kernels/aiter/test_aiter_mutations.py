@@ -13,8 +13,6 @@ pytestmark = [pytest.mark.mutation("I6"), pytest.mark.usefixtures("fake_gfx942")
 
 
 def changed(change):
-    """Operands changed on the way."""
-
     def plant(bound):
         prepare = bound.prepare
         bound.prepare = lambda operands: prepare(change(operands))

@@ -33,8 +33,6 @@ def on_any_device(monkeypatch):
 
 
 class Recorder:
-    """Stands in for the kernel and notes each launch."""
-
     def __init__(self):
         self.launches = []
 
@@ -51,7 +49,6 @@ def recorder(monkeypatch, on_any_device):
 
 
 def argument(given, name):
-    """The argument ``name`` of a recorded launch."""
     return given[kernel.decode_prep_kernel.arg_names.index(name)]
 
 

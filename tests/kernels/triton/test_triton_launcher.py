@@ -81,7 +81,6 @@ def test_triton_launch_past_the_dispatch_gives_what_the_dispatch_gives(on_card, 
 
 
 def inputs_of_kernel(name):
-    """The place of an argument."""
     return launcher.decode_prep_kernel.arg_names.index(name)
 
 
@@ -127,7 +126,6 @@ def test_triton_mutation_launch_that_does_not_look_at_an_operand_uses_the_wrong_
 
 
 def dispatches(monkeypatch):
-    """Count the calls that go through Triton's dispatch."""
     counted, run = [], type(launcher.decode_prep_kernel).run
     monkeypatch.setattr(type(launcher.decode_prep_kernel), "run", lambda *a, **k: counted.append(1) or run(*a, **k))
     return counted

@@ -209,7 +209,6 @@ def planted(mutation: str | None) -> Iterator[None]:
 
 
 def mutant(name: str) -> Any:
-    """The kernel with one bug planted in its source."""
     old, new, times, *_ = MUTATIONS[name]
     source = Path(kernel.__file__).read_text()
     found = source.count(old)

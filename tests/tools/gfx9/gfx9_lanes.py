@@ -23,7 +23,6 @@ def wave(arch: str = "gfx942", lds_bytes: int = 1024, number: int = 0) -> Wave:
 
 
 def execute(w: Wave, *lines: str) -> Wave:
-    """Run instructions one after another."""
     with np.errstate(all="ignore"):
         for line in lines:
             bind(instruction(line))(w)

@@ -62,12 +62,10 @@ WORD, OTHER_WORD = r"src0_sel:WORD_1", "src0_sel:WORD_0"
 
 
 def eight(first: str) -> str:
-    """The eight registers from ``first`` on."""
     return f"v[{first}:{int(first) + 7}]"
 
 
 def each(pattern: str, new: str, text: str) -> list[str]:
-    """The text with one match replaced, for each match."""
     return [nth(pattern, new, k)(text) for k in range(len(re.findall(pattern, text, re.MULTILINE)))]
 
 

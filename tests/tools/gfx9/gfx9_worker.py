@@ -41,7 +41,6 @@ def cases() -> list[Case]:
 
 
 def outcome(compiled: Compiled, case: Case, text: str) -> str:
-    """How a planted bug was caught, or "not caught"."""
     try:
         different, _ = compiled.planted(text).run(case)
     except (Fault, Skipped) as error:

@@ -15,7 +15,6 @@ pytest.importorskip("triton")
 import numpy as np
 
 from tests.tools.gfx9.gfx9_planted import PLANTED, SCALED
-from tools.gfx9.cases import matrix
 from tools.gfx9.matrix import unpack
 
 pytestmark = pytest.mark.slow
@@ -28,7 +27,6 @@ RULES = {"dropped barrier, first": "LDS", "dropped barrier, last": "LDS", "wrong
 
 @pytest.fixture(scope="module")
 def answers():
-    """What a process for each architecture found."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     found = {}
     for arch in ARCHS:
@@ -104,13 +102,3 @@ def test_gfx9_mutation_every_needed_wait_is_missed(answers):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_gfx9_assembly_of_another_code_object_is_refused(answers, arch):
     assert "assembled again it gives other bytes" in answers[arch]["other_code_object"]
-
-
-def test_gfx9_matrix_of_a_variant_has_the_asked_row_counts_and_block_sizes():
-    from tools import aot
-
-    variant = next(one for one in aot.variants(aot.TARGETS["gfx942"]) if one.tile.block_t == 64)
-    cases = list(matrix(variant))
-    expected = {*((tokens, 64) for tokens in (1, 3, 16, 17, 65)), (17, 1), (17, 16)}
-    assert {(c.tokens, c.variant.block_size) for c in cases} == expected
-    assert [c.tokens for c in matrix(variant, [5])] == [5]

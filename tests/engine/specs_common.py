@@ -1,0 +1,79 @@
+"""What the engines of several topics are made of.
+
+An engine is written out, or is one ``replace`` away from one that is.
+"""
+
+from dataclasses import replace
+
+from tests.sandbox.runs import BF16_SCENARIOS, CHUNK_TOKENS, control
+from tests.sandbox.spec import Emulation, EngineSpec, Fault, PluginOptions, VllmOptions
+
+SCALES = (0.5, 0.7)
+SMALL = {"num_hidden_layers": 2}
+# vLLM's eager mode rotates YaRN op by op and rounds three times; a plain RotaryEmbedding it rotates by a kernel.
+NO_YARN = SMALL | {"yarn": False}
+EAGER_MODE = {"enforce_eager": True}
+CHUNKED = VllmOptions(model=SMALL, max_num_batched_tokens=CHUNK_TOKENS)
+EAGER_VLLM = VllmOptions(model=NO_YARN, max_num_batched_tokens=CHUNK_TOKENS, extra=EAGER_MODE)
+# Plain GEMMs, as on GPUs: vLLM's own pass reads its pattern from those. The fp8 engines have the CPU build's.
+PLAIN = Emulation(linear="aten")
+
+# Plain RotaryEmbedding, no q_lora, and an odd layer count. Pieces are captured without metadata.
+FP32_MODEL = {"num_hidden_layers": 1, "yarn": False, "q_lora_rank": None, "dtype": "float32"}
+FP32 = EngineSpec(
+    ("concurrent", "short", "mixed", "long"),
+    VllmOptions(model=FP32_MODEL),
+    emulation=Emulation(linear="aten", graphs="none"),
+)
+# Full graphs of 4 and 16 requests; most batches are padded. In fp32, where a GEMM over more rows moves no token.
+FULL_SIZES = {"cudagraph_capture_sizes": [4, 16]}
+FULL = EngineSpec(
+    FP32.scenarios,
+    VllmOptions(model=FP32_MODEL, compilation=FULL_SIZES),
+    emulation=Emulation(linear="aten", graphs="full"),
+)
+# The module integration without a compiled graph.
+EAGER = EngineSpec(BF16_SCENARIOS, EAGER_VLLM, emulation=PLAIN)
+
+
+def drafting(arch: str, cache: str, heads: int, kernel: str, drafts: int = 2) -> EngineSpec:
+    """Return an engine in eager mode over vLLM's AITER attention, whose model drafts by its own layer.
+
+    An fp8 cache has scales.
+    """
+    model = {"num_hidden_layers": 1, "num_attention_heads": heads, "yarn": False}
+    return EngineSpec(
+        ("mixed", "chunked"),
+        VllmOptions(
+            model=model, kv_cache_dtype=cache, drafts=drafts, max_num_batched_tokens=CHUNK_TOKENS, extra=EAGER_MODE
+        ),
+        PluginOptions(kernel),
+        Emulation(arch=arch, attention="aiter", scales=SCALES if cache == "fp8" else None),
+    )
+
+
+DRAFTING = drafting("gfx950", "fp8", 16, "reference")
+
+
+def pair(name: str, spec: EngineSpec) -> dict[str, EngineSpec]:
+    """Return the engine with the flag on and its control, as "NAME-on" and "NAME-off"."""
+    return {f"{name}-off": off(spec), f"{name}-on": spec}
+
+
+def off(spec: EngineSpec) -> EngineSpec:
+    """Return the control, which is compiled again; its graphs are emulated only where they are full."""
+    graphs = "full" if spec.emulation.graphs == "full" else None
+    return control(
+        EngineSpec(
+            spec.scenarios,
+            replace(spec.vllm, compile_cache=False),
+            emulation=replace(spec.emulation, graphs=graphs),
+            reload=spec.reload,
+            dump_graphs=spec.dump_graphs,
+        )
+    )
+
+
+def broken(spec: EngineSpec, bug: str) -> EngineSpec:
+    """Return the engine with a function of ``engine_mutations`` planted in its process."""
+    return replace(spec, scenarios=("mixed",), fault=Fault(f"tests.engine.engine_mutations:{bug}"))

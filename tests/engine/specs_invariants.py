@@ -1,0 +1,31 @@
+"""Engines of test_engine_invariants.py: planted bugs, warm starts, an engine without the plugin."""
+
+from dataclasses import replace
+
+from tests.engine.specs_common import CHUNKED, DRAFTING, EAGER, FP32, FULL, PLAIN, broken
+from tests.engine.specs_parity import CACHED
+from tests.sandbox.spec import EngineSpec, PluginOptions
+
+WARM = EngineSpec(("short",), CACHED, emulation=PLAIN)
+SMALL = EngineSpec(("mixed",), CHUNKED, emulation=PLAIN, dump_graphs=True)
+
+SPECS = {
+    "warm": WARM,
+    "mutation-half-a-layer": broken(WARM, "every_second_layer_is_skipped"),
+    "no-plugin": EngineSpec(
+        ("short", "mixed"), CHUNKED, PluginOptions(loaded=False), PLAIN, side="control", dump_graphs=True
+    ),
+    "mutation-no-split": broken(FP32, "attention_does_not_split"),
+    "mutation-padded-slots": broken(FULL, "padding_has_the_slot_of_another_row"),
+    "mutation-raw-prefill-and-no-range": broken(SMALL, "prefill_rows_stay_raw_and_passes_ignore_the_range"),
+    "skipped": broken(EAGER, "no_implementation_is_known"),
+    "renamed": broken(EAGER, "a_private_function_is_renamed"),
+    "strict": replace(EAGER, plugin=PluginOptions("triton", additional={"strict": True})),
+    "mutation-draft-rows": broken(DRAFTING, "a_request_has_one_decode_row"),
+    "mutation-mixed-as-decode": broken(DRAFTING, "a_mixed_batch_counts_as_decode"),
+    "mutation-scale-twice": broken(DRAFTING, "q_scale_is_applied_twice"),
+    "mutation-swapped": broken(EAGER, "query_and_key_are_swapped"),
+    "mutation-no-kv-write": broken(EAGER, "the_op_writes_no_kv_row"),
+}
+# Each starts after another engine, in the cache of that one.
+AFTER = {"warm": "bf16-on", "mutation-half-a-layer": "warm"}
