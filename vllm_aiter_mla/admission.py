@@ -81,6 +81,7 @@ class ConfigView(_View):
     version_supported: bool = True  # inside the window, or forced by the user
     failed_steps: tuple[str, ...] = ()  # steps of the plugin's registration that failed, each with its error
     op_schema: tuple[str, ...] = ()  # how vLLM's MLA ops differ from what the plugin knows, one sentence each
+    fused_op: tuple[str, ...] = ()  # likewise vLLM's fused RoPE + KV write, which only pass 1 calls
     atom_active: bool = False
     is_mla: bool = True
     enforce_eager: bool = False
@@ -191,6 +192,7 @@ PLATFORM_RULES = (
 A layer's own implementation is looked at again after loading."""
 
 PASSES_RULES = (
+    Rule("op_schema", lambda v: v.fused_op, "in this vLLM ({v.vllm_version}) {found}"),
     Rule("enforce_eager", lambda v: v.enforce_eager, "enforce_eager=True leaves no graph"),
     Rule(
         "breakable_cudagraph",

@@ -95,7 +95,7 @@ FOUND: dict[str, tuple[str, dict[str, str], Any]] = {
     "not_mla": ("switches", {"VLLM_ROCM_USE_AITER": "1", "VLLM_MLA_DISABLE": "1"}, on_rocm),
     "vllm_version": ("vllm", {}, lambda patch: patch.setattr(doctor, "vllm_version", lambda: "0.34.0")),
     "capability": ("surface", {}, lambda patch: patch.setattr(release, "missing_capabilities", lambda: ["x"])),
-    "op_schema": ("surface", {}, lambda patch: patch.setattr(release, "op_differences", lambda: ["x"])),
+    "op_schema": ("surface", {}, lambda patch: patch.setattr(release, "op_differences", lambda fused: ["x"])),
     "atom": ("atom", {}, atom),
     "kernel_unavailable": ("aiter", {}, no_aiter),
 }  # fmt: skip

@@ -17,7 +17,7 @@ from vllm.config import VllmConfig
 from tests.gate import gate_support
 from tests.gate.gate_support import ON, PASSES, added_to, assert_skipped, pass_of
 from tests.support.planted import raising
-from vllm_aiter_mla import gate, status
+from vllm_aiter_mla import admission, gate, status
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import custom_op, patches, release
@@ -149,7 +149,7 @@ def test_the_installed_vllm_lacks_nothing_and_a_missing_name_is_reported(monkeyp
     from vllm.config import CompilationConfig
 
     assert release.missing_capabilities() == ()
-    assert release.op_differences() == ()
+    assert release.op_differences(fused=True) == release.op_differences(fused=False) == ()
     monkeypatch.delattr(CompilationConfig, "_attention_ops")
     assert release.missing_capabilities() == ("CompilationConfig._attention_ops",)
 
@@ -176,9 +176,14 @@ OTHERS = {
 }
 
 
+def by_passes(options):
+    """Only the passes need every op."""
+    return {"aiter_mla": options["aiter_mla"] | {"integration": "passes"}}
+
+
 def plant(monkeypatch, op, old="", new=""):
     """Give an op a schema like the known one, with ``old`` replaced."""
-    release.op_differences()  # imports the modules that define the ops
+    release.op_differences(op == FUSED)  # imports the modules that define the ops
     assert old in SCHEMA[op]
     schema = torch._C.parse_schema(f"vllm::{op}{SCHEMA[op].replace(old, new)}")
     monkeypatch.setattr(torch.ops.vllm, op, SimpleNamespace(default=SimpleNamespace(_schema=schema)))
@@ -189,25 +194,38 @@ def test_another_argument_of_an_op_skips_the_engine_by_name(config, said, monkey
     op, old, new, word = OTHERS[other]
     plant(monkeypatch, op, old, new)
     # An untested vLLM may be tried; an unknown argument may not.
-    assert_skipped(said, config(additional_config=UNTESTED), "op_schema", word)
+    assert_skipped(said, config(additional_config=by_passes(UNTESTED)), "op_schema", word)
     assert f"vllm::{op}" in said.at(logging.WARNING)[0]
 
 
 @pytest.mark.parametrize("op", SCHEMA)
 def test_the_known_arguments_are_accepted_and_a_missing_op_skips_the_engine(config, said, monkeypatch, op):
     plant(monkeypatch, op)
-    assert release.op_differences() == ()
+    assert release.op_differences(op == FUSED) == ()
     monkeypatch.setattr(torch.ops.vllm, op, SimpleNamespace())
-    assert_skipped(said, config(additional_config=ON), "op_schema", f"vllm::{op} cannot be found")
+    assert_skipped(said, config(additional_config=by_passes(ON)), "op_schema", f"vllm::{op} cannot be found")
 
 
 def test_a_module_that_cannot_be_imported_skips_the_engine(config, said, monkeypatch):
-    monkeypatch.setattr(release, "FUSED_MODULE", "vllm.moved.elsewhere")
+    monkeypatch.setattr(release, "ATTENTION_MODULE", "vllm.moved.elsewhere")
     assert_skipped(said, config(additional_config=ON), "op_schema", "vllm.moved")
 
 
+def test_without_vllms_fused_op_which_only_the_passes_need_the_module_serves(config, said, monkeypatch):
+    monkeypatch.setattr(release, "FUSED_MODULE", "vllm.moved.elsewhere")
+    assert pass_of(config(additional_config=ON)).integration == "module"
+    assert any("op_schema" in line for line in said.at(logging.INFO))
+
+
+@pytest.mark.mutation("I11")
+def test_mutation_a_fused_op_that_the_passes_do_not_look_for_is_caught(config, said, monkeypatch):
+    monkeypatch.setattr(admission, "PASSES_RULES", admission.PASSES_RULES[1:])
+    with pytest.raises(AssertionError, match="'passes' == 'module'"):
+        test_without_vllms_fused_op_which_only_the_passes_need_the_module_serves(config, said, monkeypatch)
+
+
 def test_with_the_flag_off_no_op_is_looked_at_and_vllms_attention_is_not_imported(registered, mla_model, monkeypatch):
-    monkeypatch.setattr(release, "op_differences", lambda: pytest.fail("asked with the flag off"))
+    monkeypatch.setattr(release, "op_differences", lambda fused: pytest.fail("asked with the flag off"))
     gate_support.vllm_config(mla_model)
     code = (
         "import sys, vllm.engine.arg_utils; from vllm.config import VllmConfig; from vllm.plugins import *;"

@@ -252,7 +252,8 @@ def surface(env: Env) -> Check:
         return NO_VLLM
     from vllm_aiter_mla.compat.layer import missing_names
 
-    lacking, differing = (*release.missing_capabilities(), *missing_names()), release.op_differences()
+    lacking = (*release.missing_capabilities(), *missing_names())
+    differing = (*release.op_differences(fused=False), *release.op_differences(fused=True))
     if lacking or differing:
         found = "; ".join([*(f"this vLLM lacks {name}" for name in lacking), *differing])
         return Check("problem", f"{found}: the plugin stays off", REMEDIES["capability" if lacking else "op_schema"])

@@ -291,7 +291,8 @@ def _model_facts(model: Any) -> dict[str, Any]:
         "is_sparse": getattr(model.hf_text_config, "index_topk", None) is not None,
         "enforce_eager": bool(model.enforce_eager),
         "model_dtype": str(model.dtype).removeprefix("torch."),
-        "op_schema": release.op_differences(),
+        "op_schema": release.op_differences(fused=False),
+        "fused_op": release.op_differences(fused=True),
     }
 
 

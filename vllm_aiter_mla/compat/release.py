@@ -58,8 +58,8 @@ def missing_capabilities() -> tuple[str, ...]:
     return (*missing, *(f"Platform.{name}" for name in PLATFORM_NAMES if not hasattr(platform, name)))
 
 
-def op_differences() -> tuple[str, ...]:
-    """Return how this vLLM's MLA ops differ from ``OP_ARGUMENTS``, one sentence for each op that does.
+def op_differences(fused: bool) -> tuple[str, ...]:
+    """Return how vLLM's fused RoPE + KV write, or its other MLA ops, differ from ``OP_ARGUMENTS``: a sentence for each.
 
     This imports the ops' modules, which takes one or two seconds: ask only if the fast path is switched on.
     """
@@ -67,6 +67,8 @@ def op_differences() -> tuple[str, ...]:
 
     differences: list[str] = []
     for name, arguments in OP_ARGUMENTS.items():
+        if (name == FUSED) is not fused:
+            continue
         try:
             import_module(FUSED_MODULE if name == FUSED else ATTENTION_MODULE)
             schema = getattr(torch.ops.vllm, name).default._schema
