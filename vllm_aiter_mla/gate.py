@@ -89,7 +89,7 @@ def apply(vllm_config: Any) -> int | Skip | None:
         skip = compat_config.why_not_chainable(vllm_config.compilation_config)
     if skip is not None:
         # A draft model's config shares compilation_config with its target: the target's pass stays.
-        if engaged is None or not compat_config.is_of_another_model(vllm_config):
+        if engaged is None or not compat_config.shares_compilation(vllm_config):
             _take_back(vllm_config.compilation_config, engaged)
             _skip(vllm_config, skip, settings)
         return skip

@@ -13,7 +13,7 @@ from tests.support.simulated_aiter import same_bytes
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.inputs import PATTERN, LayerShape, synthetic_inputs
-from vllm_aiter_mla.startup.selfcheck import steps_of
+from vllm_aiter_mla.startup.selfcheck import ordinals
 
 FLAVOURS = list(formats.FLAVOURS.values())
 BF16 = torch.bfloat16
@@ -69,10 +69,10 @@ def test_neighbours_are_one_step_apart(flavour):
     values = torch.arange(256, dtype=torch.uint8).view(flavour.dtype)
     finite = values[values.float().isfinite()]
     ordered = finite[finite.float().argsort(stable=True)]
-    steps = steps_of(ordered)
+    steps = ordinals(ordered)
     assert set(steps.diff().tolist()) <= {0, 1}  # 0 between the two zeros of e4m3fn
     assert steps[0] == -steps[-1]
-    assert (steps_of(values)[~values.float().isfinite()] > 1 << 16).all()
+    assert (ordinals(values)[~values.float().isfinite()] > 1 << 16).all()
 
 
 @pytest.mark.parametrize("is_neox", [False, True])
@@ -152,7 +152,7 @@ def test_two_rounding_mode_rounds_the_rotated_values_first():
     wanted = formats.round_saturating(turned.float() * (1 / call.q_scale), formats.E4M3FN)
     assert same_bytes(out[..., 16:], wanted)
     single = reference.prepare(fresh(call))
-    steps = (steps_of(out[..., 16:]) - steps_of(single[..., 16:])).abs()
+    steps = (ordinals(out[..., 16:]) - ordinals(single[..., 16:])).abs()
     assert 0 < int((steps > 0).sum()) < 0.1 * steps.numel()
     assert int(steps.max()) == 1
     assert same_bytes(out[..., :16], single[..., :16])

@@ -95,7 +95,7 @@ def test_a_module_has_one_layer_and_layers_of_one_engine_share_back_ends(monkeyp
 def test_i15_two_engines_with_equal_options_share_no_back_end(monkeypatch):
     """What one engine keeps off, as after an abort in AITER, the other may run."""
     first, second = two(Candidate(), monkeypatch), two(Candidate(), monkeypatch)
-    first[0].backends.refuse("triton", "aborted before")
+    first[0].backends.leave_out("triton", "aborted before")
     assert first[1].backends.get("triton") == "aborted before"
     assert isinstance(second[0].backends.get("triton"), Candidate)
 

@@ -30,7 +30,7 @@ YARN = {
 
 
 def test_the_installed_vllms_forwards_are_known():
-    assert compat_wrapper.why_unknown_code() is None
+    assert compat_wrapper.why_forwards_unknown() is None
 
 
 @pytest.mark.mutation
@@ -38,7 +38,7 @@ def test_the_installed_vllms_forwards_are_known():
 def test_a_forward_that_somebody_has_wrapped_is_not_known(cls, monkeypatch):
     inner = cls.forward
     monkeypatch.setattr(cls, "forward", functools.wraps(inner)(lambda *args: inner(*args)))
-    skip = compat_wrapper.why_unknown_code()
+    skip = compat_wrapper.why_forwards_unknown()
     assert skip is not None
     assert cls.__name__ in skip.message
     with module.installed():
@@ -241,14 +241,14 @@ def test_an_attention_module_that_something_hooks_is_left_to_vllm():
     attention = MLAAttention.__new__(MLAAttention)
     torch.nn.Module.__init__(attention)
     one = SimpleNamespace(mla_attn=attention)
-    assert compat_wrapper.why_unknown(one) is None
-    assert "Identity" in str(compat_wrapper.why_unknown(SimpleNamespace(mla_attn=torch.nn.Identity())))
+    assert compat_wrapper.why_wrapper_unknown(one) is None
+    assert "Identity" in str(compat_wrapper.why_wrapper_unknown(SimpleNamespace(mla_attn=torch.nn.Identity())))
     handle = one.mla_attn.register_forward_hook(lambda *args: None)
-    assert code_of(compat_wrapper.why_unknown(one)) == "unknown_forward"
+    assert code_of(compat_wrapper.why_wrapper_unknown(one)) == "unknown_forward"
     handle.remove()
-    assert compat_wrapper.why_unknown(one) is None
+    assert compat_wrapper.why_wrapper_unknown(one) is None
     one.mla_attn.forward = lambda q: q
-    assert compat_wrapper.why_unknown(one) is not None
+    assert compat_wrapper.why_wrapper_unknown(one) is not None
 
 
 @pytest.mark.parametrize(("mode", "flag", "skipped"), [("VLLM_COMPILE", True, True), ("NONE", True, False),

@@ -2,7 +2,7 @@
 """``vllm-aiter-mla status``: what the servers of this machine run, from their status files. Imports no vLLM."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -61,16 +61,17 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
     living = [one.whole for one in engines if one.lives]
     looked = outputs.FINE if living and all(living) else outputs.FINDING
     code = looked if engines and not bad else outputs.NOT_LOOKED
+    ranks = [rank for found in by_engine.values() for rank in found]
+    if layer is not None and not any(_decisions(ranks, layer)):
+        outputs.fail(f"status: --layer {layer}: no server here has a layer of that name")
     with outputs.text_apart(json):
         for one in engines:
             typer.echo(outputs.line(f"run {one.run}, {one.model}, engine {one.engine}: {one.line}"))
             for of, remedy in one.remedies.items():
                 if remedy not in one.line:
                     typer.echo(outputs.folded(f"  {of} -> {remedy}"))
-            ranks = by_engine[one.run, one.model, one.engine] if layer else []
-            for decided in ranks[0].decided if ranks else ():
-                if names := [name for name in decided.layers if str(layer) in name]:
-                    typer.echo(outputs.folded("\n".join(_decision(names, decided))))
+            for text in _decisions(by_engine[one.run, one.model, one.engine], layer):
+                typer.echo(outputs.folded(text))
     if json is not None:
         outputs.write(json, files.text_of(Engines(engines, tuple(bad), code)))
     for why in bad:
@@ -90,9 +91,23 @@ def _engine(folder: Path, name: tuple[str, str, str], ranks: Sequence[RankStatus
     return EngineLine(*name, status_of.line.of(*ranks), remedies, lives=True, whole=whole)
 
 
-def _decision(names: Sequence[str], decided: Decided) -> Iterator[str]:
-    """Yield what runs these layers at how many tokens, and why each other kernel does not."""
-    yield f"  {names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}"
+def _decisions(ranks: Sequence[RankStatus], layer: str | None) -> Iterator[str]:
+    """Yield for the layers whose name has the dotted part ``layer`` what runs them on which ranks, and why."""
+    said: dict[str, list[str]] = {}
+    for rank in ranks if layer is not None else ():
+        for decided in rank.decided:
+            for name in decided.layers:
+                if f".{layer}." in f".{name}.":
+                    skip = rank.skipped.get(name) if decided.skip is None and name not in rank.engaged else decided.skip
+                    text = "\n".join(_decision(replace(decided, kernels=() if skip else decided.kernels, skip=skip)))
+                    said.setdefault(f"  {name}\n{text}", []).append(str(rank.rank))
+    for text, on in said.items():
+        first, _, rest = text.partition("\n")
+        yield f"{first}, rank {', '.join(on)}\n{rest}"
+
+
+def _decision(decided: Decided) -> Iterator[str]:
+    """Yield what runs at how many tokens, and why each other kernel does not."""
     if decided.skip is not None:
         yield f"    vLLM's own       {': '.join(decided.skip)}"
     for first, last, kernel in decided.kernels:

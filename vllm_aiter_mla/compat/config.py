@@ -94,8 +94,8 @@ def default_of_fusion(vllm_config: Any) -> bool:
     return bool(default(vllm_config) if callable(default) else default)
 
 
-def is_of_another_model(vllm_config: Any) -> bool:
-    """Return whether the config is a draft model's, which shares its ``compilation_config`` with the target's."""
+def shares_compilation(vllm_config: Any) -> bool:
+    """Return whether another model may own its ``compilation_config``: it is a draft's, or one without MLA."""
     model = vllm_config.model_config
     return model is None or not model.use_mla or getattr(model, "runner_type", None) == "draft"
 

@@ -80,14 +80,14 @@ def layer_view(
 
 def activation_dtype(layer: Any) -> torch.dtype | None:
     """Return the dtype the layer computes in: its absorbed weight's, or the model's if the weight is quantised."""
-    if holds_codes(layer):
+    if has_quantised_weight(layer):
         dtype = layer._vllm_config.model_config.dtype
         return dtype if isinstance(dtype, torch.dtype) else None
     weight = getattr(layer, "W_UK_T", None)
     return weight.dtype if isinstance(weight, torch.Tensor) else None
 
 
-def holds_codes(layer: Any) -> bool:
+def has_quantised_weight(layer: Any) -> bool:
     """Return whether vLLM holds the absorbed weight as ``W_K`` and ``W_K_scale``, in mxfp4 or fp8."""
     return bool(layer.is_aiter_triton_fp4_bmm_enabled or layer.is_aiter_triton_fp8_bmm_enabled)
 
@@ -113,7 +113,7 @@ def absorb_tensors(layer: Any) -> dict[str, torch.Tensor]:
 
 
 def _weight_names(layer: Any) -> tuple[str, ...]:
-    return ("W_K", "W_K_scale") if holds_codes(layer) else ("W_UK_T",)
+    return ("W_K", "W_K_scale") if has_quantised_weight(layer) else ("W_UK_T",)
 
 
 def _own_forward(layer: Any) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that this plugin changes in vLLM: three patches, each with its symptom and when it can go.
+"""What this plugin changes in vLLM when it is loaded: three patches, each with its symptom and when it can go.
 
 ``PATCHES`` lists them. Each is idempotent. ``apply_all`` never raises: a
 failure is kept, and the gate skips the engine because of it. Importing this file imports no vLLM.

@@ -41,7 +41,7 @@ def replaced(cls: type) -> Iterator[None]:
             del op_registry_oot[name]
 
 
-def why_unknown_code() -> Skip | None:
+def why_forwards_unknown() -> Skip | None:
     """Return why no forward may be replaced, or None if this plugin was written for both sources."""
     for cls, known in KNOWN_FORWARDS.items():
         found = digest(cls.forward)
@@ -50,7 +50,7 @@ def why_unknown_code() -> Skip | None:
     return None
 
 
-def why_unknown(wrapper: Any) -> Skip | None:
+def why_wrapper_unknown(wrapper: Any) -> Skip | None:
     """Return why the op may not replace this wrapper's forward, or None."""
     attention = wrapper.mla_attn
     if type(attention) is not MLAAttention:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time the back ends on the card they run on, choose by the figures, and keep the figures for the next start.
+"""Time the back ends on the card they run on.
 
-vLLM's sequence runs unless another one clearly beats it by ``MARGIN``. Among those that do, the earlier one in the
-static order runs unless a later one clearly beats it too. Equal figures give an equal choice on every rank and start.
+``serving.decision`` chooses by the figures, and ``startup.timing`` keeps them for the next start.
 """
 
 import platform

@@ -112,7 +112,7 @@ class Backends:
             self._built[name] = known if factory is None else factory(self.platform, self.settings)
         return self._built[name]
 
-    def refuse(self, name: str, reason: str) -> None:
+    def leave_out(self, name: str, reason: str) -> None:
         """Keep this process off a back end."""
         self._built[name] = reason
         self._offers.clear()

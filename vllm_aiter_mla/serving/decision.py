@@ -2,8 +2,9 @@
 """Which kernel runs a layer at how many tokens, or why none of ours does: decided once, as a value.
 
 ``decide`` is pure. Its inputs are what vLLM's layer and the back ends say (``LayerFacts``), what the self-check found
-(``Checked``), what timing found (``Figures``), and the user's options. The passes, the module, the ops, the status,
-``plan`` and ``check`` read the ``Decision``. Nobody else decides.
+(``Checked``), what timing found (``Figures``), and the user's options. ``Layer.decision`` holds the result for the
+passes, the module, the ops, the cache key and the status; ``plan`` calls ``decide`` with planned facts. A graph may add
+reasons of its own to skip a layer.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -44,6 +45,11 @@ class LayerFacts:
     # Token counts, ascending, the last one the decode limit: each offer holds from the count before, plus one, to it
     points: tuple[int, ...] = (1,)
     arch: str = ""  # of the card, or "cpu"
+
+    def declines(self, name: str, tokens: int) -> str:
+        """Return why a candidate does not take ``tokens``, or ""."""
+        point = next((point for point in self.points if tokens <= point), self.points[-1])
+        return self.offers[name].declines.get(point, "")
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ class Decision:
 
     kernels: tuple[Span, ...]  # ascending, without a gap from 1 on; empty: vLLM's own graph runs everywhere
     skip: Skip | None  # why, if empty
-    passed_over: tuple[PassedOver, ...]  # each candidate that runs at no token count
+    passed_over: tuple[PassedOver, ...]  # each of ``LayerFacts.offers`` that runs at no token count
 
     def at(self, tokens: int) -> str:
         """Return what runs at ``tokens``; beyond the last span what runs there."""
@@ -115,7 +121,7 @@ def decide(facts: LayerFacts, checks: Mapping[str, Checked], figures: Figures | 
         settings: the engine's options.
     """
     reasons = {name: _why_not(name, facts, checks, settings) for name in facts.offers}
-    left = [name for name, why in reasons.items() if not why]
+    left = usable(facts, checks, settings)
     skip = facts.skip or _without_a_kernel(facts, reasons, left, settings)
     spans, skip = ((), skip) if skip else _chosen(facts, left, figures)
     return Decision(spans, skip, tuple(_passed_over(reasons, {span.kernel for span in spans}, skip, figures)))
@@ -127,9 +133,15 @@ def _chosen(facts: LayerFacts, left: Sequence[str], figures: Figures | None) -> 
         return _merged(facts.points, lambda tokens: _first(left, facts, tokens)), None
     if not figures.rounds:
         return (), Skip("not_timed", f"no kernel was timed, so none of ours is known to be faster: {figures.why}")
-    spans = ranges(figures.rounds, left)
+    rounds, counts = figures.rounds, sorted(figures.rounds)
+
+    def fastest_at(tokens: int) -> str:
+        takes = [name for name in left if not facts.declines(name, tokens)]
+        return fastest(rounds[next(count for count in counts if tokens <= count)], takes)
+
+    spans = _merged(sorted({*counts, *(point for point in facts.points if point < counts[-1])}), fastest_at)
     if {span.kernel for span in spans} == {VLLM}:
-        return (), Skip("vllm_faster", "vLLM's own kernels were the fastest at every token count")
+        return (), Skip("vllm_faster", "no kernel was clearly faster than vLLM's own at any token count")
     return spans, None
 
 
@@ -137,18 +149,18 @@ def _passed_over(
     reasons: Mapping[str, str], run: Collection[str], skip: Skip | None, figures: Figures | None
 ) -> Iterator[PassedOver]:
     """Yield why each candidate does not run that is not among those that ``run``."""
-    behind = "it comes later in the static order" if figures is None else "another was faster at every token count"
+    behind = "it comes later in the static order" if figures is None else "it was at no token count clearly the fastest"
     for name in reasons:
         if name not in run:
             yield PassedOver(name, reasons[name] or (skip.message if skip else behind))
 
 
-def able(facts: LayerFacts, checks: Mapping[str, Checked], settings: Settings) -> tuple[str, ...]:
+def usable(facts: LayerFacts, checks: Mapping[str, Checked], settings: Settings) -> tuple[str, ...]:
     """Return the candidates that may run the layer at some token count, in static order; arguments as ``decide``."""
     return tuple(name for name in facts.offers if not _why_not(name, facts, checks, settings))
 
 
-def candidates(facts: LayerFacts) -> tuple[str, ...]:
+def takers(facts: LayerFacts) -> tuple[str, ...]:
     """Return the candidates that can be built and take the layer at some token count, in static order."""
     return tuple(name for name, offer in facts.offers.items() if not _takes_none(offer, facts))
 
@@ -174,10 +186,10 @@ def _why_not(name: str, facts: LayerFacts, checks: Mapping[str, Checked], settin
 
 
 def _without_a_kernel(
-    facts: LayerFacts, reasons: Mapping[str, str], able: Sequence[str], settings: Settings
+    facts: LayerFacts, reasons: Mapping[str, str], left: Sequence[str], settings: Settings
 ) -> Skip | None:
     """Return why nothing is left that could run, or None."""
-    if able and (settings.kernel == VLLM or set(able) != {VLLM}):
+    if left and (settings.kernel == VLLM or set(left) != {VLLM}):
         return None
     ours = {name: why for name, why in reasons.items() if name != VLLM} or dict(reasons)
     if not ours:
@@ -188,9 +200,9 @@ def _without_a_kernel(
     return Skip(code, f"kernel={settings.kernel}: {why}")
 
 
-def _first(able: Sequence[str], facts: LayerFacts, tokens: int) -> str:
+def _first(left: Sequence[str], facts: LayerFacts, tokens: int) -> str:
     """Return the first candidate in static order that takes ``tokens``; vLLM's own if none does."""
-    return next((name for name in able if tokens not in facts.offers[name].declines), VLLM)
+    return next((name for name in left if not facts.declines(name, tokens)), VLLM)
 
 
 # What is chosen from figures.
@@ -205,7 +217,8 @@ def beats(ours: Sequence[float], theirs: Sequence[float]) -> bool:
 def fastest(samples: Mapping[str, Sequence[float]], order: Sequence[str], base: str = VLLM) -> str:
     """Return the candidate to run, of those in ``samples``; ``order`` is the static one.
 
-    ``base`` runs unless another one clearly beats it.
+    ``base`` runs unless another one clearly beats it. Among those that do, the earlier one runs unless a later one
+    clearly beats it too. Equal figures give an equal choice on every rank and start.
     """
     best = base
     for name in order:

@@ -41,6 +41,7 @@ class Layer:
         name: vLLM's name of the layer.
         module: vLLM's ``MLAAttention``.
         backends: those of its engine.
+        padded: how to decode more heads than the layer has, or None.
         out_heads: M, the heads that a kernel may lay a query out for, so that vLLM does not copy it; else 0.
         limit: the decode limit, the most tokens that a kernel is given. Start-up sets it when it checks the kernels.
         profiled: whether its op was reached without a batch: the status notes what would run, once.
@@ -158,18 +159,18 @@ class Layer:
 
     def kernels_to_check(self) -> dict[str, KernelBackend]:
         """Return the kernels that may run the layer and need a check, by name, in static order."""
-        built = self._built(decision.candidates(self.facts()))
+        built = self._built(decision.takers(self.facts()))
         return {name: backend for name, backend in built.items() if not backend.trusted}
 
     def usable(self) -> dict[str, KernelBackend]:
         """Return the kernels that may run the layer as far as is known, by name, in static order."""
-        return self._built(decision.able(self.facts(), self._checks, self.backends.settings))
+        return self._built(decision.usable(self.facts(), self._checks, self.backends.settings))
 
     def _built(self, names: tuple[str, ...]) -> dict[str, KernelBackend]:
         found = {name: self.backends.get(name) for name in names}
         return {name: backend for name, backend in found.items() if not isinstance(backend, str)}
 
-    def start(self, limit: int) -> None:
+    def forget(self, limit: int) -> None:
         """Forget what an earlier start found; ``limit`` is the decode limit of this one in tokens."""
         self.limit, self._stopped, self._checks, self._figures = limit, None, {}, None
         self._changed()
@@ -208,7 +209,7 @@ class Layer:
             status.fail(self.name, reason)
 
     def reloaded(self) -> None:
-        """Find everything again: vLLM may have loaded other strides or other memory into the same tensor objects."""
+        """Bind and decide again: vLLM may have loaded other strides or memory into the same tensor objects."""
         self._weight, self._lasting, self._constants = None, (None, None), (None, None)
         self._dtypes.clear()
         self._changed()

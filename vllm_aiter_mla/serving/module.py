@@ -109,7 +109,7 @@ def installed() -> Iterator[None]:
 
     If vLLM's code is not known, nothing is installed: ``emit`` then skips each layer and says why.
     """
-    with compat_wrapper.replaced(fused_class()) if compat_wrapper.why_unknown_code() is None else nullcontext():
+    with compat_wrapper.replaced(fused_class()) if compat_wrapper.why_forwards_unknown() is None else nullcontext():
         yield
 
 
@@ -151,14 +151,14 @@ def _emit(attention: Any) -> Skip | None:
     wrapper = wrapper_of(attention)
     if wrapper is not None:
         wrapper.is_neox = None  # whatever was decided before
-    skip = compat_wrapper.why_unknown_code()
+    skip = compat_wrapper.why_forwards_unknown()
     if skip is not None:
         return skip
     if wrapper is None:
         return Skip("unknown_forward", "the model's attention is not in vLLM's MultiHeadLatentAttentionWrapper")
     if compat_wrapper.quantises_output(wrapper):
         return Skip("fused_output_quant", "fuse_attn_quant is on, and vLLM's passes would not find the plugin's op")
-    skip = compat_wrapper.why_unknown(wrapper) or why_not_rope(wrapper)
+    skip = compat_wrapper.why_wrapper_unknown(wrapper) or why_not_rope(wrapper)
     if skip is not None:
         return skip
     embedding = wrapper.rotary_emb

@@ -99,11 +99,9 @@ def check_layers(
     failed: dict[str, str] = {}
     groups: dict[tuple[Any, ...], list[Layer]] = {}
     for layer in layers:
-        layer.start(limit)
+        layer.forget(limit)
         with each([layer], strict, failed):
-            if (skip := layer.not_admitted()) is not None:
-                layer.stop(skip.message, skip.code)
-            else:
+            if layer.facts().skip is None:
                 groups.setdefault((id(layer.backends), layer.shape()), []).append(layer)
     for group in groups.values():
         with each(group, strict, failed):

@@ -191,7 +191,7 @@ def difference(a: torch.Tensor, b: torch.Tensor, slack: float = 0.0) -> Differen
     """
     if not a.numel():
         return Difference(0, 0.0)
-    steps = (steps_of(a) - steps_of(b)).abs()
+    steps = (ordinals(a) - ordinals(b)).abs()
     if slack:
         near = (a.float() - b.float()).abs() <= slack * b.float().abs().max()
         steps = torch.where(near, 0, steps)
@@ -206,7 +206,7 @@ def deviation(product: torch.Tensor, expected: torch.Tensor) -> float:
     return float("inf") if distance.isnan() else float(distance)
 
 
-def steps_of(x: torch.Tensor) -> torch.Tensor:
+def ordinals(x: torch.Tensor) -> torch.Tensor:
     """Map floating-point values to integers so that neighbours differ by one. int64, same shape; NaNs are all equal."""
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[x.itemsize]
     raw = x.contiguous().view(integer).to(torch.int64)

@@ -131,7 +131,7 @@ def _first_calls_of_aiter(worker: Any, layers: Sequence[Layer]) -> Iterator[None
         if reason is not None:
             log.say_once(logging.ERROR, f"AITER is left out: {reason}")
             for backends, name in product(concerned, AITER_KERNELS):
-                backends.refuse(name, reason)
+                backends.leave_out(name, reason)
         yield
 
 

@@ -19,7 +19,7 @@ from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.vllm_own import VLLMBackend
 from vllm_aiter_mla.serving.backends import Backends
 from vllm_aiter_mla.settings import Settings
-from vllm_aiter_mla.startup.selfcheck import self_check, steps_of
+from vllm_aiter_mla.startup.selfcheck import ordinals, self_check
 
 BF16 = torch.bfloat16
 
@@ -74,7 +74,7 @@ def mxfp4():
 
 
 def steps(a, b):
-    return int((steps_of(a) - steps_of(b)).abs().max())
+    return int((ordinals(a) - ordinals(b)).abs().max())
 
 
 @pytest.mark.parametrize("cache", [None, BF16])

@@ -13,7 +13,7 @@ from tests.support.triton_cases import plain_bits
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.absorb import absorb_fp8, dot_mxfp4
 from vllm_aiter_mla.kernels.aiter.route import truncates_cache_rope
-from vllm_aiter_mla.startup.selfcheck import steps_of
+from vllm_aiter_mla.startup.selfcheck import ordinals
 
 NAN, INF = float("nan"), float("inf")
 
@@ -164,6 +164,6 @@ def test_reference_and_simulation_agree(flavour, act, heads, nope, magnitude, pl
     ours, theirs = (product(x, weight, scale) for product in (absorb_fp8, by_simulation))
     assert ours.shape == theirs.shape == (4, heads, 16)
     assert ours.is_contiguous()
-    far = (steps_of(ours) - steps_of(theirs)).abs() > 1
+    far = (ordinals(ours) - ordinals(theirs)).abs() > 1
     slack = 1e-6 * theirs.float().nan_to_num(0.0, 0.0, 0.0).abs().amax()
     assert ((ours.float() - theirs.float()).abs() <= slack)[far].all()
