@@ -31,10 +31,11 @@ def ops() -> list[str]:
 
 
 def forwards() -> list[str]:
-    """Return the classes whose forward the module integration does not know."""
+    """Return class and digest of each forward that the module integration does not know."""
     from vllm_aiter_mla.compat import wrapper
 
-    return [cls.__name__ for cls, known in wrapper.KNOWN_FORWARDS.items() if wrapper.digest(cls.forward) not in known]
+    digests = {cls: wrapper.digest(cls.forward) for cls in wrapper.KNOWN_FORWARDS}
+    return [f"{cls.__name__} {found}" for cls, found in digests.items() if found not in wrapper.KNOWN_FORWARDS[cls]]
 
 
 def sources() -> dict[str, str]:

@@ -118,3 +118,29 @@ def test_both_run_in_the_environment_and_the_exit_status_says_whether_one_failed
     assert all(command[0] == "python" for command in commands)
     assert commands[-1][3:] == arguments[3:] or ran[-1] != "tests.sandbox"
     assert ("passed" in capsys.readouterr().out) is (status == 0)
+
+
+@pytest.mark.slow
+def test_a_wheel_of_another_vllm_is_asked_and_what_would_skip_it_is_said_in_order(tmp_path, capsys):
+    wheel(path := tmp_path / "vllm-0.39.0-py3-none-any.whl")
+    assert releases.main([str(path), "--folder", str(tmp_path / "kept")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "vllm_version: 0.39.0"
+    assert [line.partition(":")[0] for line in lines] == ["vllm_version", "capability", "op_schema", "unknown_forward"]
+    assert "No module named 'vllm." in lines[1]
+
+
+def test_a_forward_that_changed_is_shown_as_a_diff(tmp_path, monkeypatch, capsys):
+    def asked(env):
+        changed = env.version == "0.39.0" and "python" not in str(env.python)
+        found = {"vllm_version": [], "unknown_forward": ["MLAAttention 12ab"] * changed}
+        return {"found": found, "sources": {"MLAAttention": f"def forward(q):\n    return q{' * 2' * changed}\n"}}
+
+    monkeypatch.setattr(releases, "_asked", asked)
+    assert releases.skips(Overlay("0.39.0", "", Path("theirs"))) == 1
+    assert "-    return q\n+    return q * 2\n" in capsys.readouterr().out
+
+
+def test_a_wheel_that_is_not_there_is_a_wrong_option(tmp_path, capsys):
+    assert releases.main([str(tmp_path / "gone.whl")]) == 2
+    assert "gone.whl" in capsys.readouterr().err
