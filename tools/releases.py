@@ -161,7 +161,7 @@ def skips(env: Overlay) -> int:
     theirs, ours = (_asked(python) for python in (env, replace(env, python=Path(sys.executable))))
     for code, lines in theirs["found"].items():
         print(f"{code}: {'; '.join(lines) or 'nothing'}")
-    for name in (line.split()[0] for line in theirs["found"]["unknown_forward"]):
+    for name in (line.split()[0] for line in theirs["found"]["unknown_forward"] if theirs["sources"]):
         before, after = (side["sources"].get(name, "").splitlines() for side in (ours, theirs))
         print("\n".join(difflib.unified_diff(before, after, f"{name} here", f"{name} of {env.version}", lineterm="")))
     return int(any(theirs["found"].values()))
