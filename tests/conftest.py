@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.support import lanes
 from tests.support.planted import Said
 
 # Processes that tests start find the checkout: `tests`, `tools` and this tree's package.
@@ -26,6 +27,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Engine tests whose marker has no argument start their engines themselves and need not wait.
     items.sort(key=lambda item: bool(getattr(item.get_closest_marker("engine"), "args", ())))
     config.stash[SUITE] = list(items)
+
+
+def pytest_sessionfinish(session):
+    """Fail a lane of the Makefile that ran fewer tests than it should; xdist's controller has the whole count."""
+    config, reporter = session.config, session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or hasattr(config, "workerinput") or getattr(config.option, "collectonly", False):
+        return
+    ran = sum(len(reporter.stats.get(outcome, ())) for outcome in ("passed", "failed", "xfailed", "xpassed"))
+    if why := lanes.too_few(config.args, config.option.markexpr, config.option.keyword, ran):
+        reporter.write_line(f"\nFAILED: {why}", red=True)
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say what was skipped, one line for each reason."""
+    for line in lanes.skips(terminalreporter.stats.get("skipped", ())):
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture

@@ -59,9 +59,9 @@ def commands() -> str:
     from vllm_aiter_mla.commands.doctor import CHECKS, name_of
     from vllm_aiter_mla.commands.main import app
 
-    parts = ["The commands"]
-    for name, command in typer.main.get_command(app).commands.items():
-        full = f"vllm-aiter-mla {name}"
+    parts, main = ["The commands"], typer.main.get_command(app)
+    for name, command in {"": main, **main.commands}.items():
+        full = f"vllm-aiter-mla {name}".strip()
         with redirect_stdout(StringIO()) as text:
             command.main(["--help"], prog_name=full, standalone_mode=False, terminal_width=WIDTH, color=False)
         lines = [line.rstrip() for line in text.getvalue().strip().splitlines()]

@@ -37,7 +37,7 @@ CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
     ],
     ids=lambda typed: typed[0],
 )
-def test_an_option_of_a_deployment_is_left_out_of_the_engine_and_named(typed: list[str]) -> None:
+def test_field_f3_an_option_of_a_deployment_is_left_out_of_the_engine_and_named(typed: list[str]) -> None:
     parsed, plain = (offline.serve_options(["M", *options]) for options in (typed, []))
     assert engine.leave_out(parsed) == typed[:1]
     assert vars(parsed) == vars(plain)
@@ -70,7 +70,7 @@ def placeholder(config: Any) -> Any:
         ("kimi-k2.5", {"text_config": {"num_hidden_layers": 9}}, positions, 262144),
     ],
 )
-def test_four_layers_are_drawn_of_a_nested_config_too_and_the_users_overrides_stay(
+def test_field_f8_four_layers_are_drawn_of_a_nested_config_too_and_the_users_overrides_stay(
     name: str, given: dict[str, Any], read: Callable[[Any], Any], value: int
 ) -> None:
     from vllm.config import ModelConfig

@@ -328,7 +328,7 @@ def test_a_model_without_mla_fails_its_plan_and_runs_nothing_on_the_card(card: d
     assert {found[name].status for name in (*steps.ON_THE_CARD, "launches")} == {"skipped"}
 
 
-def test_a_plan_that_is_not_known_is_no_all_clear(card: dict[str, Any]) -> None:
+def test_field_f5_a_plan_that_is_not_known_is_no_all_clear(card: dict[str, Any]) -> None:
     """vLLM could not build the layers here: no step takes their missing shape for one."""
     answer = plans.made_up_answer()
     skip, facts = Skip("not_known", "no such kernel"), answer.model | {"listed_layers": 61}
@@ -348,7 +348,7 @@ def test_mutation_an_unknown_shape_that_is_looked_up_is_caught(
 ) -> None:
     monkeypatch.setattr(steps, "without_a_shape", lambda plan: "")
     with pytest.raises(AssertionError, match=r"'kernels', 'launches'\] != \['plan'\]"):
-        test_a_plan_that_is_not_known_is_no_all_clear(card)
+        test_field_f5_a_plan_that_is_not_known_is_no_all_clear(card)
 
 
 def test_an_engine_that_needs_more_gpus_than_are_here_is_skipped(card: dict[str, Any]) -> None:

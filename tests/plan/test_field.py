@@ -21,7 +21,6 @@ from vllm_aiter_mla.settings import FLAG_FIELD
 
 slow = pytest.mark.slow
 MTP = ("--speculative-config", '{"method":"mtp","num_speculative_tokens":3}')
-EAGLE = ("--speculative-config", '{"model":"ORG/NAME","method":"eagle3","num_speculative_tokens":3}')
 OTHERS = ("fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache")
 R1 = ("deepseek-r1", "-tp", "8")
 MISTRAL = {
@@ -58,16 +57,12 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("line", "status", "said"),
     [
         pytest.param((*R1, "--kv-cache-dtype", "fp8", f"-cc.pass_config.{FLAG_FIELD}=true"), 0, ["61/61"], id="F1"),
-        pytest.param((*R1, "--reasoning-parser", "deepseek_r1"), 0, ["61/61", "--reasoning-parser"], id="F2"),
-        pytest.param((*R1, *EAGLE), 2, ["the draft ORG/NAME is not in the local cache; give a folder"], id="F7"),
-        pytest.param(("deepseek-r1", "--hf-config-path", "ORG/NAME"), 2, ["not in the local cache"], id="F7 config"),
         pytest.param((*R1, *MTP), 0, ["62/62", "1 in the draft"], id="F10"),
         pytest.param((*R1, "-dcp", "2", *MTP), 1, ["dcp: decode_context_parallel_size is 2"], id="F12"),
         pytest.param(
             (*R1, *(f"-cc.pass_config.{name}=true" for name in OTHERS)), 0,
             [f"pass_config.{name} matches nothing on MLA" for name in OTHERS], id="F13",
         ),
-        pytest.param((*R1, "--enable-sleep-mode"), 0, ["61/61"], id="O9"),
     ],
 )  # fmt: skip
 def test_field_a_recipe_is_planned_right(typed: Any, line: tuple[str, ...], status: int, said: list[str]) -> None:

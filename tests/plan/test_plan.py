@@ -431,7 +431,7 @@ def test_a_wrong_config_never_engages(tmp_path, changed):
     ],
     ids=lambda value: " ".join(value) if value and isinstance(value[0], str) else None,
 )  # fmt: skip
-def test_an_option_of_a_public_recipe_is_planned(arguments, layers, reasons):
+def test_field_an_option_of_a_public_recipe_is_planned(arguments, layers, reasons):
     plan = planned(*arguments)
     assert (plan["layers"]["engaged"], plan["layers"]["mla"], codes(plan)) == (*layers, reasons)
     unread = [note for note in plan["assumptions"] if "no tokenizer" in note]
@@ -447,7 +447,7 @@ def test_an_option_of_a_public_recipe_is_planned(arguments, layers, reasons):
         (["--hf-config-path", "ORG/NAME"], "--hf-config-path ORG/NAME"),
     ],
 )
-def test_a_repository_that_is_not_here_is_no_refusal_of_vllms(option, named):
+def test_field_f7_a_repository_that_is_not_here_is_no_refusal_of_vllms(option, named):
     said = refused(*R1, *option)
     assert f"{named} is not in the local cache" in said
     assert "does not take" not in said

@@ -71,8 +71,11 @@ def test_check_whose_aiter_aborts_fails_that_step_and_keeps_the_others(made):
 def test_check_over_an_fp8_cache_notices_one_wrong_row_of_a_decode_step(made):
     bug = engine_mutations.the_last_decode_row_reads_another_head
     day = made(variables={plugin.MUTATION: f"{bug.__module__}:{bug.__name__}"})
-    check = day.run("check", str(day.model), "--max-num-seqs", "4", "--kv-cache-dtype", "fp8", FLAG)
-    assert (check.returncode, "plugin and control are apart in" in check.stdout) == (1, True), check.stdout
+    line = ("--max-num-seqs", "4", "--kv-cache-dtype", "fp8", FLAG, "--json", "check.json")
+    check = day.run("check", str(day.model), *line)
+    steps = {step["name"]: step for step in json.loads((day.folder / "check.json").read_text())["steps"]}
+    said = "plugin and control are apart in" in steps["engine"]["detail"]
+    assert (check.returncode, said) == (1, True), check.stdout
 
 
 def test_a_triton_kernel_that_does_not_compile_is_left_out(made):

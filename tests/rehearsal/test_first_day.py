@@ -37,7 +37,8 @@ def test_check_runs_every_step_over_an_fp8_cache_on_two_ranks(day):
     assert (check.returncode, "Traceback" in check.stdout) == (0, False), check.stdout
     record = files.read(CheckRun, day.folder / "check.json")
     assert {step.name: step.status for step in record.steps} == dict.fromkeys(CHECKED, "passed"), check.stdout
-    assert check.stdout.count("2/2 MLA layers engaged (triton 1..4; 5.0 us a layer at 4 tokens") == 2, "one per rank"
+    unfolded = " ".join(check.stdout.split())
+    assert unfolded.count("2/2 MLA layers engaged (triton 1..4; 5.0 us a layer at 4 tokens") == 2, "one per rank"
     report = day.run("report", "check.json", "-o", "page.html")
     assert (report.returncode, "<svg" in (day.folder / "page.html").read_text()) == (0, True), report.stdout
 

@@ -53,6 +53,7 @@ def main(html: Path | None = None) -> int:
         found = command.run(asked)
         fp8 = replace(asked, arguments=(*asked.arguments, "--kv-cache-dtype", "fp8"), answers={})
         for name in ("plan", "engine", "decode against prefill"):
+            print(f"{name}, fp8 cache ...", flush=True)
             found[f"{name}, fp8 cache"] = steps.STEPS[name](fp8)
         status = command.exit_status(found, asked.on_cpu)
         command.show(TITLE, found, status)

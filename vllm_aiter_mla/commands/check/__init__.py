@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -142,7 +143,7 @@ def record(model: str, found: dict[str, Outcome], status: int | None) -> CheckRu
 def show(model: str, found: dict[str, Outcome], status: int) -> None:
     """Print the table, and what a reader takes away."""
     console = Console(markup=False, highlight=False, width=outputs.WIDTH)
-    table = Table("step", "outcome", "finding", title=f"check {model}", title_justify="left")
+    table = Table("step", "outcome", "finding", title=f"check {model}", title_justify="left", box=box.ASCII)
     for name, one in found.items():
         table.add_row(name, one.status, outputs.line(one.detail))
     console.print(table)

@@ -202,6 +202,7 @@ def engine(context: Context) -> Outcome:
     arguments = (*context.arguments, *(() if context.checkpoint else SMALL))
 
     def answer(side: runs.Side, added: Mapping[str, Any] | None = None) -> Any:
+        print(f"  vLLM's engine, {side} ...", flush=True)  # each takes a minute or more
         return runs.run(folder, arguments, side, variables, random_layers, context.plan.limit, added)
 
     # A GPU holds one engine at a time. The plugin's engine says what the control gets besides the user's options.
