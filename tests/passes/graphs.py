@@ -98,7 +98,6 @@ class Builder:
         self.k_scale = self.input("k_scale", dtype=torch.float32)
         self.residual = self.x
         self.layers: list[Layer] = []
-        self.extra: list[fx.Node] = []
 
     def _placeholder(self, name: str, value: Any) -> fx.Node:
         last = next((node for node in reversed(self.graph.nodes) if node.op == "placeholder"), None)
