@@ -178,8 +178,8 @@ PLATFORM_RULES = (
     ),
     Rule(
         "aiter_off",
-        lambda v: v.attention != AITER_MLA and not v.uses_aiter,
-        "vLLM does not use AITER for MLA (its attention is {v.attention})",
+        lambda v: v.attention != AITER_MLA and not v.uses_aiter and (v.attention.partition(" (")[0],),
+        "vLLM does not use AITER for MLA (its attention is {found})",
     ),
     Rule(
         "attention_backend",

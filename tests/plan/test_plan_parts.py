@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from dataclasses import replace
+from importlib import import_module
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from tests.support import plans
 from tests.support.pages import ROOT
 from vllm_aiter_mla import admission
 from vllm_aiter_mla.commands.compat import offline
-from vllm_aiter_mla.commands.plan import build, formulas, kernels, model
+from vllm_aiter_mla.commands.plan import answer, build, formulas, kernels, model
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving.backends import candidates
 from vllm_aiter_mla.settings import Settings
@@ -180,3 +181,36 @@ def test_what_serves_does_not_import_what_is_made_up():
         if any(name in path.read_text() for name in makers)
     }
     assert found == {f"commands/{name}.py" for name in ("plan/answer", "plan/build", "plan/card")}
+
+
+def test_a_library_that_is_missing_is_not_known_and_no_wrong_option():
+    """As for the connector of --kv-transfer-config, which vLLM imports while it reads its options."""
+    try:
+        import_module("a_library_that_nobody_has")
+    except ImportError as error:
+        told = answer._told(error, is_option=True)
+    assert isinstance(told, answer.NotKnownError)
+    assert "a_library_that_nobody_has" in str(told)
+
+
+def test_in_eager_mode_vllms_fusion_does_not_run_and_fp8_takes_a_launch_more():
+    step = formulas.Step(64, 16, 128, 64, 512, 1)
+    assert {name: len(launches) for name, launches in formulas.paths(step, eager=True).items()} == {
+        "vllm": 5, "aiter": 2, "triton": 1,
+    }  # fmt: skip
+    assert len(formulas.paths(step)["vllm"]) == 4
+
+
+def test_a_newer_release_of_a_bundled_example_is_answered_with_its_name():
+    with pytest.raises(LookupError, match=r"Did you mean deepseek-v3\?"):
+        model.find("deepseek-ai/DeepSeek-V3.1")
+
+
+def test_aiter_that_is_off_comes_before_what_vllm_raises_without_it():
+    view = replace(admission.ConfigView(), uses_aiter=False, attention="not known (ValueError: block size 1)")
+    planned = SimpleNamespace(
+        engine={"view": view, "user_pass": None, "gate": None}, skip=admission.Skip("not_known", "ValueError")
+    )
+    first, second = build.engine_reasons(planned)
+    assert (first.code, second.code) == ("aiter_off", "not_known")
+    assert "ValueError" not in first.message

@@ -88,6 +88,8 @@ def plan(
             found = models.ask(source, context.args, arch.value if arch else "", variables, verbose)
     except (LookupError, ValueError) as error:
         outputs.fail(f"plan: {error}")
+    except OSError as error:
+        outputs.fail(f"plan: {error}", outputs.NOT_LOOKED)
     with outputs.text_apart(json):
         print(outputs.folded(printout.text(found)))
     if json is not None:

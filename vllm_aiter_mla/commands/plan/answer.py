@@ -7,6 +7,7 @@ The plugin is loaded, so the engine's own gate decides. ``card`` says what is ma
 
 import importlib.util
 import os
+import re
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,12 +142,16 @@ def answer(folder: Path, arguments: Sequence[str]) -> Answer:
         engine["options"]["block_size"] = config.cache_config.block_size
     except (Exception, SystemExit) as error:
         if given is None or engine is None:
-            raise ValueError(_said(error, is_option=given is None)) from error
+            raise _told(error, is_option=given is None) from error
         return Answer(given, model, engine, [], Skip("not_known", _with_its_line(error)))
     return Answer(given, model, engine, layers)
 
 
-def _said(error: BaseException, is_option: bool) -> str:
+class NotKnownError(ValueError):
+    """vLLM could not be asked on this machine: no option is wrong."""
+
+
+def _told(error: BaseException, is_option: bool) -> ValueError:
     """Return in one line what was raised: a check of vLLM's, or another error with the line that raised it."""
     findings, named = getattr(error, "errors", None), []
     if callable(findings):  # pydantic's
@@ -154,13 +159,14 @@ def _said(error: BaseException, is_option: bool) -> str:
             option = ".".join(map(str, one["loc"])).replace("_", "-")
             named.append(f"--{option} {one['input']}: {one['msg']}" if option else one["msg"])
     said = " ".join("; ".join(named).replace("Value error, ", "").split()) or " ".join(str(error).split())
-    if is_option or said.startswith("--"):
-        return said
+    said = re.sub(r"<function loads at 0x[0-9a-f]+>", "JSON", said)
     if _is_lacking(error):
-        return f"not known, vLLM lacks something on this machine: {said or _with_its_line(error)}"
+        return NotKnownError(f"not known, vLLM lacks something on this machine: {_with_its_line(error)}")
+    if is_option or said.startswith("--"):
+        return ValueError(said)
     if isinstance(error, (ValueError, NotImplementedError)):
-        return f"vLLM does not take this model with these options: {said or type(error).__name__}"
-    return f"not known, vLLM could not be asked about this model here: {_with_its_line(error)}"
+        return ValueError(f"vLLM does not take this model with these options: {said or type(error).__name__}")
+    return NotKnownError(f"not known, vLLM could not be asked about this model here: {_with_its_line(error)}")
 
 
 def _is_lacking(error: BaseException) -> bool:

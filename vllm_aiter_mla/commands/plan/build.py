@@ -58,7 +58,9 @@ def build(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[s
     total = sum(kind.count for kind in kinds) or model["listed_layers"]
     against = engine_reasons(answer)
     engaged = 0 if against else sum(kind.count for kind in kinds if not kind.reasons)
-    reasons = [*against, *_of_layers(kinds, total, {reason.code for reason in against})]
+    # Another attention implementation follows from what stops the engine.
+    said = {reason.code for reason in against} | ({"impl"} if against else set())
+    reasons = [*against, *_of_layers(kinds, total, said)]
     formats: Counter[str] = Counter()
     for kind in kinds:
         formats[kind.built.format] += kind.count
@@ -83,7 +85,7 @@ def build(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[s
         },
         "reasons": [{"scope": level(reason.code), **asdict(reason)} for reason in reasons],
         "kernels": [asdict(span) for span in main.spans] if main else None,
-        "figures": _figures(model, main, limit) if main else None,
+        "figures": _figures(model, main, limit, engine["view"].enforce_eager) if main else None,
         "assumptions": _assumptions(answer, about, variables, main),
     }
 
@@ -118,7 +120,10 @@ def engine_reasons(answer: Answer) -> list[Skip]:
     engine, view = answer.engine, answer.engine["view"]
     # Eager mode sets the compilation mode, which is no reason of its own.
     found = [skip for skip in admission.config_skips(view) if not view.enforce_eager or skip.code != "compilation_mode"]
-    found = [skip for skip in (answer.skip, *found, engine["user_pass"]) if skip]
+    # Where AITER is off, what vLLM raises without it comes after.
+    first = [skip for skip in found if skip.code == "aiter_off"]
+    others = [skip for skip in found if skip not in first]
+    found = [skip for skip in (*first, answer.skip, *others, engine["user_pass"]) if skip]
     if not engine["gate"] and not found:
         found.append(Skip("not_known", "the gate switched the fast path off; --verbose shows its line"))
     return found
@@ -182,7 +187,7 @@ def _graph(engine: dict[str, Any], limit: int) -> dict[str, Any]:
     }
 
 
-def _figures(model: dict[str, Any], planned: _Planned, limit: int) -> dict[str, Any]:
+def _figures(model: dict[str, Any], planned: _Planned, limit: int, eager: bool) -> dict[str, Any]:
     stored = 1 if planned.fp8_cache else formulas.ACT
     heads, nope, rope, latent, _ = planned.view.sizes
     table: dict[int, dict[str, Any]] = {}
@@ -194,7 +199,7 @@ def _figures(model: dict[str, Any], planned: _Planned, limit: int) -> dict[str, 
                 "launches_per_step": len(launches) * planned.count,
                 "bytes": formulas.moved(launches),
             }
-            for name, launches in formulas.paths(step).items()
+            for name, launches in formulas.paths(step, eager).items()
         }
     return {
         "layers": planned.count,
@@ -263,7 +268,8 @@ def main(arch: str = "") -> None:
         asked, about = json.load(sys.stdin), answers.start(arch)
         found = build(answers.answer(Path(asked["folder"]), asked["arguments"]), about, asked["variables"])
     except Exception as error:
-        found = {"failed": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
+        said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        found = {"failed": said, "is_unknown": isinstance(error, answers.NotKnownError)}
     print(json.dumps(found), file=out)
 
 

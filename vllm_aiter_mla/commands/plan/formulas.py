@@ -33,11 +33,12 @@ class Launch(NamedTuple):
     written: int
 
 
-def paths(step: Step) -> dict[str, tuple[Launch, ...]]:
+def paths(step: Step, eager: bool = False) -> dict[str, tuple[Launch, ...]]:
     """Return the launches of each path, by its name.
 
-    vLLM compiles concat and quantisation into one function (``_DecodeConcatQuantFP8`` in its mla_attention.py). With
-    its own RoPE + KV pass on it is the strongest baseline. Slots and positions have 8 bytes.
+    In eager mode vLLM's own fusion, a compiler pass, does not run, and concat and quantisation are two launches.
+    Otherwise vLLM compiles these into one function (``_DecodeConcatQuantFP8`` in its mla_attention.py), and with its
+    own RoPE + KV pass on it is the strongest baseline. Slots and positions have 8 bytes.
     """
     t, n, p, r, l, e, w = step  # noqa: E741  the letters of the page
     query, row, rotated, tables = t * n * (l + r), t * (l + r), 2 * t * (n + 1) * r, t * (2 * r + 16)
@@ -49,9 +50,13 @@ def paths(step: Step) -> dict[str, tuple[Launch, ...]]:
     concat = Launch(QUANTISE if e == 1 else CONCAT, 2 * query, e * query)
     aiter = Launch(AITER, 2 * query + 2 * row + tables, e * (query + row))
     triton = Launch(TRITON, weight + 2 * t * n * (p + r) + 2 * row + tables, e * (query + row))
+    if eager and e == 1:
+        concat = Launch(CONCAT, 2 * query, 2 * query)
+    quantise = (Launch(QUANTISE, 2 * query, query),) * (eager and e == 1)
+    fusions = {} if eager else {"unmodified vLLM, its fusions on": (fused, absorb, concat)}
     return {
-        "vllm": (rope, write, absorb, concat),
-        "unmodified vLLM, its fusions on": (fused, absorb, concat),
+        "vllm": (rope, write, absorb, concat, *quantise),
+        **fusions,
         "aiter": (absorb, aiter),
         "triton": (triton,),
     }

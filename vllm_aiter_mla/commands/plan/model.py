@@ -100,7 +100,10 @@ def find(name: str) -> Source:
     for entry in bundled.values():
         if entry["example"]["hub_name"].lower() == name.lower():
             return _from_example(name, entry)
-    similar = get_close_matches(name.lower(), bundled, 1)
+    tail = name.rpartition("/")[2].lower()
+    # A release in between has the sizes of the one that its name begins with: DeepSeek-V3.1 those of deepseek-v3.
+    begins = sorted((known for known in bundled if tail.startswith(known)), key=len)
+    similar = begins[-1:] or get_close_matches(tail, bundled, 1)
     meant = f"Did you mean {similar[0]}?" if similar else f"Or one of: {', '.join(bundled)}"
     raise LookupError(
         f"{name}: no such folder or file, no bundled example of that name, and {cached}; "
@@ -180,6 +183,7 @@ def ask(source: Source, arguments: Sequence[str], arch: str, variables: Mapping[
     Raises:
         ModuleNotFoundError: torch or vLLM is not installed.
         ValueError: the source is not a config, vLLM ends, or it does not say enough for a plan.
+        OSError: vLLM could not be asked on this machine.
     """
     for package in ("torch", "vllm"):
         if find_spec(package) is None:
@@ -194,7 +198,7 @@ def ask(source: Source, arguments: Sequence[str], arch: str, variables: Mapping[
         raise ValueError(f"vLLM ended with status {done.returncode}; --verbose shows its log")
     found = json.loads(done.stdout)
     if "failed" in found:
-        raise ValueError(found["failed"])
+        raise (OSError if found["is_unknown"] else ValueError)(found["failed"])
     found["model"] |= {name: getattr(source, name) for name in ("name", "source", "basis", "assumed")}
     return issues.looked_up(files.part(Plan, Path(CHILD), found))
 
