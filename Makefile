@@ -98,7 +98,7 @@ $(LANE_STAMP): $(LOCK) pyproject.toml
 
 test-torch: $(LANE_STAMP)
 	$(LANE)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not engine and not slow" \
-	    tests/passes tests/serving tests/gate tests/test_module.py
+	    tests/passes tests/serving tests/gate
 
 # The Triton kernel as another release of Triton compiles and launches it, and its code executed for both cards: a
 # quarter of an hour. The release lies beside the environment and comes first in Python's path.

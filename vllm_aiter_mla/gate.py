@@ -217,7 +217,7 @@ def _skip(vllm_config: Any, skip: Skip, settings: Settings) -> None:
     line = f"off although it was switched on: {skip}"
     if settings.strict:
         raise SettingsError(f"{log.PREFIX}{line} ({STRICT_OPTION})")
-    log.say_once(logging.WARNING, f"{line} (run: vllm-aiter-mla doctor)")
+    log.say_once(logging.WARNING, line)
     # The workers run nothing of ours then, so the process that built the config writes one record for all ranks.
     with log.warned("the status file could not be written"):
         layers, cache = compat_config.mla_layers(vllm_config.model_config), str(vllm_config.cache_config.cache_dtype)

@@ -38,7 +38,8 @@ def fresh(monkeypatch, said):
 
 def after_warm_up(*, strict=False, rank=0, key="k" * 64, capture_sizes=(), engine=None):
     """The worker's own ``take_status``; what it would ask of a running engine is answered here."""
-    compilation = SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL"), cudagraph_capture_sizes=capture_sizes)
+    full = SimpleNamespace(name="FULL")
+    compilation = SimpleNamespace(cudagraph_mode=full, cudagraph_capture_sizes=capture_sizes, static_forward_context={})
     config = SimpleNamespace(compute_hash=lambda: key, compilation_config=compilation)
     record = lambda _: replace(status.record_of(LAYERS, 512, "fp8", rank), model_name="m", engine=engine)  # noqa: E731
     with patch.multiple(startup, _run_once=lambda _: None, _record=record):

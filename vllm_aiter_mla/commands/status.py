@@ -43,7 +43,7 @@ Layer = Annotated[
 
 
 def status(layer: Layer = None, json: outputs.Json = None) -> None:
-    """Print the status line of each engine on this machine; with --layer what runs a layer, and why not the others.
+    """Print the status line of each engine on this machine.
 
     Reads the files under VLLM_CACHE_ROOT, and says if a server has ended. What to do about a skipped layer follows its
     line.
