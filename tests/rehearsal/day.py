@@ -84,11 +84,15 @@ class Day:
         }
 
     def run(self, *typed: str) -> subprocess.CompletedProcess[str]:
-        """Run ``vllm-aiter-mla`` with what was typed; standard error goes into the output."""
-        return subprocess.run(
-            [str(COMMAND), *typed], env=self.environment, cwd=self.folder, text=True, errors="replace",
+        """Run ``vllm-aiter-mla`` with what was typed; standard error goes into the output. A check draws its page too."""
+        page = self.folder / "check.html"
+        command = [str(COMMAND), *typed, *(("--html", str(page)) if typed[0] == "check" else ())]
+        done = subprocess.run(
+            command, env=self.environment, cwd=self.folder, text=True, errors="replace",
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=False,
         )  # fmt: skip
+        assert typed[0] != "check" or "<svg" in page.read_text(), done.stdout
+        return done
 
     def _start(self, typed: Sequence[str], container: bool = False) -> tuple[subprocess.Popen[bytes], Server]:
         """Start vLLM's API server for the model, with what was typed after it."""
