@@ -246,7 +246,7 @@ def test_what_a_reader_should_know_is_said(arguments, arch, note, said):
 def test_launches_per_step_count_every_mla_layer():
     plan = planned("kimi-k3", "-tp", "8", "--kv-cache-dtype", "fp8", *REQUESTS)
     paths = plan["figures"]["by_tokens"]["256"]
-    assert paths["vllm"]["launches_per_step"] == 4 * 24
+    assert paths["vLLM, unfused"]["launches_per_step"] == 4 * 24
     assert paths["aiter"]["launches_per_step"] == 2 * 24
     assert plan["figures"]["q_prepared_bytes"] == 256 * 12 * 576
 

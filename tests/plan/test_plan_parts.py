@@ -196,9 +196,9 @@ def test_a_library_that_is_missing_is_not_known_and_no_wrong_option():
 def test_in_eager_mode_vllms_fusion_does_not_run_and_fp8_takes_a_launch_more():
     step = formulas.Step(64, 16, 128, 64, 512, 1)
     assert {name: len(launches) for name, launches in formulas.paths(step, eager=True).items()} == {
-        "vllm": 5, "aiter": 2, "triton": 1,
+        "vLLM, unfused": 5, "aiter": 2, "triton": 1,
     }  # fmt: skip
-    assert len(formulas.paths(step)["vllm"]) == 4
+    assert len(formulas.paths(step)["vLLM, unfused"]) == 4
 
 
 def test_a_newer_release_of_a_bundled_example_is_answered_with_its_name():

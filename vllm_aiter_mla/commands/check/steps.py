@@ -11,6 +11,7 @@ from vllm_aiter_mla import status
 from vllm_aiter_mla.admission import OVERFLOW, REMEDIES
 from vllm_aiter_mla.commands import doctor
 from vllm_aiter_mla.commands.check import engine as runs
+from vllm_aiter_mla.commands.plan import formulas
 from vllm_aiter_mla.commands.plan import model as models
 from vllm_aiter_mla.commands.plan.issues import has_fp8_cache, without_a_shape
 from vllm_aiter_mla.commands.plan.record import Plan
@@ -314,7 +315,7 @@ def launches(context: Context) -> Outcome:
     ran = {kernel.partition("-")[0] for record in records for kernel in record.engaged.values()}
     assert context.plan.figures is not None, "there is a shape"
     paths = next(iter(context.plan.figures.by_tokens.values()))
-    strongest = len(paths["unmodified vLLM, its fusions on"].launches)
+    strongest = min(len(path.launches) for name, path in paths.items() if name.startswith(formulas.VLLM))
     promised = min((strongest - len(paths[kernel].launches) for kernel in ran if kernel in paths), default=0)
     saved = (counts["control"] - counts["plugin"]) / layers
     each = ", ".join(f"{side} {count}" for side, count in counts.items())

@@ -223,8 +223,6 @@ def _assumptions(
         (not settings.enabled, f"pass_config.{FLAG_FIELD} is not given: planned as if it were true"),
         (True, "ROCm 7 or newer, an AITER with the 15-argument op: `vllm-aiter-mla doctor` looks at the machine"),
         *((name not in VARIABLES, _passed_on(name, value, about["vllm"])) for name, (value, _) in variables.items()),
-        (settings.measures, "kernel=auto: the server times AITER's two kernels, triton and unmodified vLLM on its "
-         "card and runs the fastest; shown are ours in the order in which ties are broken"),
         (main and vllm_own.may_take_parts(arch, heads, main.fp8_cache), f"vLLM may decode {heads} heads by Gluon (a "
          "layer's cache up to 2 GiB), which needs no concat: vLLM then has a launch less than the figures say"),
         (integration_of(engine["view"]) == "module",

@@ -25,6 +25,10 @@ class Step(NamedTuple):
     weight: float = ACT  # w, bytes of a value of the absorbed weight, ``absorb.FORMATS`` has them by format
 
 
+VLLM = "vLLM"
+"""How the names of vLLM's own paths begin."""
+
+
 class Launch(NamedTuple):
     """One kernel: what it does, bytes read and bytes written."""
 
@@ -53,9 +57,9 @@ def paths(step: Step, eager: bool = False) -> dict[str, tuple[Launch, ...]]:
     if eager and e == 1:
         concat = Launch(CONCAT, 2 * query, 2 * query)
     quantise = (Launch(QUANTISE, 2 * query, query),) * (eager and e == 1)
-    fusions = {} if eager else {"unmodified vLLM, its fusions on": (fused, absorb, concat)}
+    fusions = {} if eager else {f"{VLLM}, fused": (fused, absorb, concat)}
     return {
-        "vllm": (rope, write, absorb, concat, *quantise),
+        f"{VLLM}, unfused": (rope, write, absorb, concat, *quantise),
         **fusions,
         "aiter": (absorb, aiter),
         "triton": (triton,),

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from vllm_aiter_mla.admission import REMEDIES
 from vllm_aiter_mla.commands.outputs import line
-from vllm_aiter_mla.commands.plan.issues import without_a_shape
+from vllm_aiter_mla.commands.plan.issues import has_fp8_cache, without_a_shape
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.compat.config import as_typed
 
@@ -86,7 +86,8 @@ def _decode_limit(plan: Plan) -> Iterator[str]:
         yield f"  {'' if number else 'the flag also sets':<21}{option}"
     if "use_inductor_graph_partition" in plan.added:
         yield f"{'':<23}vLLM compiles every batch in another way: some tokens change, at any size."
-        yield f"{'':<23}integration=module sets none of these; in a CPU engine it changed no token"
+        unlike = "" if has_fp8_cache(plan) else "; in a CPU engine it changed no token"
+        yield f"{'':<23}integration=module sets none of these{unlike}"
     shown = [f"({a}, {b}){'*' if i < ranges.inside else ''}" for i, (a, b) in enumerate(ranges.ranges)]
     told = f"{' '.join(shown)}{'  * rewritten' if ranges.inside else ''}" if shown else ranges.note
     yield f"  compile ranges       {told}"
@@ -117,7 +118,10 @@ def _sizes(sizes: tuple[int, ...]) -> str:
 
 def _kernels(plan: Plan) -> Iterator[str]:
     blocked = "" if plan.outcome == "engaged" else ", once the reasons above are gone"
-    yield f"Kernel (option kernel={plan.options.settings.kernel}){blocked}"
+    settings = plan.options.settings
+    yield f"Kernel (option kernel={settings.kernel}){blocked}"
+    if settings.measures:
+        yield "  the start times them on its card, vLLM's own too, and the fastest runs; untimed:"
     if not plan.kernels:
         yield "  none"
     said = set[str]()
@@ -128,8 +132,9 @@ def _kernels(plan: Plan) -> Iterator[str]:
         names: dict[str, list[str]] = {}
         for name, reason in span.skips:
             names.setdefault(reason, []).append(name)
-        for reason, left in names.items():
-            yield f"{'':<21}not {', '.join(left)}: {'as above' if reason in said else reason}"
+        for reason, passed_over in names.items():
+            if reason not in said:
+                yield f"{'':<21}not {', '.join(passed_over)}: {reason}"
         said |= names.keys()
 
 
