@@ -39,7 +39,7 @@ def test_the_triton_kernel_on_cpu_tensors_serves_the_engine_within_the_bound_of_
 @pytest.mark.engine("eager-off")
 @pytest.mark.parametrize("name", pairs(["aiter-fp8-bmm", "aiter-fp4-bmm"], ["aiter-fp8-bmm"]))
 def test_quantised_absorb_weights_equal_vllm_which_multiplies_by_the_same_gemm(engines, name):
-    """With a bf16 cache vLLM's mxfp4 GEMM gets no ``y_scale``; test_absorb_fp4.py has fp8 caches."""
+    """With a bf16 cache vLLM's mxfp4 GEMM gets no ``y_scale``; tests/kernels/aiter/test_absorb.py has fp8 caches."""
     vllm_own, ours = engines(f"{name}-off"), engines(f"{name}-on")
     assert vllm_own.scenarios != same_scenarios(engines("eager-off"), vllm_own).scenarios, "the weights are plain"
     assert kernels(ours) == [{"aiter"}]

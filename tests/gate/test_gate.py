@@ -176,15 +176,15 @@ def test_mutation_a_gate_that_edits_the_shared_op_list_is_caught(config, monkeyp
     split = gate.splitting_ops
     spoilt = lambda one, how: (one._attention_ops.append(ATTENTION_OPS[1]), split(one, how))[1]  # noqa: E731
     monkeypatch.setattr(gate, "splitting_ops", spoilt)
-    before = gate_support.observed(config())
-    config(additional_config=ON)
-    assert "attention_ops" in gate_support.differing(gate_support.observed(config()), before)
+    with pytest.raises(AssertionError, match="ttention_ops"):  # pytest shortens the list
+        test_flag_off_after_a_flag_on_config_in_the_same_process_is_still_vllm(config)
 
 
 @pytest.mark.mutation("I5")
 def test_mutation_a_gate_that_engages_with_the_flag_off_is_caught(config, monkeypatch):
     monkeypatch.setattr(gate.compat_config, "settings_of", lambda _: gate.Settings(enabled=True))
-    assert pass_of(config()) is not None
+    with pytest.raises(AssertionError, match=r"^assert 16 is None"):
+        test_flag_off_changes_no_field(config, None)
 
 
 @pytest.mark.parametrize("how", SPELLINGS)

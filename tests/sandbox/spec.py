@@ -23,7 +23,7 @@ class VllmOptions:
         draft_config: ``config.json`` of an EAGLE-3 draft for ``config``; without it the model's own layer drafts.
         kv_cache_dtype: as vLLM spells it.
         drafts: tokens that the model's own draft layer proposes per step (MTP); above zero the model has one.
-        max_num_seqs: requests at a time: the decode limit.
+        max_num_seqs: requests at a time; times 1 + ``drafts`` it is the decode limit.
         max_num_batched_tokens: token budget of a step; below a prompt's length the prompt is chunked (bf16 cache).
         tensor_parallel_size: number of workers; above one they are spawned.
         compilation: overrides of ``compilation_config``.
@@ -150,7 +150,7 @@ class EngineResult:
         step_us: median time of an engine step in microseconds; of so small a model, most of it is Python.
         branches: how often the one op prepared decode rows, and how often it rotated in place, by the body's name; of
             this process.
-        counters: vLLM's own, by the name of the metric; where ``llm`` sets ``disable_log_stats`` to False.
+        counters: vLLM's own, by the name of the metric; where ``vllm.extra`` sets ``disable_log_stats`` to False.
         pieces: pieces that an emulated piecewise capture would record, of the graph with the most.
         replays: how often an emulated full graph was replayed, by its real rows and all of its rows.
     """

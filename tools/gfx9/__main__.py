@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
         return count(target, options.variant, options.tokens, options.json)
     chosen = [v for v in aot.variants(target) if options.variant in v.label]
     if not chosen:
-        raise UsageError(f"no variant of {target.name} is called {options.variant!r}")
+        raise UsageError(f"--variant {options.variant}: no variant of {target.name} has this in its name")
     rows, failures = execute(target, chosen, options.tokens, options.all_heads)
     write(options.json, target, rows, "gfx9")
     wrong = sum(row["different"] for row in rows)

@@ -56,8 +56,6 @@ def run(tokens: Sequence[int] | None, shapes: Iterable[LayerShape]) -> tuple[tun
     record = tuning.TunedTiles(machine["card"], machine["triton"], chosen, us)
     if chosen:
         keep(record)
-    elif not wrong:
-        return record, outputs.NOT_LOOKED
     return record, outputs.FINDING if wrong or stopped else outputs.FINE
 
 

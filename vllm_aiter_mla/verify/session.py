@@ -96,12 +96,12 @@ class Session:
         # A case or variant that is asked for by name runs, however long it takes.
         quick = self.quick or self.small
         every = [case for case in cases(limit) if self.only or case.quick or not quick]
-        wanted = _chosen(self.only, [case.name for case in every], "case", part=True)
+        wanted = _chosen(self.only, [case.name for case in every], "--only", part=True)
         kinds = variants(graphs, detect_platform().fp8, quick=quick and not self.variant)
         if self.weight is not None:
             kinds = tuple(replace(kind, weight=self.weight) for kind in kinds if kind.name != "fp8-weight")
-        chosen = _chosen(self.variant, [kind.name for kind in kinds], "variant")
-        found = {name: find(name) for name in _chosen(self.backend, list(FINDERS), "back end")}
+        chosen = _chosen(self.variant, [kind.name for kind in kinds], "--variant")
+        found = {name: find(name) for name in _chosen(self.backend, list(FINDERS), "--backend")}
         self.missing = {name: reason for name, reason in found.items() if isinstance(reason, str)}
         if self.device == "gpu" and set(self.backend) & set(self.missing):
             raise NotHereError("; ".join(f"back end {name}: {reason}" for name, reason in self.missing.items()))
@@ -171,12 +171,12 @@ def engine_here(device: str | None = None) -> EagerEngine:
     return EagerEngine()
 
 
-def _chosen(asked: tuple[str, ...], known: list[str], what: str, part: bool = False) -> list[str]:
+def _chosen(asked: tuple[str, ...], known: list[str], option: str, part: bool = False) -> list[str]:
     """Return the names that were asked for, all by default; ``part`` lets a text select every name that holds it."""
     chosen = set() if asked else set(known)
     for text in asked:
         found = {text} & set(known) or {name for name in known if part and text in name}
         if not found:
-            raise ValueError(f"no {what} called {text!r}; there are {', '.join(known)}")
+            raise ValueError(f"{option} {text}: no such name; there are {', '.join(known)}")
         chosen |= found
     return [name for name in known if name in chosen]

@@ -59,6 +59,8 @@ def check(
     """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     try:
+        if html == outputs.STDOUT:
+            raise ValueError("--html -: a file is needed, standard output has the table")
         outputs.check({"--json": json, "--html": html})
         html_of = None if html is None else renderer()
         plans.check_words(model, context)
@@ -70,6 +72,8 @@ def check(
             found = run(asked, lambda so_far: _keep(json, record(model, so_far, None)))
     except (LookupError, ValueError) as error:
         outputs.fail(f"check: {error}")
+    except OSError as error:
+        outputs.fail(f"check: {error}", outputs.NOT_LOOKED)
     status = exit_status(found, asked.on_cpu, require_all)
     with outputs.text_apart(json):
         show(model, found, status)
@@ -109,6 +113,8 @@ def run(asked: Context, keep: Callable[[dict[str, Outcome]], None] = lambda so_f
         try:
             found[name] = child.run(name, asked) if name in steps.IN_A_PROCESS else step(asked)
         except Exception as error:
+            if isinstance(error, (ModuleNotFoundError, OSError)) and name == "plan":
+                raise  # vLLM could not be asked here: no option is wrong
             if name == "plan":
                 raise ValueError(str(error)) from error
             found[name] = Outcome("failed", f"{type(error).__name__}: {error}")
