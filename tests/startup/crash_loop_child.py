@@ -28,12 +28,13 @@ class Aborting(Named):
         return Binding(lambda inputs: os.abort())
 
 
-folder, kind = sys.argv[1:]
-aiter = Aborting("aiter") if kind == "aborts" else Named("aiter")
-backends.FACTORIES["aiter"] = lambda platform, settings: aiter
+folder, kind, name = sys.argv[1:]
+for one in ("aiter", "triton"):
+    backend = Aborting(one) if kind == "aborts" and one == name else Named(one)
+    backends.FACTORIES[one] = lambda platform, settings, backend=backend: backend
 backends.detect_platform = lambda: Platform("gfx942")  # type: ignore[attr-defined]
 compat_config.cache_folder = lambda: Path(folder)
-worker = Worker(ours(), kernel="aiter")
+worker = Worker(ours(), kernel=name)
 worker.load_model()
 decided = layer_in(worker).decision
 print("runs", decided.skip or decided.ours)

@@ -11,20 +11,25 @@ from vllm_aiter_mla import files
 from vllm_aiter_mla.startup import first_call
 
 
-def start(folder, kind):
-    command = [sys.executable, "-m", "tests.startup.crash_loop_child", str(folder), kind]
+def start(folder, kind, kernel="aiter"):
+    command = [sys.executable, "-m", "tests.startup.crash_loop_child", str(folder), kind, kernel]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_crash_loop_is_broken_by_the_marker_of_the_start_that_died(tmp_path):
-    assert start(tmp_path, "aborts").returncode == -signal.SIGABRT
+@pytest.mark.parametrize(("kernel", "other"), [("aiter", "triton"), ("triton", "aiter")])
+def test_crash_loop_is_broken_by_the_marker_of_the_start_that_died(tmp_path, kernel, other):
+    assert start(tmp_path, "aborts", kernel).returncode == -signal.SIGABRT
     (marker,) = tmp_path.glob("first-call-*")
-    again = start(tmp_path, "aborts")
+    assert start(tmp_path, "aborts", other).stdout.endswith(f"runs {other}\n") is False, "it aborts itself"
+    marker_of_other = [path for path in tmp_path.glob("first-call-*") if path != marker]
+    assert len(marker_of_other) == 1, "each has a marker of its own"
+    marker_of_other[0].unlink()
+    again = start(tmp_path, "aborts", kernel)
     assert again.returncode == 0, again.stderr
     assert "kernel_unavailable" in again.stdout
     assert f"aborted_before: an earlier start ended in its first call; remove {marker}" in again.stdout
     marker.unlink()
-    assert start(tmp_path, "works").stdout.endswith("runs aiter\n")
+    assert start(tmp_path, "works", kernel).stdout.endswith(f"runs {kernel}\n")
     assert not list(tmp_path.glob("first-call-*")), "a start that went well leaves no marker"
 
 
@@ -56,5 +61,8 @@ def test_crash_loop_without_a_marker_aiter_is_left_out_with_one_line_and_serving
 
 
 def test_crash_loop_markers_tell_builds_cards_engines_and_ranks_apart(tmp_path):
-    given = [("gfx942", None, 0), ("gfx950", None, 0), ("gfx942", "1", 0), ("gfx942", None, 1)]
+    given = [
+        ("AITER", "gfx942", None, 0), ("AITER", "gfx950", None, 0), ("AITER", "gfx942", "1", 0),
+        ("AITER", "gfx942", None, 1), ("Triton", "gfx942", None, 0),
+    ]  # fmt: skip
     assert len({first_call.path_of(tmp_path, *one) for one in given}) == len(given)

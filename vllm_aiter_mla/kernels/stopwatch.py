@@ -234,19 +234,23 @@ def medians(rounds: Rounds) -> dict[int, dict[str, float]]:
     return {tokens: {name: statistics.median(v) for name, v in by.items()} for tokens, by in rounds.items()}
 
 
-def machine() -> dict[str, str]:
-    """Return card and versions, which belong to any figure. Needs a GPU."""
+def triton_release() -> str:
+    """Return the release of Triton that is installed, "none", or why it cannot be imported."""
     try:  # ROCm's builds have their own distribution names, so the module is asked
         import triton
 
-        triton_version = str(triton.__version__)
+        return str(triton.__version__)
     except Exception as error:
         broken = f"not importable: {type(error).__name__}: {error}"
-        triton_version = "none" if files.missing_package(error) == "triton" else broken
+        return "none" if files.missing_package(error) == "triton" else broken
+
+
+def machine() -> dict[str, str]:
+    """Return card and versions, which belong to any figure. Needs a GPU."""
     return {
         "card": card().name(),
         "torch": str(torch.__version__),
-        "triton": triton_version,
+        "triton": triton_release(),
         "runtime": card().built_for,
         "python": platform.python_version(),
     }

@@ -6,8 +6,8 @@ Both fail closed: a layer whose kernels could not be checked runs vLLM's own, an
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -81,7 +81,12 @@ def say_failed(failed: dict[str, str]) -> None:
 
 
 def check_layers(
-    layers: Sequence[Layer], *, strict: bool, capture_sizes: Sequence[int] = (), limit: int = sys.maxsize
+    layers: Sequence[Layer],
+    *,
+    strict: bool,
+    capture_sizes: Sequence[int] = (),
+    limit: int = sys.maxsize,
+    marked: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
 ) -> None:
     """Compare the kernels of each layer shape with the reference; a layer does not run a kernel that fails.
 
@@ -92,6 +97,7 @@ def check_layers(
         strict: whether a kernel that fails its check, or cannot be checked, is an error.
         capture_sizes: token counts for which a kernel that compiles per count is compiled now.
         limit: the decode limit, the largest batch that a kernel will be given.
+        marked: surrounds the first calls of a kernel, by its name.
 
     Raises:
         SettingsError: a mismatch, or anything that raises on the way, in strict mode.
@@ -105,26 +111,30 @@ def check_layers(
                 groups.setdefault((id(layer.backends), layer.shape()), []).append(layer)
     for group in groups.values():
         with each(group, strict, failed):
-            checks = _check_group(group[0], strict, capture_sizes)
+            checks = _check_group(group[0], strict, capture_sizes, marked)
             for layer in group:
                 layer.checked(checks)
     say_failed(failed)
 
 
-def _check_group(first: Layer, strict: bool, capture_sizes: Sequence[int]) -> dict[str, Checked]:
+def _check_group(
+    first: Layer, strict: bool, capture_sizes: Sequence[int], marked: Callable[[str], AbstractContextManager[None]]
+) -> dict[str, Checked]:
     """Check the kernels of layers of one engine and one shape."""
     shape = first.shape()
     named = f"heads {shape.heads}, {shape.cache_dtype} cache, block size {shape.block_size}"
     row = synthetic_inputs(replace(shape, device="meta"), tokens=1)
     checks: dict[str, Checked] = {}
     for name, backend in first.kernels_to_check().items():
-        result, tuned = self_check(name, backend, shape, capture_sizes, first.limit), backend.tuned(row)
+        with marked(name):
+            result, tuned = self_check(name, backend, shape, capture_sizes, first.limit), backend.tuned(row)
         if tuned and result.ok:
             status.current().tuned[named] = tuned
         elif tuned:
             log.say_once(logging.WARNING, f"{result.message} ({named}); the tuned tiles {tuned} are left out")
             backend.untune(row)
-            result = self_check(name, backend, shape, capture_sizes, first.limit)
+            with marked(name):
+                result = self_check(name, backend, shape, capture_sizes, first.limit)
         if not result.ok:
             checks[name] = Checked(result.message)
             # Nobody named a later one, and the first still runs: no failure of the engine.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A marker around the first calls of AITER: a start after one that died in them does not try that build again.
+"""A marker around the first calls of AITER and of Triton: a start after one that died in them does not try them again.
 
-AITER's C++ checks end the process: without the marker a restarted server would end the same way, without a line.
+AITER's C++ checks and a GPU's fault end the process: without the marker a restarted server would end the same way.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_aiter_mla import files, status
+from vllm_aiter_mla.kernels import stopwatch
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,15 @@ def died_before(path: Path) -> str | None:
     if not os.path.lexists(path) or files.is_held(_lock_of(path)):  # held: another server is at it
         return None
     return f"aborted_before: an earlier start ended in its first call; remove {path} to try again"
+
+
+def why_not_marked(path: Path) -> str | None:
+    """Return why first calls cannot be marked, or None: a process that they end would not be known of."""
+    try:
+        with marked(path):
+            return None
+    except OSError as error:
+        return f"not_marked: if it ended the process, the next start would not know: {error}"
 
 
 @contextmanager
@@ -56,8 +66,9 @@ def _lock_of(path: Path) -> Path:
     return path.with_name(f"lock-{path.name}")
 
 
-def path_of(folder: Path, arch: str, engine: str | None, rank: int) -> Path:
-    """Return the marker of one rank for this build of AITER, this card and this plugin."""
+def path_of(folder: Path, family: str, arch: str, engine: str | None, rank: int) -> Path:
+    """Return the marker of one rank for this build of AITER or Triton, this card and this plugin."""
     stamp = files.stamp("first-call")[files.KEY]
-    about = f"{arch} {stamp['aiter']} {stamp['host']} {files.fingerprint()}"
+    release = stamp["aiter"] if family == "AITER" else stopwatch.triton_release()
+    about = f"{family} {release} {arch} {stamp['host']} {files.fingerprint()}"
     return folder / f"first-call-{hashlib.sha256(about.encode()).hexdigest()[:16]}-{engine or 0}-{rank}.json"

@@ -9,11 +9,12 @@ strict mode. Otherwise the layers concerned run vLLM's own kernels, one line say
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -35,6 +36,8 @@ RELOADS = ("reload_weights", "update_weights", "finish_weight_update")
 """Methods by which vLLM's workers take new weights while they serve."""
 FALLS_BACK = "every MLA layer runs vLLM's own kernels"
 CHECK = "the kernels could not be checked"
+FAMILIES = {"AITER": AITER_KERNELS, "Triton": ("triton",)}
+"""Kernels of one build: if one ends the process, all of them are left out at the next start."""
 
 
 def attach(worker: Any) -> None:
@@ -77,8 +80,8 @@ def check_kernels(worker: Any, strict: bool = False) -> None:
             limit = int(compat_config.engaged_pass(config).limit)
             sizes = config.compilation_config.cudagraph_capture_sizes or ()
             below = [size for size in sizes if size <= limit]
-            with _first_calls_of_aiter(worker, layers):
-                checks.check_layers(layers, strict=strict, capture_sizes=below, limit=limit)
+            marked = _first_calls(worker, layers)
+            checks.check_layers(layers, strict=strict, capture_sizes=below, limit=limit, marked=marked)
             checked_to = limit
     finally:
         # Also after an error: the other ranks wait for this one's answer.
@@ -110,29 +113,32 @@ def weights_reloaded(worker: Any) -> None:
             backends.reloaded()
 
 
-@contextmanager
-def _first_calls_of_aiter(worker: Any, layers: Sequence[Layer]) -> Iterator[None]:
-    """Mark the first calls of AITER, and leave it out if an earlier start has died in them."""
+def _first_calls(worker: Any, layers: Sequence[Layer]) -> Callable[[str], AbstractContextManager[None]]:
+    """Leave out the kernels in whose first calls an earlier start has died; return what marks those of the others."""
+    folder, labels = compat_config.cache_folder(), compat_config.metric_labels(worker.vllm_config)
+    rank, paths = int(getattr(worker, "rank", 0)), dict[str, Path]()
     engines = {id(layer.backends): layer.backends for layer in layers}.values()
-    concerned = [backends for backends in engines if set(AITER_KERNELS) & set(backends.names)]
-    if not concerned:
-        yield
-        return
-    labels = compat_config.metric_labels(worker.vllm_config)
-    arch, rank = concerned[0].platform.arch, int(getattr(worker, "rank", 0))
-    path = first_call.path_of(compat_config.cache_folder(), arch, labels["engine"], rank)
-    with ExitStack() as stack:
-        reason = first_call.died_before(path)
-        try:
-            if reason is None:
-                stack.enter_context(first_call.marked(path))
-        except OSError as error:
-            reason = f"not_marked: if it ended the process, the next start would not know: {error}"
-        if reason is not None:
-            log.say_once(logging.ERROR, f"AITER is left out: {reason}")
-            for backends, name in product(concerned, AITER_KERNELS):
-                backends.leave_out(name, reason)
-        yield
+    for backends, (family, names) in product(engines, FAMILIES.items()):
+        concerned = set(names) & set(backends.names)
+        if not concerned or backends.platform.arch == "cpu":
+            continue
+        path = first_call.path_of(folder, family, backends.platform.arch, labels["engine"], rank)
+        reason = first_call.died_before(path) or first_call.why_not_marked(path)
+        if reason is None:
+            paths |= dict.fromkeys(concerned, path)
+            continue
+        log.say_once(logging.ERROR, f"{family} is left out: {reason}")
+        for name in concerned:
+            backends.leave_out(name, reason)
+
+    def marked(name: str) -> AbstractContextManager[None]:
+        return first_call.marked(paths[name]) if name in paths else nullcontext()
+
+    for backends in engines:
+        for name in backends.names:
+            with marked(name):  # AITER's import may build
+                backends.get(name)
+    return marked
 
 
 def cache_key(layers: Sequence[Layer], *, strict: bool = False) -> tuple[str, ...]:
