@@ -119,14 +119,14 @@ def test_a_supported_model_engages_and_its_weights_are_counted(arguments, format
     ("arch", "env", "format", "expected"),
     [
         ("gfx950", PLAIN[1:], "fp8", []),
-        ("gfx942", ("VLLM_ROCM_USE_AITER=0",), "plain", ["aiter_off", "impl"]),
+        ("gfx942", ("VLLM_ROCM_USE_AITER=0",), "plain", ["aiter_off"]),
         *(
             pytest.param(*row, marks=pytest.mark.wide)
             for row in (
                 ("gfx942", (), "fp8", []),
                 ("gfx942", PLAIN, "plain", []),
                 ("gfx950", PLAIN, "plain", []),
-                ("gfx942", ("VLLM_ROCM_USE_AITER_MLA=0",), "fp8", ["aiter_off", "impl"]),
+                ("gfx942", ("VLLM_ROCM_USE_AITER_MLA=0",), "fp8", ["aiter_off"]),
                 ("gfx942", ("VLLM_MLA_DISABLE=1",), None, ["not_mla"]),
                 ("gfx942", ("VLLM_USE_BREAKABLE_CUDAGRAPH=1",), "fp8", []),
             )

@@ -171,7 +171,7 @@ def option(*arguments: str, codes: tuple[str, ...] = (), limit: int | None = 102
     return Row(V3, {"fp8": 61}, FP8, arguments=arguments, codes=codes, limit=limit)
 
 
-SPARSE = {"codes": ("sparse_mla", "impl"), "limit": None}
+SPARSE = {"codes": ("sparse_mla",), "limit": None}
 NOTHING = {"codes": ("not_mla",), "limit": None}
 PASSES = ("--additional-config", '{"aiter_mla": {"integration": "passes"}}')
 MTP = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}')
@@ -242,7 +242,7 @@ ROWS: dict[str, Row] = {
     "no cut": option("-cc.splitting_ops=[]", *PASSES),
     "an e5m2 cache": option("--kv-cache-dtype", "fp8_e5m2", codes=("kv_cache_dtype",), limit=None),
     "Triton's attention": option(
-        "--attention-backend", "TRITON_MLA", codes=("attention_backend", "impl"), limit=None
+        "--attention-backend", "TRITON_MLA", codes=("attention_backend",), limit=None
     ),
     "every reason": option(
         "-dcp", "2", "--enforce-eager", "--kv-cache-dtype", "fp8_e5m2", *PASSES,
