@@ -73,6 +73,8 @@ class Setup:
             self._v2()
         # No worker has checked its kernel here.
         Layer.of(self.layer).checked(dict.fromkeys(Layer.of(self.layer).backends.names, PASSED))
+        # Decided now, as at a start: later the layer's forward is watched.
+        assert Layer.of(self.layer).decision.ours == kernel
 
     def _v2(self) -> None:
         """Make V2's own objects, as its runner does."""
