@@ -14,10 +14,9 @@ def attention_does_not_split() -> None:
     from vllm_aiter_mla.admission import ATTENTION_OPS
 
     def split(inner, compilation, integration):
-        inner(compilation, integration)
-        compilation.splitting_ops = [op for op in compilation.splitting_ops if op not in ATTENTION_OPS]
+        return [op for op in inner(compilation, integration) if op not in ATTENTION_OPS]
 
-    plugin.spoil(gate, "_split", split)
+    plugin.spoil(gate, "splitting_ops", split)
     scheduler.is_cudagraph_unsafe_op = lambda node: False  # the op's tag would cut as well
 
 
