@@ -197,8 +197,8 @@ assert len(FROM_PAGES) > 15
 def test_every_command_line_of_the_pages_is_read_by_vllms_parser(script, line):
     if len(line) == 1 and any(line[0] in action.option_strings and action.nargs != 0 for action in table()):
         line = [*line, "2"]  # the page names an option without its value
-    answer = script.run("plan", "deepseek-r1", *line)
-    ours = {"--json", "plan.json", "--arch", "gfx942"} & set(line)
+    answer = script.run("check" if "--require-all" in line else "plan", "deepseek-r1", *line)
+    ours = {"--json", "plan.json", "--arch", "gfx942", "--require-all"} & set(line)
     assert answer["reached"] == [word for word in line if word not in ours]
     offline.serve_options(["deepseek-r1", *answer["reached"]])
 
