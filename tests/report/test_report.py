@@ -141,12 +141,15 @@ def test_field_o14_a_check_says_passed_or_not_and_what_was_skipped(
     done = (
         Step("machine", "passed", "", (), doctor),
         Step("plan", "passed", "61/61", (), None),
+        Step("plan, fp8 cache", "passed", "61/61", (), None),
         Step("timing", "skipped", "no GPU", (), None),
     )
     page = html_of([written("check.json", check_run(*done, status=status))])
     ((said, what, facts),) = glances(page)
     assert (said, what, facts["Card"], facts["Skipped"]) == (word, "check of a-model", "gfx942", "timing: no GPU")
-    assert ["plan", "planned, nothing ran"] in [row[:2] for row in rows_of(page)]
+    for plan in ("plan", "plan, fp8 cache"):
+        assert [plan, "planned, nothing ran"] in [row[:2] for row in rows_of(page)]
+        assert plan not in facts["Means"]
 
 
 def test_the_page_loads_nothing_and_ids_are_not_repeated(page: str) -> None:

@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from vllm_aiter_mla import __version__, files
 from vllm_aiter_mla.admission import REMEDIES
-from vllm_aiter_mla.commands.check.record import CheckRun
+from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.measure import Measurement
 from vllm_aiter_mla.commands.outputs import printable
 from vllm_aiter_mla.commands.plan.record import Plan
@@ -321,12 +321,15 @@ def _others(machine: Mapping[str, str]) -> dict[str, str]:
     return {shown: machine[name] for name, shown in names.items() if machine.get(name)}
 
 
+def _is_plan(step: Step) -> bool:
+    """Return whether a step only promises: a plan that passed, also of another cache, never looks like what ran."""
+    return step.name.partition(",")[0] == "plan" and step.status == "passed"
+
+
 def check(page: Page, name: str, data: CheckRun) -> Glance:
     """Add the steps of a check, and what its plan, its kernels and its timings found."""
-    # A plan promises: it never looks like a step that ran.
-    promised = {("plan", "passed"): NOTHING_RAN}
     rows = [
-        (step.name, promised.get((step.name, step.status), step.status), step.detail, list(step.lines))
+        (step.name, NOTHING_RAN if _is_plan(step) else step.status, step.detail, list(step.lines))
         for step in data.steps
     ]
     alarms = [f"{step.name} FAILED: {step.detail}" for step in data.steps if step.status == "failed"]
@@ -368,7 +371,7 @@ def _of_check(data: CheckRun, found: Mapping[str, Any]) -> Glance:
     word, means = MEANING.get(data.exit, ("failed", f"exit status {data.exit}"))
     checks: Any = found.get("machine") or []
     here = {one["name"]: one["detail"] for one in checks if one["status"] in ("ok", "warning")}
-    ran = [step.name for step in data.steps if step.status in ("passed", "warning") and step.name != "plan"]
+    ran = [step.name for step in data.steps if step.status in ("passed", "warning") and not _is_plan(step)]
     failed = [step.name for step in data.steps if step.status == "failed"]
     means += f": {', '.join(failed)}" if failed else f": {', '.join(ran)}" if word == "passed" else ""
     skipped = [f"{step.name}: {step.detail}" for step in data.steps if step.status == "skipped"]
