@@ -61,7 +61,7 @@ def test_layer_prints_what_was_decided_and_why_each_other_kernel_does_not_run(fo
     checks = {"aiter": Checked("aiter: self-check FAILED: q nope"), "triton": PASSED}
     found = decide(LayerFacts(None, offers, (512,)), checks, figures, Settings())
     record = files.read(status.record.RankStatus, path := write(folder, "7-a", "0", 0))
-    decided = status.record.Decided(NAMES, found.kernels, None, found.passed_over)
+    decided = status.record.Decided(NAMES, found.kernels, found.passed_over)
     files.write(path, replace(record, decided=(decided,)))
     printed = CliRunner().invoke(app, ["status", "--layer", "layers.1"]).output
     assert re.search(r"layers\.1\.attn, rank 0\n +1\.\.64 tokens +triton\n", printed)

@@ -189,7 +189,7 @@ def test_a_library_that_is_missing_is_not_known_and_no_wrong_option():
         import_module("a_library_that_nobody_has")
     except ImportError as error:
         told = answer._told(error, is_option=True)
-    assert isinstance(told, answer.NotKnownError)
+    assert isinstance(told, model.NotKnownError)
     assert "a_library_that_nobody_has" in str(told)
 
 

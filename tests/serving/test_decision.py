@@ -132,6 +132,13 @@ ROWS = {
         ALL, checks(), timed(at(255, aiter=5.0, triton=8.0, vllm=9.0), at(LIMIT, triton=5.0, vllm=9.0)),
         Settings(), "aiter triton",
     ),
+    "the fastest declines few tokens": (
+        facts(*AUTO, aiter=FROM_256), checks(), timed(at(LIMIT, aiter=5.0, vllm=9.0)), Settings(), "vllm aiter",
+    ),
+    "the fastest declines few tokens, another takes them": (
+        facts(*AUTO, aiter=FROM_256), checks(), timed(at(LIMIT, aiter=5.0, triton=7.0, vllm=9.0)), Settings(),
+        "triton aiter",
+    ),
     "the budget ended early": (ALL, checks(), timed(at(1, aiter=5.0, vllm=9.0)), Settings(), "aiter aiter"),
     "figures again": (ALL, checks(), FAST_TRITON, Settings(measure="again"), "triton triton"),
     "another card, timed": (
@@ -233,6 +240,12 @@ def the_rest_is_passed_over(decided, facts, checks, figures, settings):
     assert all(reasons.values()), "passed over without a reason"
 
 
+def takes_what_it_runs(decided, facts, checks, figures, settings):
+    for point in facts.points:
+        name = decided.at(point)
+        assert name == VLLM or not facts.declines(name, point), "a kernel runs a batch that it does not take"
+
+
 def without_a_gap(decided, facts, checks, figures, settings):
     firsts, lasts = [span.first for span in decided.kernels], [span.last for span in decided.kernels]
     assert firsts == [1, *(last + 1 for last in lasts)][: len(firsts)], "a gap between two spans"
@@ -240,7 +253,7 @@ def without_a_gap(decided, facts, checks, figures, settings):
 
 PROPERTIES = [
     checked_kernels_only, auto_saturates, named_is_not_replaced, nothing_untimed, a_skip_has_a_reason,
-    the_rest_is_passed_over, without_a_gap,
+    the_rest_is_passed_over, takes_what_it_runs, without_a_gap,
 ]  # fmt: skip
 
 
@@ -268,12 +281,13 @@ PLANTS = {
     nothing_untimed: ("_chosen", lambda facts, left, figures: ((decision.Span(1, LIMIT, left[0]),), None)),
     a_skip_has_a_reason: ("_without_a_kernel", lambda *_: Skip("kernel_shape", "")),
     the_rest_is_passed_over: ("_passed_over", lambda *_: iter(())),
+    takes_what_it_runs: ("fastest", lambda samples, order: "aiter"),
     without_a_gap: ("_merged", lambda points, at: tuple(decision.Span(point, point, at(point)) for point in points)),
 }
 SEEN = {
     checked_kernels_only: "did not pass", auto_saturates: "overflows", named_is_not_replaced: "another kernel",
     nothing_untimed: "nobody timed", a_skip_has_a_reason: "without a message", the_rest_is_passed_over: "missing among",
-    without_a_gap: "a gap",
+    takes_what_it_runs: "does not take", without_a_gap: "a gap",
 }  # fmt: skip
 
 

@@ -1,17 +1,21 @@
 """Weights and rotary tables that vLLM loads again under the same tensor objects, without a version counter."""
 
+import logging
 from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.support.made_up_clock import Named
 from tests.support.opcalls import NAME
 from tests.support.planted import raising
 from tests.support.simulated_aiter import ROCM
 from tests.support.worker import Worker, layer_in, ours
+from vllm_aiter_mla import status
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.serving import backends
 from vllm_aiter_mla.startup import worker as startup
 
 
@@ -65,3 +69,46 @@ def test_where_the_weights_cannot_be_read_again_the_layer_runs_vllms_own_kernels
     worker.reload_weights()
     assert "planted" in layer.skip().message
     assert sum("planted" in text for _, text in said) == 1
+
+
+@pytest.fixture
+def checked(monkeypatch, said):
+    """A worker whose layer runs a kernel that was checked."""
+    for method in startup.RELOADS:
+        monkeypatch.setattr(Worker, method, lambda self: None, raising=False)
+    monkeypatch.setitem(backends.FACTORIES, "triton", lambda platform, settings: Named("triton"))
+    one = Worker(ours(16), kernel="triton")
+    one.load_model()
+    assert layer_in(one).decision.ours == "triton"
+    return one
+
+
+def another_shape(module):
+    module.num_heads = 4
+    module.W_UK_T = torch.randn(4, *module.W_UK_T.shape[1:]).to(module.W_UK_T.dtype)
+
+
+def a_window(module):
+    module.sliding_window = 128
+
+
+def falls_back_and_says_so(one, said, change, code):
+    """The layer runs vLLM's own, one line says so, and the status has the reason: before the next step."""
+    change(one.vllm_config.compilation_config.static_forward_context[NAME])
+    one.reload_weights()
+    assert layer_in(one)._decision is not None, "the next step would decide"
+    assert layer_in(one).decision.skip is not None, "a kernel runs that was checked for another layer"
+    assert layer_in(one).decision.skip.code == status.current().skipped[NAME][0] == code
+    assert len([text for text in said.at(logging.ERROR) if "since weights were loaded again" in text]) == 1
+
+
+@pytest.mark.parametrize(("change", "code"), [(another_shape, "kernel_shape"), (a_window, "sliding_window")])
+def test_a_reload_after_which_no_checked_kernel_takes_the_layer_is_said_and_noted(checked, said, change, code):
+    falls_back_and_says_so(checked, said, change, code)
+
+
+@pytest.mark.mutation("I12")
+def test_mutation_a_check_that_outlives_the_shape_it_was_made_for_is_caught(checked, said, monkeypatch):
+    layer_in(checked)._checked_for = None
+    with pytest.raises(AssertionError, match="checked for another layer"):
+        falls_back_and_says_so(checked, said, another_shape, "kernel_shape")

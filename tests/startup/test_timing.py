@@ -88,7 +88,7 @@ def test_the_status_file_holds_what_was_decided_for_each_layer(made_up, tmp_path
     (decided,) = files.read(status.record.RankStatus, path).decided
     found = layer_in(one).decision
     assert decided.layers == (NAME,)
-    assert (decided.kernels, decided.skip, decided.passed_over) == (((1, 16, "triton"),), None, found.passed_over)
+    assert (decided.kernels, decided.passed_over) == (((1, 16, "triton"),), found.passed_over)
     assert dict(decided.passed_over).keys() == {"aiter", "aiter-opt", "vllm"}
 
 
@@ -178,6 +178,23 @@ def test_a_start_that_cannot_time_leaves_vllms_own_kernels_and_says_so_once(made
     assert torch.equal(state, torch.get_rng_state())
 
 
+def test_where_the_engines_device_cannot_be_read_no_kernel_runs_that_nobody_timed(made_up):
+    one = Worker(ours(LIMIT))
+    one.vllm_config.device_config = None
+    one.load_model()
+    assert runs(one, 4) == "vllm"
+    assert layer_in(one).decision.skip.code == "not_timed"
+    assert len(made_up.said.at(logging.WARNING)) == 1
+
+
+@pytest.mark.mutation
+def test_mutation_an_engine_that_is_not_timed_because_it_cannot_be_asked_is_caught(made_up, monkeypatch):
+    asked = timing._is_asked_for
+    monkeypatch.setattr(timing, "_is_asked_for", lambda config: config.device_config is not None and asked(config))
+    with pytest.raises(AssertionError, match="'aiter' == 'vllm'"):
+        test_where_the_engines_device_cannot_be_read_no_kernel_runs_that_nobody_timed(made_up)
+
+
 @pytest.mark.parametrize("options", [{"kernel": "aiter"}, {"measure": False}])
 def test_a_named_kernel_or_the_option_skips_the_timing(made_up, options):
     made_up.start(**options)
@@ -220,6 +237,8 @@ def test_the_compile_cache_key_does_not_depend_on_which_of_ours_is_faster(made_u
         assert runs(one, 1) == quick
         keys.append(layer_in(one).cache_key())
     assert keys[0] == keys[1] != ()
+    made_up.set_clock(MadeUpClock(costs(aiter=9.0, triton=9.0, vllm=5.0)))
+    assert layer_in(made_up.start(measure="again")).cache_key() != keys[0], "then the graph is vLLM's"
 
 
 def answer(why="", **kinds):

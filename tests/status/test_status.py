@@ -77,7 +77,7 @@ def test_i8_only_rank_0_speaks_and_every_rank_writes(said, tmp_path):
     [
         (lambda name: None, LAYERS),
         (lambda name: status.skip(name, "no_rope", "why"), LAYERS[:1]),
-        (lambda name: status.fail(name, "why"), LAYERS[:1]),
+        (lambda name: status.fall_back(name, "kernel_failed", "why"), LAYERS[:1]),
         (lambda name: status.engage(LAYERS[0], "triton"), LAYERS[:1]),
     ],
     ids=["its kernel has run", "the passes skip it", "its kernel raises", "another kernel ran instead"],
@@ -386,7 +386,7 @@ def test_gauge_counts_a_layer_as_engaged_only_if_every_rank_says_so(gauge):
 def test_gauge_changes_when_a_kernel_fails_while_serving(gauge):
     engage_all()
     after_warm_up()
-    status.fail(LAYERS[1], "its kernel has raised")
+    status.fall_back(LAYERS[1], "kernel_failed", "its kernel has raised")
     assert gauge() == {labels("engaged"): 1, labels("skipped"): 1}
 
 
@@ -439,7 +439,7 @@ def test_gauge_survives_vllms_clearing_of_its_own_metrics(gauge):
 @pytest.mark.parametrize("plant", ["not written", "engaged wins"])
 def test_mutation_a_gauge_that_does_not_follow_a_failure_is_caught(gauge, monkeypatch, plant):
     if plant == "not written":
-        monkeypatch.setattr(status, "fail", lambda name, reason: status.skip(name, "kernel_failed", reason))
+        monkeypatch.setattr(status, "fall_back", status.skip)
     else:
         monkeypatch.setattr(metric, "samples", lambda folder: [(["m", "0", "engaged"], len(LAYERS))])
     with pytest.raises(AssertionError, match=r"engaged\"': 2\.0\} != .*: 1\}"):

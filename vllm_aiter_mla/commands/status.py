@@ -2,7 +2,7 @@
 """``vllm-aiter-mla status``: what the servers of this machine run, from their status files. Imports no vLLM."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +11,7 @@ import typer
 from vllm_aiter_mla import files
 from vllm_aiter_mla import status as status_of
 from vllm_aiter_mla.commands import outputs
-from vllm_aiter_mla.status.record import Decided, RankStatus
+from vllm_aiter_mla.status.record import Decided, RankStatus, Reason
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
     living = [one.whole for one in engines if one.lives]
     looked = outputs.FINE if living and all(living) else outputs.FINDING
     code = looked if engines and not bad else outputs.NOT_LOOKED
-    ranks = [rank for found in by_engine.values() for rank in found]
-    if layer is not None and not any(_decisions(ranks, layer)):
+    told = {engine: list(_decisions(by_engine[engine], layer)) for engine in by_engine if layer is not None}
+    if layer is not None and not any(told.values()):
         outputs.fail(f"status: --layer {layer}: no server here has a layer of that name")
     with outputs.text_apart(json):
         for one in engines:
@@ -70,7 +70,7 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
             for of, remedy in one.remedies.items():
                 if remedy not in one.line:
                     typer.echo(outputs.folded(f"  {of} -> {remedy}"))
-            for text in _decisions(by_engine[one.run, one.model, one.engine], layer):
+            for text in told.get((one.run, one.model, one.engine), ()) if one.lives else ():
                 typer.echo(outputs.folded(text))
     if json is not None:
         outputs.write(json, files.text_of(Engines(engines, tuple(bad), code)))
@@ -91,26 +91,25 @@ def _engine(folder: Path, name: tuple[str, str, str], ranks: Sequence[RankStatus
     return EngineLine(*name, status_of.line.of(*ranks), remedies, lives=True, whole=whole)
 
 
-def _decisions(ranks: Sequence[RankStatus], layer: str | None) -> Iterator[str]:
+def _decisions(ranks: Sequence[RankStatus], layer: str) -> Iterator[str]:
     """Yield for the layers whose name has the dotted part ``layer`` what runs them on which ranks, and why."""
     said: dict[str, list[str]] = {}
-    for rank in ranks if layer is not None else ():
+    for rank in ranks:
         for decided in rank.decided:
             for name in decided.layers:
                 if f".{layer}." in f".{name}.":
-                    skip = rank.skipped.get(name) if decided.skip is None and name not in rank.engaged else decided.skip
-                    text = "\n".join(_decision(replace(decided, kernels=() if skip else decided.kernels, skip=skip)))
-                    said.setdefault(f"  {name}\n{text}", []).append(str(rank.rank))
+                    skip = rank.skipped.get(name)  # a graph may skip it too, and a kernel that raised
+                    said.setdefault("\n".join((f"  {name}", *_decision(decided, skip))), []).append(str(rank.rank))
     for text, on in said.items():
         first, _, rest = text.partition("\n")
         yield f"{first}, rank {', '.join(on)}\n{rest}"
 
 
-def _decision(decided: Decided) -> Iterator[str]:
+def _decision(decided: Decided, skip: Reason | None) -> Iterator[str]:
     """Yield what runs at how many tokens, and why each other kernel does not."""
-    if decided.skip is not None:
-        yield f"    vLLM's own       {': '.join(decided.skip)}"
-    for first, last, kernel in decided.kernels:
+    if skip is not None:
+        yield f"    vLLM's own       {': '.join(skip)}"
+    for first, last, kernel in () if skip is not None else decided.kernels:
         yield f"    {f'{first}..{last} tokens':<16} {kernel}"
     for name, reason in decided.passed_over:
         yield f"    not {name:<12} {reason}"

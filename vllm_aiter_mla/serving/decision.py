@@ -179,7 +179,7 @@ def _why_not(name: str, facts: LayerFacts, checks: Mapping[str, Checked], settin
     if why or not offer.needs_check:
         return why
     if checked is None:
-        return f"{name} was not checked in this process"
+        return f"{name} was not checked for this layer"
     if not checked.failed and checked.writes_nan and settings.kernel == "auto":
         return f"{name} {OVERFLOW}"
     return checked.failed

@@ -58,6 +58,7 @@ class Layer:
         self.profiled = False
         self._stopped: Skip | None = None
         self._checks: dict[str, Checked] = {}
+        self._checked_for: LayerShape | None = None
         self._figures: Figures | None = None
         self._decision: Decision | None = None
         self._buffers = getattr(module, "_buffers", {})  # a look-up through the module takes ten times as long
@@ -113,7 +114,11 @@ class Layer:
     def decision(self) -> Decision:
         """What runs the layer, or why no kernel of ours does; decided again once an input has changed."""
         if self._decision is None:
-            self._decision = decision.decide(self.facts(), self._checks, self._figures, self.backends.settings)
+            facts = self.facts()
+            # A reload may bring another format of the weight: what was checked for the shape before says nothing of it.
+            same = facts.skip is not None or self._checked_for is None or self._checked_for == self.shape()
+            checks = self._checks if same else {}
+            self._decision = decision.decide(facts, checks, self._figures, self.backends.settings)
         return self._decision
 
     def facts(self) -> LayerFacts:
@@ -153,7 +158,7 @@ class Layer:
         # The card by its type: its index differs from rank to rank, and may from start to start.
         shape = self.shape()
         kind = replace(shape, device=torch.device(shape.device).type)
-        return f"{kind}: {'timed' if self._figures else self.decision.ours or VLLM}"
+        return f"{kind}: {'timed' if self.is_timed else self.decision.ours or VLLM}"
 
     # What start-up finds out about it.
 
@@ -172,12 +177,12 @@ class Layer:
 
     def forget(self, limit: int) -> None:
         """Forget what an earlier start found; ``limit`` is the decode limit of this one in tokens."""
-        self.limit, self._stopped, self._checks, self._figures = limit, None, {}, None
+        self.limit, self._stopped, self._checks, self._checked_for, self._figures = limit, None, {}, None, None
         self._changed()
 
-    def checked(self, checks: dict[str, Checked]) -> None:
-        """Take what the self-check found, by kernel."""
-        self._checks = dict(checks)
+    def checked(self, checks: dict[str, Checked], shape: LayerShape | None = None) -> None:
+        """Take what the self-check found, by kernel, for layers of ``shape``; None for whatever shape the layer has."""
+        self._checks, self._checked_for = dict(checks), shape
         self._changed()
 
     def timed(self, figures: Figures) -> None:
@@ -206,7 +211,7 @@ class Layer:
         line = f"{self.name} runs vLLM's own attention from now on; {kept}: {reason}"
         log.say_once(logging.ERROR, line, key=reason)
         with log.warned("the status file could not be corrected"):
-            status.fail(self.name, reason)
+            status.fall_back(self.name, "kernel_failed", reason)
 
     def reloaded(self) -> None:
         """Bind and decide again: vLLM may have loaded other strides or memory into the same tensor objects."""

@@ -113,7 +113,7 @@ def check_layers(
         with each(group, strict, failed):
             checks = _check_group(group[0], strict, capture_sizes, marked)
             for layer in group:
-                layer.checked(checks)
+                layer.checked(checks, group[0].shape())
     say_failed(failed)
 
 
@@ -143,7 +143,8 @@ def _check_group(
             checks[name] = Checked(writes_nan=True)
             is_named = first.backends.settings.kernel == name
             log.say_once(logging.WARNING if is_named else logging.INFO, f"{name} {OVERFLOW}; kernel=auto leaves it out")
-            status.current().overflows |= {name} if is_named else set()
+            if is_named:
+                status.current().overflows.add(name)
         else:
             checks[name] = PASSED
     return checks

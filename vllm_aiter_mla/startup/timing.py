@@ -72,7 +72,12 @@ def time_kernels(config: Any, layers: Sequence[Layer], limit: int | None) -> Non
         layers: the MLA layers of this rank.
         limit: the decode limit; None if this rank's kernels could not be checked.
     """
-    if not _is_asked_for(config):
+    try:
+        if not _is_asked_for(config):
+            return
+    except Exception as error:  # alike on every rank: nobody waits
+        log.say_once(logging.WARNING, f"the kernels could not be timed: {_line(error)}; {VLLMS}")
+        _leave_untimed(layers, _line(error))
         return
     groups: dict[str, list[Layer]] = {}
     answer = _timed(config, layers, limit, groups)
@@ -88,11 +93,16 @@ def time_kernels(config: Any, layers: Sequence[Layer], limit: int | None) -> Non
     except Exception as error:
         troubles = [f"rank {place}: {_line(error)}"]
         log.say_once(logging.WARNING, f"the measured choice could not be used: {_line(error)}; {VLLMS}")
-    for layer in layers:
-        if VLLM in layer.backends.names and not layer.is_timed:
-            layer.timed(decision.Figures(why=next(iter(troubles), "vLLM's own kernels cannot be timed here")))
+    _leave_untimed(layers, next(iter(troubles), "vLLM's own kernels cannot be timed here"))
     if place == 0:
         _say(troubles, answer, len(tables))
+
+
+def _leave_untimed(layers: Sequence[Layer], why: str) -> None:
+    """Tell the layers whose kernels were to be timed, and were not, that there are no figures."""
+    for layer in layers:
+        if layer.backends.settings.measures and VLLM in layer.backends.names and not layer.is_timed:
+            layer.timed(decision.Figures(why=why))
 
 
 def hand_over_nothing(config: Any) -> None:
@@ -103,10 +113,7 @@ def hand_over_nothing(config: Any) -> None:
 
 def _is_asked_for(config: Any) -> bool:
     """Whether to time at all, from facts that every rank of the engine reads alike."""
-    try:
-        return compat_config.settings_of(config).measures and config.device_config.device_type == card().torch_device
-    except Exception:
-        return False  # the check of the kernels has said what is wrong with them
+    return compat_config.settings_of(config).measures and config.device_config.device_type == card().torch_device
 
 
 def _timed(config: Any, layers: Sequence[Layer], limit: int | None, groups: dict[str, list[Layer]]) -> Answer:

@@ -103,14 +103,23 @@ def check_kernels(worker: Any, strict: bool = False) -> None:
 
 
 def weights_reloaded(worker: Any) -> None:
-    """Drop what was derived from the weights: no tensor object and no version counter tells that they are others."""
+    """Drop what was derived from the weights: no tensor object and no version counter tells that they are others.
+
+    What the layers run on is decided again now, and not in the next step. A layer that falls back is said and noted.
+    """
     layers: list[Layer] = []
     with step("what follows from the weights could not be renewed", False, FALLS_BACK, layers):
         layers += [Layer.of(module) for module in compat_config.mla_modules(worker.vllm_config).values()]
+        engaged = [layer for layer in layers if layer.decision.skip is None]
         for layer in layers:
             layer.reloaded()
         for backends in {id(layer.backends): layer.backends for layer in layers}.values():
             backends.reloaded()
+        for layer in engaged:
+            if (skip := layer.decision.skip) is not None:
+                line = f"{layer.name} runs vLLM's own attention since weights were loaded again: {skip}"
+                log.say_once(logging.ERROR, line, key=f"since weights were loaded again: {skip.code}")
+                status.fall_back(layer.name, skip.code, skip.message)
 
 
 def _first_calls(worker: Any, layers: Sequence[Layer]) -> Callable[[str], AbstractContextManager[None]]:
@@ -275,11 +284,7 @@ def _decided(config: Any) -> tuple[Decided, ...]:
     alike: dict[Decision, list[str]] = {}
     for name, module in sorted(compat_config.mla_modules(config).items()):
         alike.setdefault(Layer.of(module).decision, []).append(name)
-    records = []
-    for decision, names in alike.items():
-        skip = None if decision.skip is None else (decision.skip.code, decision.skip.message)
-        records.append(Decided(tuple(names), decision.kernels, skip, decision.passed_over))
-    return tuple(records)
+    return tuple(Decided(tuple(names), decision.kernels, decision.passed_over) for decision, names in alike.items())
 
 
 def _say(config: Any, records: Sequence[RankStatus | None], record: RankStatus, strict: bool) -> None:

@@ -63,18 +63,18 @@ def skip(layer_name: str, code: str, reason: str) -> None:
     _status.skipped[layer_name] = (code, reason)
 
 
-def fail(layer_name: str, reason: str) -> None:
-    """Note that the kernel of an engaged layer raised while it served, and correct the status file.
+def fall_back(layer_name: str, code: str, reason: str) -> None:
+    """Note that an engaged layer runs vLLM's own kernels from now on, and correct the status file.
 
     Raises:
         OSError: the file cannot be written.
     """
     _status.engaged.pop(layer_name, None)
-    skip(layer_name, "kernel_failed", reason)
+    skip(layer_name, code, reason)
     if _status.written is not None:
         path, record = _status.written
         engaged = {name: kernel for name, kernel in record.engaged.items() if name != layer_name}
-        record = replace(record, engaged=engaged, skipped=record.skipped | {layer_name: ("kernel_failed", reason)})
+        record = replace(record, engaged=engaged, skipped=record.skipped | {layer_name: (code, reason)})
         _status.written = (path, record)
         files.write(path, record)
 

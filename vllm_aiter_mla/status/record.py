@@ -48,11 +48,13 @@ class Timed:
 
 @dataclass(frozen=True)
 class Decided:
-    """What was decided for layers that are decided alike: ``serving.decision.Decision`` as a record."""
+    """What was decided for layers that are decided alike; ``RankStatus.skipped`` says why one runs none of our kernels.
+
+    The same as ``serving.decision.Decision``, for readers without torch.
+    """
 
     layers: tuple[str, ...]
     kernels: tuple[tuple[int, int, str], ...]  # (first, last, kernel) in tokens; empty: vLLM's own
-    skip: Reason | None  # why, if empty
     passed_over: tuple[tuple[str, str], ...]  # (kernel, reason) of each that runs at no token count
 
 

@@ -72,7 +72,7 @@ def check(
             found = run(asked, lambda so_far: _keep(json, record(model, so_far, None)))
     except (LookupError, ValueError) as error:
         outputs.fail(f"check: {error}")
-    except OSError as error:
+    except models.NotKnownError as error:
         outputs.fail(f"check: {error}", outputs.NOT_LOOKED)
     status = exit_status(found, asked.on_cpu, require_all)
     with outputs.text_apart(json):
@@ -113,7 +113,7 @@ def run(asked: Context, keep: Callable[[dict[str, Outcome]], None] = lambda so_f
         try:
             found[name] = child.run(name, asked) if name in steps.IN_A_PROCESS else step(asked)
         except Exception as error:
-            if isinstance(error, (ModuleNotFoundError, OSError)) and name == "plan":
+            if isinstance(error, (ModuleNotFoundError, models.NotKnownError)) and name == "plan":
                 raise  # vLLM could not be asked here: no option is wrong
             if name == "plan":
                 raise ValueError(str(error)) from error

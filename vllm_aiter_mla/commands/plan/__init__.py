@@ -88,7 +88,7 @@ def plan(
             found = models.ask(source, context.args, arch.value if arch else "", variables, verbose)
     except (LookupError, ValueError) as error:
         outputs.fail(f"plan: {error}")
-    except OSError as error:
+    except models.NotKnownError as error:
         outputs.fail(f"plan: {error}", outputs.NOT_LOOKED)
     with outputs.text_apart(json):
         print(outputs.folded(printout.text(found)))

@@ -131,7 +131,8 @@ def answer(folder: Path, arguments: Sequence[str]) -> Answer:
         arguments: of ``vllm serve``. The plugin is switched on where they do not.
 
     Raises:
-        ValueError: vLLM does not take the model or an option, or raises an error of its own before it is configured.
+        ValueError: vLLM does not take the model or an option.
+        NotKnownError: vLLM raises an error of its own before it is configured.
     """
     given, engine, model, layers = None, None, dict[str, Any](), []
     try:
@@ -147,11 +148,7 @@ def answer(folder: Path, arguments: Sequence[str]) -> Answer:
     return Answer(given, model, engine, layers)
 
 
-class NotKnownError(ValueError):
-    """vLLM could not be asked on this machine: no option is wrong."""
-
-
-def _told(error: BaseException, is_option: bool) -> ValueError:
+def _told(error: BaseException, is_option: bool) -> Exception:
     """Return in one line what was raised: a check of vLLM's, or another error with the line that raised it."""
     findings, named = getattr(error, "errors", None), []
     if callable(findings):  # pydantic's
@@ -161,12 +158,12 @@ def _told(error: BaseException, is_option: bool) -> ValueError:
     said = " ".join("; ".join(named).replace("Value error, ", "").split()) or " ".join(str(error).split())
     said = re.sub(r"<function loads at 0x[0-9a-f]+>", "JSON", said)
     if _is_lacking(error):
-        return NotKnownError(f"not known, vLLM lacks something on this machine: {_with_its_line(error)}")
+        return models.NotKnownError(f"not known, vLLM lacks something on this machine: {_with_its_line(error)}")
     if is_option or said.startswith("--"):
         return ValueError(said)
     if isinstance(error, (ValueError, NotImplementedError)):
         return ValueError(f"vLLM does not take this model with these options: {said or type(error).__name__}")
-    return NotKnownError(f"not known, vLLM could not be asked about this model here: {_with_its_line(error)}")
+    return models.NotKnownError(f"not known, vLLM could not be asked about this model here: {_with_its_line(error)}")
 
 
 def _is_lacking(error: BaseException) -> bool:

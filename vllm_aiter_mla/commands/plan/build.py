@@ -22,6 +22,7 @@ from vllm_aiter_mla.commands.compat.offline import FP4_BMM, FP8_BMM, USE_AITER, 
 from vllm_aiter_mla.commands.compat.rocm_config import LayerKind
 from vllm_aiter_mla.commands.plan import answer as answers
 from vllm_aiter_mla.commands.plan import formulas, kernels
+from vllm_aiter_mla.commands.plan import model as models
 from vllm_aiter_mla.commands.plan.answer import Answer
 from vllm_aiter_mla.kernels import vllm_own
 from vllm_aiter_mla.kernels.absorb import FORMATS
@@ -266,8 +267,9 @@ def main(arch: str = "") -> None:
         asked, about = json.load(sys.stdin), answers.start(arch)
         found = build(answers.answer(Path(asked["folder"]), asked["arguments"]), about, asked["variables"])
     except Exception as error:
-        said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        found = {"failed": said, "is_unknown": isinstance(error, answers.NotKnownError)}
+        is_known = isinstance(error, (ValueError, models.NotKnownError))
+        said = str(error) if is_known else f"{type(error).__name__}: {error}"
+        found = {"failed": said, "is_unknown": isinstance(error, models.NotKnownError)}
     print(json.dumps(found), file=out)
 
 

@@ -29,6 +29,10 @@ QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULT
          "PYTHONSAFEPATH": "1"}  # fmt: skip
 
 
+class NotKnownError(RuntimeError):
+    """vLLM could not be asked on this machine: no option is wrong."""
+
+
 @dataclass(frozen=True)
 class Source:
     """A config that was found."""
@@ -183,7 +187,7 @@ def ask(source: Source, arguments: Sequence[str], arch: str, variables: Mapping[
     Raises:
         ModuleNotFoundError: torch or vLLM is not installed.
         ValueError: the source is not a config, vLLM ends, or it does not say enough for a plan.
-        OSError: vLLM could not be asked on this machine.
+        NotKnownError: vLLM could not be asked on this machine.
     """
     for package in ("torch", "vllm"):
         if find_spec(package) is None:
@@ -198,7 +202,7 @@ def ask(source: Source, arguments: Sequence[str], arch: str, variables: Mapping[
         raise ValueError(f"vLLM ended with status {done.returncode}; --verbose shows its log")
     found = json.loads(done.stdout)
     if "failed" in found:
-        raise (OSError if found["is_unknown"] else ValueError)(found["failed"])
+        raise (NotKnownError if found["is_unknown"] else ValueError)(found["failed"])
     found["model"] |= {name: getattr(source, name) for name in ("name", "source", "basis", "assumed")}
     return issues.looked_up(files.part(Plan, Path(CHILD), found))
 
