@@ -193,6 +193,12 @@ def test_a_library_that_is_missing_is_not_known_and_no_wrong_option():
     assert "a_library_that_nobody_has" in str(told)
 
 
+def test_a_file_that_an_option_names_and_that_is_not_there_is_a_wrong_option():
+    told = answer._told(FileNotFoundError(2, "No such file", "no.yaml"), is_option=True)
+    assert not isinstance(told, model.NotKnownError)
+    assert "no.yaml" in str(told)
+
+
 def test_in_eager_mode_vllms_fusion_does_not_run_and_fp8_takes_a_launch_more():
     step = formulas.Step(64, 16, 128, 64, 512, 1)
     assert {name: len(launches) for name, launches in formulas.paths(step, eager=True).items()} == {

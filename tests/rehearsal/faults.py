@@ -51,6 +51,16 @@ def aiter_is_wrong_on_rank_1() -> None:
     op.call = call
 
 
+def triton_aborts() -> None:
+    """Our Triton kernel ends the process in its first launch, as a fault of the card does."""
+
+    def run(*given: Any, **named: Any) -> None:
+        print(PLANTED, flush=True)
+        os.abort()
+
+    TritonLaunch.run = staticmethod(run)
+
+
 def triton_does_not_compile() -> None:
     def run(*given: Any, **named: Any) -> None:
         raise RuntimeError(PLANTED)

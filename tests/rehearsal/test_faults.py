@@ -47,14 +47,19 @@ def test_an_aiter_without_code_for_this_card_is_a_problem_that_doctor_names(made
     assert "Traceback" not in doctor.stdout
 
 
-def test_a_start_after_one_that_aborted_in_aiter_leaves_it_out_and_serves(made):
-    day = made(broken(faults.aiter_aborts, us=AITER_FIRST))
+@pytest.mark.parametrize(
+    ("fault", "family", "serves"),
+    [(faults.aiter_aborts, "AITER", "(triton 1..4"), (faults.triton_aborts, "Triton", "(aiter 1..4")],
+    ids=["aborted_in_aiter", "aborted_in_triton"],
+)
+def test_a_start_after_one_that_aborted_in_a_kernel_leaves_it_out_and_serves(made, fault, family, serves):
+    day = made(broken(fault, us=AITER_FIRST))
     first = day.server_that_ends(*EAGER)
     assert faults.PLANTED in first.log.read_text()
     with day.server(*EAGER) as second:
         assert second.ask("abcd")
-        assert "aborted_before" in second.line("AITER is left out")
-        assert "(triton 1..4" in second.line("MLA layers engaged")
+        assert "aborted_before" in second.line(f"{family} is left out")
+        assert serves in second.line("MLA layers engaged")
 
 
 def test_check_whose_aiter_aborts_fails_that_step_and_keeps_the_others(made):

@@ -68,6 +68,8 @@ def test_a_server_times_its_kernels_says_so_everywhere_and_a_warm_restart_keeps_
         )
         status = day.run("status")
         assert (status.returncode, said in status.stdout) == (0, True), status.stdout
+        why = day.run("status", "--layer", "layers.1")
+        assert re.search(r"layers\.1\S*, rank 0\n +1\.\.4 tokens +triton\n +not aiter ", why.stdout), why.stdout
         assert first.gauge() == {"engaged": 2, "skipped": 0}
     first.line("kernels timed on this card")
     ended = day.run("status")

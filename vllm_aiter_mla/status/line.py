@@ -21,10 +21,10 @@ def of(*ranks: RankStatus | None, replica: int | None = None) -> str:
     """
     found = of_engine(ranks)
     record, engaged = found.record, len(found.record.engaged)
-    of = "" if replica is None else f", data-parallel engine {replica}"
+    whose = "" if replica is None else f", data-parallel engine {replica}"
     if not engaged:
         kept = "; graph partition stays on" if record.partition else ""
-        return _answered(f"0/{record.total}: {first_reason(record.skipped)}{kept}{of}", record.skipped.values())
+        return _answered(f"0/{record.total}: {first_reason(record.skipped)}{kept}{whose}", record.skipped.values())
     by = ", integration module" if record.integration == "module" else ""
     whole = found.ranks - len(found.fallen) - found.silent
     on = f" on {whole} of {found.ranks} ranks" if found.ranks > 1 else ""
@@ -36,7 +36,7 @@ def of(*ranks: RankStatus | None, replica: int | None = None) -> str:
     text += f"; {found.silent} without a status" if found.silent else ""
     left = record.total - engaged
     text += f"; {left} skipped: {first_reason(record.skipped)}" if left else ""
-    text += "".join(f"; {name} {OVERFLOW}" for name in record.overflows) + of
+    text += "".join(f"; {name} {OVERFLOW}" for name in record.overflows) + whose
     return _answered(text, [*found.fallen.values(), *record.skipped.values()])
 
 

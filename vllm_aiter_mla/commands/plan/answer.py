@@ -157,7 +157,8 @@ def _told(error: BaseException, is_option: bool) -> Exception:
             named.append(f"--{option} {one['input']}: {one['msg']}" if option else one["msg"])
     said = " ".join("; ".join(named).replace("Value error, ", "").split()) or " ".join(str(error).split())
     said = re.sub(r"<function loads at 0x[0-9a-f]+>", "JSON", said)
-    if _is_lacking(error):
+    # A file that an option names and that is not there is the option's fault.
+    if _is_lacking(error, (ImportError,) if is_option else (ImportError, OSError)):
         return models.NotKnownError(f"not known, vLLM lacks something on this machine: {_with_its_line(error)}")
     if is_option or said.startswith("--"):
         return ValueError(said)
@@ -166,11 +167,11 @@ def _told(error: BaseException, is_option: bool) -> Exception:
     return models.NotKnownError(f"not known, vLLM could not be asked about this model here: {_with_its_line(error)}")
 
 
-def _is_lacking(error: BaseException) -> bool:
-    """Return whether a library, a file or the network that is not here led to the error, which names another cause."""
+def _is_lacking(error: BaseException, kinds: tuple[type[BaseException], ...]) -> bool:
+    """Return whether a library, or by ``kinds`` a file or the network, that is not here led to the error."""
     inner = [one.get("ctx", {}).get("error") for one in getattr(error, "errors", list)()]
     led_to_it = (one for one in (error.__cause__, error.__context__, *inner) if isinstance(one, BaseException))
-    return isinstance(error, (ImportError, OSError)) or any(map(_is_lacking, led_to_it))
+    return isinstance(error, kinds) or any(_is_lacking(one, kinds) for one in led_to_it)
 
 
 def _with_its_line(error: BaseException) -> str:

@@ -121,7 +121,8 @@ def _kernels(plan: Plan) -> Iterator[str]:
     settings = plan.options.settings
     yield f"Kernel (option kernel={settings.kernel}){blocked}"
     if settings.measures:
-        yield "  the start times them on its card, vLLM's own too, and the fastest runs; untimed:"
+        yield "  the start times them and vLLM's own on its card, and the fastest runs."
+        yield "  With measure=false, untimed:"
     if not plan.kernels:
         yield "  none"
     said = set[str]()
