@@ -64,7 +64,7 @@ def test_layer_prints_what_was_decided_and_why_each_other_kernel_does_not_run(fo
     decided = status.record.Decided(NAMES, found.kernels, found.passed_over)
     files.write(path, replace(record, decided=(decided,)))
     printed = CliRunner().invoke(app, ["status", "--layer", "layers.1"]).output
-    assert re.search(r"layers\.1\.attn, rank 0\n +1\.\.64 tokens +triton\n", printed)
+    assert re.search(r"layers\.1\.attn, rank 0\n +1\.\.512 tokens +triton\n", printed)
     assert re.search(r"not aiter +aiter: self-check FAILED: q nope", printed)
     assert re.search(r"not vllm +it was at no token count", printed)
     assert "layers.0" not in printed

@@ -41,7 +41,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Types a command line on a machine without a card; one process answers for gfx942."""
 
     def ask(source: Any, arguments: Any, *_: Any) -> Any:
-        return issues.looked_up(plans.of(source, plans.worker("gfx942", ()).ask(source, tuple(arguments))))
+        return issues.looked_up(model.plan_of(source, plans.worker("gfx942", ()).ask(source, tuple(arguments))))
 
     monkeypatch.setattr(model, "ask", ask)
 

@@ -319,11 +319,11 @@ def test_a_vllm_that_is_missing_or_ends_is_a_message(broken, monkeypatch, tmp_pa
     assert "no vllm here" in said or "status 3" in said
 
 
-def refused(*arguments):
+def refused(*arguments, status=outputs.WRONG):
     """The one line that the command prints, besides what it is at."""
-    status, out, err = invoke(*arguments)
+    ended, out, err = invoke(*arguments)
     said = [line for line in err.splitlines() if not line.endswith(" ...")]
-    assert (status, out, len(said), said[0].startswith("plan: ")) == (outputs.WRONG, "", 1, True), err
+    assert (ended, out, len(said), said[0].startswith("plan: ")) == (status, "", 1, True), err
     return said[0]
 
 
@@ -462,7 +462,7 @@ def test_a_speculators_config_whose_verifier_is_not_here_names_it(tmp_path):
 
 @pytest.mark.usefixtures("shared")
 def test_a_library_that_is_not_here_is_no_refusal_of_vllms():
-    said = refused(*R1, MTP[0], '{"method": "suffix", "num_speculative_tokens": 3}')
+    said = refused(*R1, MTP[0], '{"method": "suffix", "num_speculative_tokens": 3}', status=outputs.NOT_LOOKED)
     assert said.startswith("plan: not known")
 
 

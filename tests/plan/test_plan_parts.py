@@ -188,15 +188,27 @@ def test_a_library_that_is_missing_is_not_known_and_no_wrong_option():
     try:
         import_module("a_library_that_nobody_has")
     except ImportError as error:
-        told = answer._told(error, is_option=True)
+        told = answer._told(error, ["--option"], is_option=True)
     assert isinstance(told, model.NotKnownError)
     assert "a_library_that_nobody_has" in str(told)
 
 
 def test_a_file_that_an_option_names_and_that_is_not_there_is_a_wrong_option():
-    told = answer._told(FileNotFoundError(2, "No such file", "no.yaml"), is_option=True)
+    told = answer._told(FileNotFoundError(2, "No such file", "no.yaml"), [], is_option=True)
     assert not isinstance(told, model.NotKnownError)
     assert "no.yaml" in str(told)
+
+
+def test_a_module_that_an_option_names_and_that_is_not_there_is_a_wrong_option():
+    def told(arguments):
+        try:
+            raise ModuleNotFoundError("No module named 'mine'", name="mine")
+        except ModuleNotFoundError as error:
+            return answer._told(error, arguments, is_option=True)
+
+    assert not isinstance(told(["-cc", '{"pass": "mine.ours"}']), model.NotKnownError)
+    for other in ('{"backend": "mine_high"}', '{"backend": "to.mine"}', "--nothing"):
+        assert isinstance(told([other]), model.NotKnownError)
 
 
 def test_in_eager_mode_vllms_fusion_does_not_run_and_fp8_takes_a_launch_more():

@@ -139,6 +139,10 @@ ROWS = {
         facts(*AUTO, aiter=FROM_256), checks(), timed(at(LIMIT, aiter=5.0, triton=7.0, vllm=9.0)), Settings(),
         "triton aiter",
     ),
+    "the budget ended early, and the fastest declines many tokens": (
+        facts(*AUTO, aiter=UP_TO_255), checks(), timed(at(1, aiter=5.0, triton=7.0, vllm=9.0)), Settings(),
+        "aiter triton",
+    ),
     "the budget ended early": (ALL, checks(), timed(at(1, aiter=5.0, vllm=9.0)), Settings(), "aiter aiter"),
     "figures again": (ALL, checks(), FAST_TRITON, Settings(measure="again"), "triton triton"),
     "another card, timed": (

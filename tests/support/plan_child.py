@@ -89,10 +89,9 @@ def main(arch: str) -> None:
         if os.fork() == 0:
             try:
                 found = planned(json.loads(line), about)
-            except ValueError as error:
-                found = {"failed": str(error)}
-            except BaseException:
-                found = {"failed": traceback.format_exc()}  # without an answer the test would wait for ever
+            except BaseException as error:  # without an answer the test would wait for ever
+                traceback.print_exc()
+                found = build.failure(error)
             print(json.dumps(found), file=out, flush=True)
             os._exit(0)
         os.wait()

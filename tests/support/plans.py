@@ -58,21 +58,13 @@ def planned(name: str, *arguments: str, arch: str = ARCH, env: tuple[str, ...] =
     """The plan of the model ``name`` as ``plan --json`` prints it."""
     source = model.find(name)
     answer = worker(arch, env).ask(source, arguments, bug)
-    plan: dict[str, Any] = json.loads(files.text_of(of(source, answer)))
+    plan: dict[str, Any] = json.loads(files.text_of(model.plan_of(source, answer)))
     return plan | {name: answer[name] for name in ("decision",) if name in answer}
 
 
 def ask(source: model.Source, arguments: Any, arch: str, variables: Any, verbose: bool) -> Plan:
     """Answer for ``model.ask`` by the process of all tests, whatever the card and the variables."""
-    return of(source, worker(ARCH, ()).ask(source, tuple(arguments)))
-
-
-def of(source: model.Source, plan: dict[str, Any]) -> Plan:
-    """The record of what a process answered."""
-    if "failed" in plan:
-        raise ValueError(plan["failed"])
-    named = {name: getattr(source, name) for name in ("name", "source", "basis", "assumed")}
-    return parsed(plan | {"model": plan["model"] | named})
+    return model.plan_of(source, worker(ARCH, ()).ask(source, tuple(arguments)))
 
 
 def parsed(plan: dict[str, Any]) -> Plan:

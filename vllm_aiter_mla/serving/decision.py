@@ -137,9 +137,9 @@ def _chosen(facts: LayerFacts, left: Sequence[str], figures: Figures | None) -> 
 
     def fastest_at(tokens: int) -> str:
         takes = [name for name in left if not facts.declines(name, tokens)]
-        return fastest(rounds[next(count for count in counts if tokens <= count)], takes)
+        return fastest(rounds[next((count for count in counts if tokens <= count), counts[-1])], takes)
 
-    spans = _merged(sorted({*counts, *(point for point in facts.points if point < counts[-1])}), fastest_at)
+    spans = _merged(sorted({*counts, *facts.points}), fastest_at)
     if {span.kernel for span in spans} == {VLLM}:
         return (), Skip("vllm_faster", "no kernel was clearly faster than vLLM's own at any token count")
     return spans, None

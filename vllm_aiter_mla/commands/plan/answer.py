@@ -9,7 +9,7 @@ import importlib.util
 import os
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,13 +143,16 @@ def answer(folder: Path, arguments: Sequence[str]) -> Answer:
         engine["options"]["block_size"] = config.cache_config.block_size
     except (Exception, SystemExit) as error:
         if given is None or engine is None:
-            raise _told(error, is_option=given is None) from error
+            raise _told(error, arguments, is_option=given is None) from error
         return Answer(given, model, engine, [], Skip("not_known", _with_its_line(error)))
     return Answer(given, model, engine, layers)
 
 
-def _told(error: BaseException, is_option: bool) -> Exception:
-    """Return in one line what was raised: a check of vLLM's, or another error with the line that raised it."""
+def _told(error: BaseException, arguments: Sequence[str], is_option: bool) -> Exception:
+    """Return in one line what was raised: a check of vLLM's, or another error with the line that raised it.
+
+    A file, repository or module that an option names and that is not there is the option's fault.
+    """
     findings, named = getattr(error, "errors", None), []
     if callable(findings):  # pydantic's
         for one in findings():
@@ -157,8 +160,8 @@ def _told(error: BaseException, is_option: bool) -> Exception:
             named.append(f"--{option} {one['input']}: {one['msg']}" if option else one["msg"])
     said = " ".join("; ".join(named).replace("Value error, ", "").split()) or " ".join(str(error).split())
     said = re.sub(r"<function loads at 0x[0-9a-f]+>", "JSON", said)
-    # A file that an option names and that is not there is the option's fault.
-    if _is_lacking(error, (ImportError,) if is_option else (ImportError, OSError)):
+    lacks = next(_lacking(error, (ImportError,) if is_option else (ImportError, OSError)), None)
+    if lacks is not None and not _is_named(getattr(lacks, "name", None), arguments):
         return models.NotKnownError(f"not known, vLLM lacks something on this machine: {_with_its_line(error)}")
     if is_option or said.startswith("--"):
         return ValueError(said)
@@ -167,11 +170,19 @@ def _told(error: BaseException, is_option: bool) -> Exception:
     return models.NotKnownError(f"not known, vLLM could not be asked about this model here: {_with_its_line(error)}")
 
 
-def _is_lacking(error: BaseException, kinds: tuple[type[BaseException], ...]) -> bool:
-    """Return whether a library, or by ``kinds`` a file or the network, that is not here led to the error."""
+def _lacking(error: BaseException, kinds: tuple[type[BaseException], ...]) -> Iterator[BaseException]:
+    """Yield what led to the error for want of a library, or by ``kinds`` of a file or the network."""
+    if isinstance(error, kinds):
+        yield error
     inner = [one.get("ctx", {}).get("error") for one in getattr(error, "errors", list)()]
-    led_to_it = (one for one in (error.__cause__, error.__context__, *inner) if isinstance(one, BaseException))
-    return isinstance(error, kinds) or any(_is_lacking(one, kinds) for one in led_to_it)
+    for one in (error.__cause__, error.__context__, *inner):
+        if isinstance(one, BaseException):
+            yield from _lacking(one, kinds)
+
+
+def _is_named(module: str | None, arguments: Sequence[str]) -> bool:
+    """Whether an option names the module, as the whole of a name or the start of a dotted one."""
+    return bool(module) and any(re.search(rf"(?<![\w.]){re.escape(str(module))}(?!\w)", text) for text in arguments)
 
 
 def _with_its_line(error: BaseException) -> str:

@@ -259,6 +259,13 @@ def _defaults(answer: Answer, about: dict[str, Any], variables: Mapping[str, tup
             yield f"{name} is unset: {state}, the default of vLLM {release}; plan {other} it by --env {name}={value}"
 
 
+def failure(error: BaseException) -> dict[str, Any]:
+    """Return what is answered in place of a plan; ``model.plan_of`` raises it again."""
+    is_unknown = isinstance(error, models.NotKnownError)
+    said = str(error) if is_unknown or isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return {"failed": said, "is_unknown": is_unknown}
+
+
 def main(arch: str = "") -> None:
     """Answer the request on stdin: ``folder`` of the model's config, ``arguments`` of `vllm serve`, ``variables``."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -267,9 +274,7 @@ def main(arch: str = "") -> None:
         asked, about = json.load(sys.stdin), answers.start(arch)
         found = build(answers.answer(Path(asked["folder"]), asked["arguments"]), about, asked["variables"])
     except Exception as error:
-        is_known = isinstance(error, (ValueError, models.NotKnownError))
-        said = str(error) if is_known else f"{type(error).__name__}: {error}"
-        found = {"failed": said, "is_unknown": isinstance(error, models.NotKnownError)}
+        found = failure(error)
     print(json.dumps(found), file=out)
 
 

@@ -200,11 +200,15 @@ def ask(source: Source, arguments: Sequence[str], arch: str, variables: Mapping[
         )  # fmt: skip
     if not done.stdout:
         raise ValueError(f"vLLM ended with status {done.returncode}; --verbose shows its log")
-    found = json.loads(done.stdout)
-    if "failed" in found:
-        raise (NotKnownError if found["is_unknown"] else ValueError)(found["failed"])
-    found["model"] |= {name: getattr(source, name) for name in ("name", "source", "basis", "assumed")}
-    return issues.looked_up(files.part(Plan, Path(CHILD), found))
+    return issues.looked_up(plan_of(source, json.loads(done.stdout)))
+
+
+def plan_of(source: Source, answer: dict[str, Any]) -> Plan:
+    """Return the record of a process's answer, or raise what it failed with, as :func:`ask` does."""
+    if "failed" in answer:
+        raise (NotKnownError if answer["is_unknown"] else ValueError)(answer["failed"])
+    named = {name: getattr(source, name) for name in ("name", "source", "basis", "assumed")}
+    return files.part(Plan, Path(CHILD), answer | {"model": answer["model"] | named})
 
 
 def child_environment(variables: Mapping[str, Any], cache: str) -> dict[str, str]:
