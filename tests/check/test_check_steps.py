@@ -100,8 +100,8 @@ def a_problem_of_the_machine(card: dict[str, Any]) -> None:
 def a_module_without_code_for_this_card(card: dict[str, Any]) -> None:
     module = {Path("module_cache.so"): {"gfx942"}}
     replaced = {"gpu_arch": lambda: "gfx950", "compiled_modules": lambda: list(module), "architectures_of": module.get}
-    with mock.patch.multiple(doctor, **replaced):
-        card["checks"] = doctor.run([doctor.code_objects], {})
+    with mock.patch.multiple(doctor.checks, **replaced):
+        card["checks"] = doctor.run([doctor.checks.code_objects], {})
 
 
 def a_shape_with_a_known_issue(card: dict[str, Any]) -> None:

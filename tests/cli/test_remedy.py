@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from tests.support import plans
 from vllm_aiter_mla import admission, files, status
 from vllm_aiter_mla.admission import REMEDIES, Skip
-from vllm_aiter_mla.commands import doctor
+from vllm_aiter_mla.commands.doctor import checks as doctor
+from vllm_aiter_mla.commands.doctor import name_of, run
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import build, model, printout
 from vllm_aiter_mla.commands.plan.record import Reason
@@ -104,14 +105,14 @@ FOUND: dict[str, tuple[str, dict[str, str], Any]] = {
 @pytest.mark.parametrize("code", FOUND)
 def test_remedy_of_what_doctor_finds_is_that_of_its_code(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     name, env, plant = FOUND[code]
-    checks = {doctor.name_of(check): check for check in doctor.CHECKS}
+    checks = {name_of(check): check for check in doctor.CHECKS}
     plant(monkeypatch)
-    (found,) = doctor.run([checks[name]], env)
+    (found,) = run([checks[name]], env)
     assert (found.status, found.remedy) == ("problem", REMEDIES[code])
 
 
 def test_remedy_on_a_machine_that_the_plugin_is_not_for_names_the_condition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "gpu_arch", lambda: None)
-    (found,) = doctor.run([doctor.gpu], {})
+    (found,) = run([doctor.gpu], {})
     assert found.remedy == REMEDIES["platform"]
     assert {"gfx942", "gfx950", "ROCm"} <= set(found.detail.split())

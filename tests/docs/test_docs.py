@@ -12,7 +12,7 @@ import pytest
 from tests.support.pages import FILES, PAGES, ROOT
 from vllm_aiter_mla import settings
 from vllm_aiter_mla.commands.compat.offline import VARIABLES
-from vllm_aiter_mla.commands.doctor import VERIFIED
+from vllm_aiter_mla.commands.doctor.checks import VERIFIED
 from vllm_aiter_mla.commands.plan import formulas, model
 
 CONFIGURATION = PAGES["configuration.md"]

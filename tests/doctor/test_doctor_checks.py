@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from vllm_aiter_mla.commands import doctor
 from vllm_aiter_mla.commands.doctor import Check, name_of, run
+from vllm_aiter_mla.commands.doctor import checks as doctor
 from vllm_aiter_mla.kernels.aiter import op as locate
 
 CHECKS = {name_of(check): check for check in doctor.CHECKS}

@@ -88,7 +88,7 @@ def test_aiter_can_be_imported_again_afterwards(tmp_path: Path, monkeypatch: pyt
 
 
 def test_one_line_per_check_and_a_summary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "CHECKS", (command.verified, command.switches))
+    monkeypatch.setattr(command, "CHECKS", (command.checks.verified, command.checks.switches))
     done = CliRunner().invoke(app, ["doctor"], env={"VLLM_MLA_DISABLE": "1"})
     assert done.exit_code == 1
     # What does not fit into a line goes on under its last column.
@@ -117,7 +117,7 @@ def test_a_check_that_fails_is_unknown_and_stops_no_other(error: BaseException) 
     def failing(_: Env) -> Check:
         raise error
 
-    first, second = run([failing, command.switches], {})
+    first, second = run([failing, command.checks.switches], {})
     assert (first.name, first.status) == ("failing", "unknown")
     assert type(error).__name__ in first.detail
     assert second.status != "unknown"

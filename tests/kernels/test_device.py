@@ -10,9 +10,9 @@ import torch
 from tests.sandbox import rehearsal_card
 from tests.sandbox.rehearsal_card import RehearsalCard, Scenario
 from tests.support.made_up_clock import Named
-from vllm_aiter_mla.commands import doctor
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.compat.engine import CountsKernels
+from vllm_aiter_mla.commands.doctor import checks as doctor
 from vllm_aiter_mla.kernels import device, stopwatch
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.device import Device, card

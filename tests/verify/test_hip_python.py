@@ -8,7 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.support.planted import raising
-from vllm_aiter_mla.commands import doctor
+from vllm_aiter_mla.commands.doctor import checks as doctor
 from vllm_aiter_mla.kernels import device
 from vllm_aiter_mla.verify import hip_python, launches
 

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -74,42 +75,52 @@ def verify(
     from vllm_aiter_mla.verify import session
     from vllm_aiter_mla.verify.cases import REAL, TINY
 
-    console = Console(highlight=False)
     if listing:
-        _list(console)
+        _list()
         return
     names = (tuple(backend or ()), tuple(only or ()), tuple(variant or ()))
     sizes = {"heads": heads, "nope": nope, "v": v}
-    repeated = {"limit": limit, "replays": replays, "device": device.value, **sizes}
-    repeated["weights"] = weights and weights.value
-    again = [f"--{option} {value}" for option, value in repeated.items() if value is not None]
-    flags = {"--quick": quick and not replays, "--small": small, "--emulated": emulated}
-    again = [*(flag for flag, given in flags.items() if given), *again]
+    again = _as_typed({
+        "quick": quick and not replays, "small": small, "emulated": emulated, "limit": limit, "replays": replays,
+        "device": device.value, **sizes, "weights": weights and weights.value,
+    })  # fmt: skip
     try:
         outputs.check({"--json": json})
         given = {name: value for name, value in sizes.items() if value is not None}
         geometry = replace(TINY if small else REAL, **given) if given else None
         weight = weights.key(detect_platform().fp8) if weights else None
         run = session.Session(
-            *names, seed, repeat, quick, limit, replays, device.value, geometry, weight, tuple(again), small=small,
+            *names, seed, repeat, quick, limit, replays, device.value, geometry, weight, again, small=small,
             emulated=emulated,
         )  # fmt: skip
     except ValueError as error:
         outputs.fail(f"verify: {error}")
     except session.NotHereError as error:
         outputs.fail(f"verify: {error}", NOTHING)
+    _run_and_write(run, json)
+
+
+def _as_typed(options: Mapping[str, object]) -> tuple[str, ...]:
+    """Return options as they are typed, without the switches that are off and the options that are not given."""
+    given = ((name, value) for name, value in options.items() if value is not None and value is not False)
+    return tuple(f"--{name}" if value is True else f"--{name} {value}" for name, value in given)
+
+
+def _run_and_write(session: Session, json: Path | None) -> NoReturn:
+    """Run, print, write the JSON and end the command."""
     with outputs.text_apart(json):
-        _run(run, Console(highlight=False))
+        _run(session, Console(highlight=False))
     if json is not None:
-        outputs.write(json, files.text_of(run.record()))
-    if run.status == NOTHING:
+        outputs.write(json, files.text_of(session.record()))
+    if session.status == NOTHING:
         outputs.fail("verify: nothing could be run", NOTHING)
-    raise typer.Exit(run.status)
+    raise typer.Exit(session.status)
 
 
-def _list(console: Console) -> None:
+def _list() -> None:
     from vllm_aiter_mla.verify import cases, oracles
 
+    console = Console(highlight=False)
     console.print("cases:")
     for case in cases.cases(cases.LIMITS[0]):
         console.print(f"  {case.name}: {case.serving}", soft_wrap=True)

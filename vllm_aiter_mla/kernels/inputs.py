@@ -202,9 +202,8 @@ def synthetic_inputs(
         large: let the cache claim to span 2 GiB, so that Triton runs the variant for such caches.
     """
     width, device = shape.latent + shape.rope, torch.device(shape.device)
-    if device.type == "meta":
-        draw, home = None, device
-    else:
+    draw, home = None, device
+    if device.type != "meta":
         draw = torch.Generator().manual_seed(seed) if generator is None else generator
         home = draw.device
 

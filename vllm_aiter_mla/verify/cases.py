@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run consists of, as data: sizes, dtypes, and the steps by which each case does what serving does."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -143,9 +144,14 @@ def cases(limit: int) -> tuple[Case, ...]:
     low, high = LIMITS
     if not low <= limit <= high:
         raise ValueError(f"--limit {limit}: between {low} and {high} tokens expected")
+    return (*_of_the_kernel(limit), *(_both_ends(limit, drafts) for drafts in (0, 1, 3)), *_of_the_op(limit))
+
+
+def _of_the_kernel(limit: int) -> Iterator[Case]:
+    """Yield the cases that capture the preparation of the query."""
     sizes = capture_sizes(limit)
-    start, half, third, small = Replay(limit), limit // 2, limit // 3, sizes[1]
-    two, few = (half, limit), (sizes[0], sizes[2], limit)
+    start, half, small, two = Replay(limit), limit // 2, sizes[1], (limit // 2, limit)
+    few = (sizes[0], sizes[2], limit)
 
     def only(what: str) -> tuple[Step, ...]:
         return (start, Replay(limit, fresh=(what,)), Replay(limit, fresh=(what,)))
@@ -154,19 +160,7 @@ def cases(limit: int) -> tuple[Case, ...]:
         # One eager step after the change: a back end that keeps a copy of the table may renew it then.
         return (start, what, Eager(half), Replay(limit, fresh=()), what, Eager(half), start)
 
-    def both_ends(drafts: int) -> Case:
-        width = 1 + drafts
-        own = capture_sizes(limit, width)
-        steps: list[Step] = [*map(Replay, own[1:-1])]
-        for end in (own[0], own[-1]):
-            steps += Replay(end), *(Replay(end, fresh=(what,)) for what in FRESH)
-            steps += Replay(end, end - width), Replay(end), "weights", Replay(end, fresh=())  # a request leaves
-        return Case(
-            f"both-ends-{drafts}-drafts", f"one request and as many as may decode bring {drafts} draft token(s) each",
-            own, tuple(steps), kind="full", width=width, shared_pool=True, quick=not drafts,
-        )  # fmt: skip
-
-    return (
+    yield from (
         Case("fresh-data", "the same requests bring new activations", (limit,), only("data")),
         Case("other-positions", "requests advance: other positions, the same slots", (limit,), only("positions")),
         Case("other-slots", "rows move to other slots of the cache", (limit,), only("slots")),
@@ -196,16 +190,10 @@ def cases(limit: int) -> tuple[Case, ...]:
             "fewer-slots-than-rows", "the slot mapping is shorter than the padded size",
             (limit,), (Replay(limit, limit - 3), Replay(limit, half)), missing_slots=3,
         ),
-        *map(both_ends, (0, 1, 3)),
         Case(
             "shared-pool", "graphs of several sizes share one memory pool and replay in turn", (small, half, limit),
             tuple(Replay(size, max(size - 1, 1)) for size in (limit, half, small, small, half, limit, limit)),
             shared_pool=True,
-        ),
-        Case(
-            "eager-between-replays", "mixed batches run without a graph between replays of graphs of other sizes", few,
-            (start, Eager(limit, limit, half), Replay(few[1], 2), Eager(half, half, 2), Replay(1), start),
-            kind="full", shared_pool=True,
         ),
         Case(
             "side-stream", "the caller captures on one stream of its own and replays on another", two,
@@ -221,6 +209,34 @@ def cases(limit: int) -> tuple[Case, ...]:
             (limit,), ("launches",), layers=2, quick=False,
         ),
         Case("long-run", "one graph replays thousands of times", (limit,), (start, "soak")),
+    )  # fmt: skip
+
+
+def _both_ends(limit: int, drafts: int) -> Case:
+    """Return the case of one request and of as many as may decode, with ``drafts`` draft tokens each."""
+    width = 1 + drafts
+    sizes = capture_sizes(limit, width)
+    steps: list[Step] = [*map(Replay, sizes[1:-1])]
+    for end in (sizes[0], sizes[-1]):
+        steps += Replay(end), *(Replay(end, fresh=(what,)) for what in FRESH)
+        steps += Replay(end, end - width), Replay(end), "weights", Replay(end, fresh=())  # a request leaves
+    return Case(
+        f"both-ends-{drafts}-drafts", f"one request and as many as may decode bring {drafts} draft token(s) each",
+        sizes, tuple(steps), kind="full", width=width, shared_pool=True, quick=not drafts,
+    )  # fmt: skip
+
+
+def _of_the_op(limit: int) -> Iterator[Case]:
+    """Yield the cases that capture the whole op, or what comes before and after it."""
+    start, half, third, two = Replay(limit), limit // 2, limit // 3, (limit // 2, limit)
+    sizes = capture_sizes(limit)
+    few = (sizes[0], sizes[2], limit)
+    yield from (
+        Case(
+            "eager-between-replays", "mixed batches run without a graph between replays of graphs of other sizes", few,
+            (start, Eager(limit, limit, half), Replay(few[1], 2), Eager(half, half, 2), Replay(1), start),
+            kind="full", shared_pool=True,
+        ),
         Case(
             "full-graph-decode", "decode batches run the whole op in one graph, with what comes before and after it",
             two, (start, Replay(limit, half), Replay(half, 1), Replay(limit, limit - 1)), kind="full", shared_pool=True,

@@ -1,33 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-aiter-mla doctor``: check whether the fast path can work here, and say what prevents it.
-
-A check looks at the machine, at the packages on it, or at vLLM's environment variables. It is named like its function.
-"""
+"""Doctor's checks of the machine, the packages on it, and vLLM's variables; each is named like its function."""
 
 import importlib
 import importlib.metadata
 import importlib.util
-import logging
 import mmap
-import os
 import platform
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from importlib.machinery import SourceFileLoader
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
-from unittest import mock
 
-import typer
-from rich.console import Console
-
-from vllm_aiter_mla import __version__, files, status
+from vllm_aiter_mla import files, status
 from vllm_aiter_mla.admission import REMEDIES
-from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.compat import release
 from vllm_aiter_mla.kernels.aiter import op
@@ -35,7 +22,6 @@ from vllm_aiter_mla.settings import NAMESPACE
 from vllm_aiter_mla.verify import hip_python as bindings
 
 Status = Literal["ok", "warning", "problem", "unknown"]
-STATUSES: tuple[Status, ...] = ("ok", "warning", "problem", "unknown")
 
 
 @dataclass(frozen=True)
@@ -71,90 +57,6 @@ SWITCHES = {
     offline.NO_MLA: (False, False),
 }
 """vLLM's switches: as the fast path needs them, and their default in every release of the window (vllm/envs.py)."""
-
-
-def doctor(json: outputs.Json = None) -> None:
-    """Check this machine; `plan` takes the options of `vllm serve`. Runs anywhere, without a GPU.
-
-    Prints one line per check: ok, warning, problem or unknown, the finding, and what to do. Reads AITER's files and
-    never imports AITER. Exit status: 1 with a problem, else 3 with something unknown, else 0.
-    """
-    try:
-        outputs.check({"--json": json})
-    except ValueError as error:
-        outputs.fail(f"doctor: {error}")
-    with Console(stderr=True).status("doctor looks at this machine"):
-        checks = examine()
-    with outputs.text_apart(json):
-        show(checks)
-    if json is not None:
-        record = {"plugin": __version__, "exit": exit_status(checks), "checks": [asdict(check) for check in checks]}
-        outputs.write(json, files.text_of(record | files.stamp("doctor")))
-    raise typer.Exit(exit_status(checks))
-
-
-def examine() -> tuple[Check, ...]:
-    """Run doctor's checks on this machine."""
-    # vLLM logs to stdout, where the findings go, and warns of what the checks say.
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    logging.disable(logging.WARNING)
-    try:
-        with aiter_not_importable():
-            return run(CHECKS, os.environ)
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def run(checks: Iterable[CheckFunction], env: Env) -> tuple[Check, ...]:
-    """Run every check. One that raises is "unknown" and stops no other."""
-    found = []
-    for check in checks:
-        try:
-            one = check(env)
-        except (Exception, SystemExit) as error:  # SystemExit: a package may give up while it is imported
-            first_line = next(iter(str(error).strip().splitlines()), "")
-            one = Check("unknown", f"the check failed: {type(error).__name__}: {first_line}")
-        found.append(replace(one, name=name_of(check)))
-    return tuple(found)
-
-
-def show(checks: Sequence[Check]) -> None:
-    """Print one line per check, and the number of each status."""
-    width = max(len(check.name) for check in checks)
-    for check in checks:
-        remedy = f" -> {check.remedy}" if check.remedy else ""
-        detail = f"{' '.join(check.detail.split())}{remedy}"
-        typer.echo(outputs.folded(outputs.line(f"{check.status:<8} {check.name:<{width}}  {detail}")))
-    counts = Counter(check.status for check in checks)
-    typer.echo(f"vllm-aiter-mla {__version__}: " + ", ".join(f"{counts[status]} {status}" for status in STATUSES))
-
-
-def name_of(check: CheckFunction) -> str:
-    """Return a check's name for the user: the function's, with hyphens."""
-    return check.__name__.replace("_", "-")
-
-
-def exit_status(checks: Iterable[Check]) -> int:
-    """Return the exit status: of a problem, else of something unknown, else 0."""
-    found = {check.status for check in checks}
-    return outputs.FINDING if "problem" in found else outputs.NOT_LOOKED if "unknown" in found else outputs.FINE
-
-
-@contextmanager
-def aiter_not_importable() -> Iterator[None]:
-    """Let AITER be found but not imported inside the block: its import wants a card and may start a compiler."""
-    execute = SourceFileLoader.exec_module
-
-    def refusing(loader: SourceFileLoader, module: ModuleType) -> None:
-        if module.__name__.partition(".")[0] == "aiter":
-            raise ImportError(f"doctor does not import {module.__name__}: that may start a compiler", name="aiter")
-        execute(loader, module)
-
-    with mock.patch.object(SourceFileLoader, "exec_module", refusing):
-        yield
-
-
-# -- the checks
 
 
 def torch(env: Env) -> Check:
