@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.statuses import record_of
 from vllm_aiter_mla import __version__, files, status
 
 PACKAGE = Path(files.__file__).parent
@@ -99,7 +100,7 @@ def test_every_schema_is_written_and_every_one_that_is_written_has_its_fields():
 
 
 def test_the_fields_of_the_status_file_are_those_that_are_written(tmp_path):
-    status.write(tmp_path, status.record_of([], 16, "fp8", 0))
+    status.record.write(tmp_path, record_of([], 16, "fp8", 0))
     record = json.loads(next(tmp_path.glob("status-*.json")).read_text())
     listed = {name for names in files.schemas()["status"]["fields"] for name in names.split(", ")}
     assert listed | {files.KEY} == {*record, "model_name", "engine"}, "startup adds the last two, as vLLM names them"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import JsonValue
 
 from tests.support.bad_files import BAD
+from tests.support.statuses import record_of
 from vllm_aiter_mla import files, status
 from vllm_aiter_mla.commands.check.record import CheckRun
 from vllm_aiter_mla.commands.measure import Measurement, Row
@@ -146,7 +147,7 @@ def keys_stay_strings(cls, path, data, part=files.part):
 )  # fmt: skip
 def test_mutation_i16_records_that_change_on_the_way_are_caught(tmp_path, monkeypatch, name, plant, seen):
     us = {64: {"triton": 5.0, "vllm": 10.0}}
-    found = replace(status.record_of(["a"], 64, "fp8", 0), measured=(Timed("s", ("a",), ((1, 64, "triton"),), us),))
+    found = replace(record_of(["a"], 64, "fp8", 0), measured=(Timed("s", ("a",), ((1, 64, "triton"),), us),))
     assert read_back(tmp_path, found) == found
     monkeypatch.setattr(files, name, plant)
     with pytest.raises((AssertionError, ValueError), match=seen):
@@ -167,7 +168,7 @@ def test_records_hold_infinities_as_json_that_others_can_read(tmp_path):
 @pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
 @pytest.mark.parametrize(
     "record",
-    [status.record_of(["a"], 16, "fp8", 0), Skips({"a": ("dtype", "x")}), first_call.FirstCall("1-a"),
+    [record_of(["a"], 16, "fp8", 0), Skips({"a": ("dtype", "x")}), first_call.FirstCall("1-a"),
      Measured({"card": "x"}, {1: {"vllm": [1.0]}}), Measurement({}, "fp8", (), {}, ""), CheckRun("m", 0, ()),
      Verification(0, {}, "x", None, {}, ())],
     ids=lambda record: type(record).__name__,

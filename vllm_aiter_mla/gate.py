@@ -225,7 +225,7 @@ def _skip(vllm_config: Any, skip: Skip, settings: Settings) -> None:
         labels = compat_config.metric_labels(vllm_config)
         record = replace(record, model_name=labels["model_name"], engine=labels["engine"])
         gauge.show(compat_config.cache_folder())
-        status.write(compat_config.cache_folder(), record)
+        status.record.write(compat_config.cache_folder(), record)
 
 
 def _announce(

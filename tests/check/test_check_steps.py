@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 from tests.sandbox.rehearsal_card import RehearsalCard
 from tests.support import plans
-from vllm_aiter_mla import files, status
+from tests.support.statuses import record_of
+from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands import check as command
 from vllm_aiter_mla.commands import doctor, measure
@@ -42,7 +43,7 @@ ANSWER = {
     "launches": 40,
     "compiled": {"use_inductor_graph_partition": True},
     "added": {},
-    "status": [replace(status.record_of(["layer"], 16, "fp8", 0), engaged={"layer": "aiter"}, skipped={})],
+    "status": [replace(record_of(["layer"], 16, "fp8", 0), engaged={"layer": "aiter"}, skipped={})],
 }  # fmt: skip
 
 
@@ -161,7 +162,7 @@ def a_rounding_moves_above_the_limit(card: dict[str, Any]) -> None:
 
 
 def nothing_engaged(card: dict[str, Any]) -> None:
-    card["answers"]["plugin"]["status"] = [status.record_of(["layer"], 16, "fp8", 0)]
+    card["answers"]["plugin"]["status"] = [record_of(["layer"], 16, "fp8", 0)]
 
 
 def a_broken_decode_on_both_sides(card: dict[str, Any]) -> None:
@@ -437,7 +438,7 @@ def test_rounding_does_not_explain_a_run_without_tokens() -> None:
 
 
 def vllm_is_faster(card: dict[str, Any]) -> None:
-    record = status.record_of(["layer"], 16, "fp8", 0)
+    record = record_of(["layer"], 16, "fp8", 0)
     card["answers"]["plugin"]["status"] = [replace(record, skipped={"layer": (steps.VLLM_FASTER, "it is faster")})]
     card["answers"]["plugin"]["launches"] = 40
 

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support import plans
+from tests.support.statuses import record_of
 from vllm_aiter_mla import admission, files, status
 from vllm_aiter_mla.admission import REMEDIES, Skip
 from vllm_aiter_mla.commands.doctor import checks as doctor
@@ -25,7 +26,7 @@ CODES = sorted(admission.REASONS)
 
 
 def skipped(code: str, message: str = "why") -> Any:
-    return replace(status.record_of(["layer"], 16, "fp8", 0), skipped={"layer": (code, message)}, run="7-a")
+    return replace(record_of(["layer"], 16, "fp8", 0), skipped={"layer": (code, message)}, run="7-a")
 
 
 def one_line(text: str) -> str:

@@ -14,7 +14,8 @@ from tests.sandbox import child, demo, engine, integrations, plugin, runs
 from tests.sandbox.compare import compare, op_count
 from tests.sandbox.runs import EXACT, Options
 from tests.sandbox.spec import Emulation, EngineResult, EngineSpec, PluginOptions
-from vllm_aiter_mla import files, status
+from tests.support.statuses import record_of
+from vllm_aiter_mla import files
 from vllm_aiter_mla.compat import layer as compat_layer
 
 STEPS = [[(3, {3: -0.5, 4: -1.0}), (4, {4: -0.2, 5: -2.0}), (5, {5: -0.1, 6: -3.0})]]
@@ -26,7 +27,7 @@ ADDED = {"use_inductor_graph_partition": True}
 
 def result(scenarios=runs.SHORT_SCENARIOS, steps=None, engaged=2, total=2, partition=True):
     names = [f"layers.{index}" for index in range(total)]
-    record = files.plain(status.record_of(names, 16, "bfloat16", 0)) | {
+    record = files.plain(record_of(names, 16, "bfloat16", 0)) | {
         "engaged": dict.fromkeys(names[:engaged], "reference"),
         "skipped": {name: ["impl", "unknown"] for name in names[engaged:]},
     }

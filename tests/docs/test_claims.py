@@ -14,6 +14,7 @@ from _pytest.mark.expression import Expression
 
 from tests.sandbox import demo
 from tests.support.pages import PAGES, ROOT, RUN, quoted, table, words
+from tests.support.statuses import record_of
 from tools import aot
 from tools.gfx9 import cases
 from vllm_aiter_mla import status
@@ -130,7 +131,7 @@ def test_quoted_selections_choose_tests():
 
 def outcome(**changes) -> str:
     engaged = {f"layer {index}": "triton" for index in range(61)}
-    found = status.record_of(list(engaged), 1024, "fp8", 0, card="gfx942")
+    found = record_of(list(engaged), 1024, "fp8", 0, card="gfx942")
     return status.line.of(*[replace(found, engaged=engaged, skipped={}, **changes)] * 8)
 
 

@@ -19,17 +19,17 @@ def main(spec_path: str, folder: str) -> None:
 
     load_general_plugins()
     knobs.apply(spec)
-    from vllm_aiter_mla import status
+    from vllm_aiter_mla.compat.config import cache_folder
     from vllm_aiter_mla.startup import checks
     from vllm_aiter_mla.startup.selfcheck import SelfCheckResult
+    from vllm_aiter_mla.status.record import read_all
 
     found, check = [], checks.self_check
     planted = SelfCheckResult(False, "self-check FAILED: planted", {}, 0)
     for fails in (True, False):
         checks.self_check = (lambda *args: planted) if fails else check
         llm = child.build(spec, Path(folder) / "model")
-        assert status.current().written is not None
-        _, record = status.current().written
+        (record,) = read_all(cache_folder(), "*", sys.exit)
         found.append({"engaged": record.engaged, "skipped": {k: v[0] for k, v in record.skipped.items()}})
         llm.llm_engine.engine_core.shutdown()
         del llm

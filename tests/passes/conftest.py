@@ -5,7 +5,7 @@ import torch
 import vllm._custom_ops  # noqa: F401  loads vLLM's own library before the sandbox fills its gaps
 
 from tests.sandbox import gpu_ops
-from vllm_aiter_mla import plugin, status
+from vllm_aiter_mla import plugin
 
 plugin.register()
 gpu_ops.register()
@@ -13,11 +13,9 @@ gpu_ops.register()
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """No status line and no choice of kernel from an earlier test; one thread."""
-    status.reset()
+    """One thread."""
     threads = torch.get_num_threads()
     # The tensors are tiny, and a machine that tests may have few cores.
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-    status.reset()

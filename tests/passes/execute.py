@@ -17,6 +17,7 @@ from tests.passes.graphs import Layer, Spelling, infer
 from tests.passes.stubs import BATCHES, Batch, StubLayer, forward
 from tests.sandbox import gpu_ops
 from vllm_aiter_mla.passes import pipeline
+from vllm_aiter_mla.serving import layer
 
 aten = torch.ops.aten
 STOPS = ("rope_kv_cache", "q_prep_lift", None)
@@ -155,6 +156,12 @@ def clone(gm: fx.GraphModule) -> fx.GraphModule:
     out = graph.graph_copy(gm.graph, remap)
     graph.output(out)
     return fx.GraphModule({}, graph)
+
+
+def left_out(stubs: list[StubLayer]) -> dict[str, tuple[str, str]]:
+    """Code and reason of each layer that the graphs of these stubs do not call the op for."""
+    found = {stub.layer_name: layer.Layer.of(stub).left_out for stub in stubs}
+    return {name: (skip.code, skip.message) for name, skip in found.items() if skip is not None}
 
 
 def stubs_for(layers: list[Layer], spelling: Spelling, **options: Any) -> list[StubLayer]:

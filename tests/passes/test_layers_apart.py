@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from tests.passes.execute import assert_rewritten_right, calls, clean, clone, rewrite, stubs_for
+from tests.passes.execute import assert_rewritten_right, calls, clean, clone, left_out, rewrite, stubs_for
 from tests.passes.graphs import Builder, Spelling
 from tests.passes.stubs import DECODE, MIXED, StubLayer
-from vllm_aiter_mla import status
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.passes import match, pipeline
 from vllm_aiter_mla.passes.aiter_fusion import fuse_into_one_op
@@ -42,7 +41,6 @@ def assert_layers_apart_from(at, gm, builder, stubs):
     changed, skipped = clean(clone(gm)), builder.layers[at]
     span = (skipped.q_gemm.name, skipped.attention.name)
     before = lines_between(changed, *span)
-    status.reset()
     counts = rewrite(changed, stubs)
     assert lines_between(changed, *span) == before
     assert (counts["matched"], counts["skipped"]) == (2, 1)
@@ -52,7 +50,7 @@ def assert_layers_apart_from(at, gm, builder, stubs):
         assert len(calls(changed, name)) == 1, name
     for name in ("mla_decode_q_prep", "fused_rope_unified_mla_kv_cache_update", "mla_attention_with_prepared_q"):
         assert not calls(changed, name), name
-    assert list(status.current().skipped) == [skipped.name]
+    assert list(left_out(stubs)) == [skipped.name]
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
@@ -69,18 +67,19 @@ def test_i4_layer_that_breaks_the_matcher_costs_no_other_layer(monkeypatch):
     gm, builder = three_layers()
     view = builder.layers[1].q_view
     view.args = (view.args[0], [-1, 5, 7])
-    counts = rewrite(gm, stubs_for(builder.layers, builder.spelling))
+    stubs = stubs_for(builder.layers, builder.spelling)
+    counts = rewrite(gm, stubs)
     assert (counts["matched"], counts["skipped"]) == (2, 1)
-    assert status.current().skipped[builder.layers[1].name][0] == "not_evaluated"
+    assert left_out(stubs)[builder.layers[1].name][0] == "not_evaluated"
 
 
 def test_layer_outside_the_forward_context_is_skipped():
     gm, builder = three_layers()
     stubs = stubs_for(builder.layers, builder.spelling)
     before = str(clean(gm).graph)
-    assert rewrite(gm, [])["matched"] == 0
+    counts = rewrite(gm, [])
+    assert (counts["matched"], counts["skipped"]) == (0, 3)
     assert str(gm.graph) == before
-    assert {code for code, _ in status.current().skipped.values()} == {"layer_unknown"}
     assert rewrite(gm, stubs[:2])["matched"] == 2
 
 
@@ -113,7 +112,7 @@ def test_layer_that_admission_declines_is_left_to_vllm_and_the_others_are_not(co
     spoil(stubs[1])
     counts = rewrite(gm, stubs)
     assert (counts["matched"], counts["skipped"]) == (2, 1)
-    assert {name: outcome[0] for name, outcome in status.current().skipped.items()} == {stubs[1].layer_name: code}
+    assert {name: why[0] for name, why in left_out(stubs).items()} == {stubs[1].layer_name: code}
 
 
 def test_kernel_that_does_not_take_a_layers_shape_leaves_the_layer_as_vllm_made_it(monkeypatch):
@@ -126,7 +125,7 @@ def test_kernel_that_does_not_take_a_layers_shape_leaves_the_layer_as_vllm_made_
     monkeypatch.setattr(ReferenceBackend, "bind", odd_is_refused)
     counts = assert_rewritten_right(gm, stubs, batches=(DECODE, MIXED))
     assert (counts["matched"], counts["skipped"], counts["aiter_fusion"]) == (2, 1, 2)
-    assert status.current().skipped[odd.layer_name] == ("kernel_shape", f"kernel=auto: {why}")
+    assert left_out(stubs)[odd.layer_name] == ("kernel_shape", f"kernel=auto: {why}")
     assert_layers_apart_from(1, gm, builder, stubs)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from typer.testing import CliRunner
 
 from tests.support import plans
+from tests.support.statuses import record_of
 from vllm_aiter_mla import files
-from vllm_aiter_mla import status as run_status
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import build, model
 from vllm_aiter_mla.status.record import Timed
@@ -21,7 +21,7 @@ LAYERS = [f"model.layers.{n}.self_attn.attn" for n in range(4)]
 
 def status(**changes: Any) -> dict[str, Any]:
     """A worker's status as JSON: four layers engaged."""
-    record = run_status.record_of(LAYERS, 16, "bfloat16", 0)
+    record = record_of(LAYERS, 16, "bfloat16", 0)
     engaged: dict[str, Any] = {"engaged": dict.fromkeys(LAYERS, "reference"), "skipped": {}}
     found = replace(record, **engaged | {"compiled": {"1-16": {"matched": 4}}} | changes)
     return dict(json.loads(files.text_of(found)))

@@ -17,7 +17,6 @@ from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from vllm_aiter_mla import status
 from vllm_aiter_mla.compat import wrapper as compat_wrapper
 from vllm_aiter_mla.serving import module
 
@@ -227,13 +226,10 @@ def test_a_layer_that_cannot_be_looked_at_is_left_to_vllm_and_the_others_are_ask
         asked.append(attention)
         raise OSError("no source")
 
-    status.reset()
-    module.emit({"elsewhere": torch.nn.Module()})
-    assert status.current().skipped["elsewhere"][0] == "unknown_forward", "outside vLLM's wrapper"
-    status.reset()
+    assert module.emit({"elsewhere": torch.nn.Module()}) == ("elsewhere: unknown_forward",), "outside vLLM's wrapper"
     monkeypatch.setattr(module, "wrapper_of", wrapper_of)
-    module.emit({"a": torch.nn.Module(), "b": torch.nn.Module()})
-    assert {name: code for name, (code, _) in status.current().skipped.items()} == dict.fromkeys("ab", "not_evaluated")
+    found = module.emit({"a": torch.nn.Module(), "b": torch.nn.Module()})
+    assert found == ("a: not_evaluated", "b: not_evaluated")
     assert len(asked) == 2
 
 
@@ -258,7 +254,6 @@ def test_a_layer_whose_output_vllm_would_quantise_is_left_to_vllm(mode, flag, sk
     found = SimpleNamespace(
         is_neox=True, mla_attn=SimpleNamespace(_vllm_config=SimpleNamespace(compilation_config=compilation))
     )
-    status.reset()
     monkeypatch.setattr(module, "wrapper_of", lambda attention: found)
     (key,) = module.emit({"a": torch.nn.Module()})
     assert (key == "a: fused_output_quant") is skipped

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from tests.support.opcalls import NAME, layer_of
+from tests.support.opcalls import layer_of
+from tests.support.statuses import record_with
 from vllm_aiter_mla import status
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import Binding
@@ -68,16 +69,13 @@ def test_overflow_of_a_kernel_that_was_named_is_one_warning_and_stays_in_the_sta
     assert [runs(one) for one in layers_] == ["aiter"] * 3
     (line,) = said.at(logging.WARNING)
     assert "NaN" in line
-    status.engage(NAME, "aiter")
-    found = status.record_of([NAME], 16, "fp8", 0)
+    found = record_with(layers_[-1], "aiter")
     assert found.overflows == ("aiter",)
     assert status.line.of(found).count("NaN") == 1
 
 
 def test_overflow_that_auto_avoids_is_not_in_the_status(said):
-    started("auto", OVERFLOWS)
-    status.engage(NAME, "triton")
-    found = status.record_of([NAME], 16, "fp8", 0)
+    found = record_with(started("auto", OVERFLOWS), "triton")
     assert found.overflows == ()
     assert "NaN" not in status.line.of(found)
 

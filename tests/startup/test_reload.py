@@ -11,7 +11,7 @@ from tests.support.opcalls import NAME
 from tests.support.planted import raising
 from tests.support.simulated_aiter import ROCM
 from tests.support.worker import Worker, layer_in, ours
-from vllm_aiter_mla import status
+from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
@@ -98,7 +98,7 @@ def falls_back_and_says_so(one, said, change, code):
     one.reload_weights()
     assert layer_in(one)._decision is not None, "the next step would decide"
     assert layer_in(one).decision.skip is not None, "a kernel runs that was checked for another layer"
-    assert layer_in(one).decision.skip.code == status.current().skipped[NAME][0] == code
+    assert layer_in(one).decision.skip.code == layer_in(one).outcome().skip[0] == code
     assert len([text for text in said.at(logging.ERROR) if "since weights were loaded again" in text]) == 1
 
 
@@ -112,3 +112,13 @@ def test_mutation_a_check_that_outlives_the_shape_it_was_made_for_is_caught(chec
     layer_in(checked)._checked_for = None
     with pytest.raises(AssertionError, match="checked for another layer"):
         falls_back_and_says_so(checked, said, another_shape, "kernel_shape")
+
+
+def test_a_reload_tells_nothing_new_of_a_layer_that_its_graph_left_out(checked, said):
+    """It ran vLLM's kernels before, for a reason that its weights do not change."""
+    layer = layer_in(checked)
+    layer.left_out = Skip("no_rope", "why")
+    a_window(layer.module)
+    checked.reload_weights()
+    assert layer.outcome().skip == ("no_rope", "why")
+    assert [text for text in said.at(logging.ERROR) if "since weights were loaded again" in text] == []

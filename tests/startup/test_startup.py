@@ -41,12 +41,12 @@ def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, mon
     given = []
     check = checks.check_layers
     monkeypatch.setattr(checks, "check_layers", lambda *args, **kwargs: (given.append(kwargs), check(*args, **kwargs)))
-    status.engage("a layer of the engine before", "aiter")
     pass_ = ours(limit=8)
+    pass_.status.measured.append("of the load before")
     one = Worker(pass_)
     before = pass_.uuid()
     assert one.load_model() == "loaded"
-    assert status.current().engaged == {}
+    assert pass_.status.measured == []
     (options,) = given
     del options["marked"]
     assert options == {"strict": False, "capture_sizes": [1, 8], "limit": 8}, "a graph of exactly the limit is ours"
@@ -64,7 +64,6 @@ def test_a_rank_whose_kernel_was_rejected_runs_as_many_decode_steps_as_the_other
         one.load_model()
     layer_in(ranks[1]).stop("planted")
     for one in ranks:
-        status.reset()
         one.compile_or_warm_up_model()
     assert [one.steps for one in ranks] == [steps] * 2
 
@@ -158,7 +157,7 @@ def test_mutation_a_failed_load_that_hands_over_nothing_is_caught(said, monkeypa
 
 # What the check asks, and how each of it may raise.
 AT_THE_CHECK = {
-    "status.reset": lambda patch, one: patch(status, "reset", planted),
+    "the status": lambda patch, one: patch(status.EngineStatus, "clear", planted),
     "check_layers": lambda patch, one: patch(checks, "check_layers", planted),
     "cache_key": lambda patch, one: patch(startup, "cache_key", planted),
     "the layers": lambda patch, one: patch(one.vllm_config.compilation_config, "static_forward_context", Spoilt()),
@@ -311,7 +310,7 @@ AT_THE_STATUS = {
     "the pass": lambda patch, one: patch(compat_config, "engaged_pass", planted),
     "the cache": lambda patch, one: patch(one.vllm_config, "cache_config", None),
     "the rank": lambda patch, one: patch(one, "rank", "first", raising=False),
-    "the record": lambda patch, one: patch(status, "record_of", planted),
+    "the record": lambda patch, one: patch(status.EngineStatus, "record_of", planted),
     "the line": lambda patch, one: patch(status, "line", planted),
 }
 

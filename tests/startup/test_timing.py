@@ -14,6 +14,7 @@ from tests.sandbox.rehearsal_card import RehearsalCard
 from tests.support.made_up_clock import MadeUpClock, costs, named_kernels
 from tests.support.opcalls import NAME
 from tests.support.planted import raising
+from tests.support.statuses import record_with
 from tests.support.strict import both_modes, stops
 from tests.support.worker import Worker, layer_in, ours
 from vllm_aiter_mla import files, status
@@ -58,6 +59,10 @@ def made_up(monkeypatch, said):
     return Card(monkeypatch, said)
 
 
+def measured(one):
+    return layer_in(one).engine_status.measured
+
+
 def runs(one, tokens):
     return layer_in(one).decision.at(tokens)
 
@@ -69,8 +74,7 @@ def test_the_fastest_kernel_serves_and_the_status_line_and_the_status_say_so(mad
     one = made_up.start()
     assert [runs(one, tokens) for tokens in (1, 4, 5, 16)] == ["triton", "triton", "aiter", "aiter"]
     assert layer_in(one).decision.ours == "triton"
-    status.engage(NAME, "aiter")
-    found = status.record_of([NAME], LIMIT, "bfloat16", 0)
+    found = record_with(layer_in(one), "aiter", LIMIT)
     assert status.line.of(found) == (
         "1/1 MLA layers engaged (triton 1..4, aiter 5..16; "
         "8.0 us a layer at 16 tokens against vLLM's own 10.0, measured here)"
@@ -96,11 +100,13 @@ def test_the_next_start_reads_the_figures_and_measures_nothing(made_up, tmp_path
     made_up.start()
     assert len(list(tmp_path.glob("measured-*.json"))) == 1
     made_up.set_clock(MadeUpClock(costs(aiter=1.0, triton=9.0, vllm=9.0)))
-    assert runs(made_up.start(), 1) == "triton"
+    one = made_up.start()
+    assert runs(one, 1) == "triton"
     assert made_up.clock.given_back == 0
-    assert status.current().measured[0].since, "the line gives the day"
-    assert runs(made_up.start(measure="again"), 1) == "aiter"
-    assert not status.current().measured[0].since
+    assert measured(one)[0].since, "the line gives the day"
+    one = made_up.start(measure="again")
+    assert runs(one, 1) == "aiter"
+    assert not measured(one)[0].since
 
 
 def test_ranks_time_if_the_tensors_of_the_engine_are_on_the_installed_card(made_up, monkeypatch):
@@ -110,15 +116,16 @@ def test_ranks_time_if_the_tensors_of_the_engine_are_on_the_installed_card(made_
         one = Worker(ours(LIMIT))
         one.vllm_config.device_config = SimpleNamespace(device_type="cpu")
         one.load_model()
-        assert len(status.current().measured) == made_up.clock.given_back == timed
+        assert len(measured(one)) == made_up.clock.given_back == timed
 
 
 def test_partial_figures_are_kept_and_the_next_start_times_the_rest(made_up, tmp_path):
     made_up.set_clock(MadeUpClock(QUICK_TRITON, replay_s=stopwatch.BUDGET_S / 2 / (13 * 3)))
     found = []
     for _ in range(3):
-        assert runs(made_up.start(), 16) == "triton"
-        found.append(list(status.current().measured[0].us))
+        one = made_up.start()
+        assert runs(one, 16) == "triton"
+        found.append(list(measured(one)[0].us))
     assert found == [[1, 8], [1, 2, 4, 8], [1, 2, 4, 8, 16]]
 
 
@@ -170,11 +177,10 @@ def test_a_start_that_cannot_time_leaves_vllms_own_kernels_and_says_so_once(made
     state = torch.get_rng_state()
     one = made_up.start(strict=strict)
     assert {runs(one, tokens) for tokens in (1, 16, 40)} == {"vllm"}
-    ((code, _),) = status.current().skipped.values()
-    assert code == "not_timed"
+    assert layer_in(one).outcome().skip[0] == "not_timed"
     (line,) = made_up.said.at(logging.WARNING)
     assert line.endswith("vLLM's own kernels run")
-    assert status.current().measured == []
+    assert measured(one) == []
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -223,7 +229,7 @@ def test_a_contender_that_fails_its_check_is_not_timed_and_is_no_error(made_up):
     made_up.kernels["triton"].bind = lambda inputs: Binding(lambda inputs: -reference.prepare(inputs))
     one = made_up.start(strict=True)
     assert runs(one, 1) == "aiter"
-    assert set(status.current().measured[0].us[1]) == {"aiter", "vllm"}
+    assert set(measured(one)[0].us[1]) == {"aiter", "vllm"}
     assert [text for text in made_up.said.at(logging.WARNING) if "triton: self-check FAILED" in text]
 
 

@@ -18,6 +18,7 @@ from tests.sandbox.interpreter import Recorded
 from tests.sandbox.rehearsal_card import RehearsalCard, Scenario, TritonLaunch
 from tests.support import worker
 from tests.support.opcalls import NAME
+from tests.support.statuses import record_with
 from tests.support.worker import Worker, layer_in, ours
 from vllm_aiter_mla import files, status
 from vllm_aiter_mla.commands import measure as command
@@ -84,14 +85,18 @@ def tuned(folder):
     return path
 
 
-def line():
-    status.engage(NAME, "triton")
-    return status.line.of(status.record_of([NAME], LIMIT, "bfloat16", 0, card="gfx942"))
+def record(one):
+    return record_with(layer_in(one), "triton", LIMIT, card="gfx942")
+
+
+def line(one):
+    return status.line.of(record(one))
 
 
 def test_tune_keeps_the_fastest_tile_and_the_next_start_times_and_serves_it(card, tmp_path, said):
-    assert tile_of(start("auto")) == TABLE
-    assert "tuned" not in line()
+    one = start("auto")
+    assert tile_of(one) == TABLE
+    assert "tuned" not in line(one)
     done = tune("--type", "bf16", "--json", str(tmp_path / "sent.json"))
     assert (done.exit_code, f"1..16 tokens  {BEST}: 5.0" in done.output) == (0, True), done.output
     (kept,) = tmp_path.glob("tuned-*.json")
@@ -99,10 +104,11 @@ def test_tune_keeps_the_fastest_tile_and_the_next_start_times_and_serves_it(card
     assert replace(files.read(tuning.TunedTiles, tmp_path / "sent.json"), evidence=found.evidence) == found
     assert found.card == "AMD Instinct MI300X"
     assert [*found.chosen.values()] == [((1, 16, BEST),)]
-    assert tile_of(start("auto")) == BEST
-    assert "5.0 us a layer at 16 tokens against vLLM's own 10.0" in line()
-    assert f"; tuned tiles {BEST} 1..16)" in line()
-    assert status.record_of([NAME], LIMIT, "bfloat16", 0).tuned.popitem()[1] == f"{BEST} 1..16"
+    one = start("auto")
+    assert tile_of(one) == BEST
+    assert "5.0 us a layer at 16 tokens against vLLM's own 10.0" in line(one)
+    assert f"; tuned tiles {BEST} 1..16)" in line(one)
+    assert record(one).tuned.popitem()[1] == f"{BEST} 1..16"
     assert said.at(logging.WARNING) == []
 
 
@@ -129,10 +135,11 @@ def test_tune_without_a_card_looks_at_nothing(tmp_path):
 def test_a_tuned_tile_that_fails_its_check_is_left_out_and_the_tables_serves(card, monkeypatch, tmp_path, said):
     tuned(tmp_path)
     wrong_tile(monkeypatch)
-    assert tile_of(start()) == TABLE
+    one = start()
+    assert tile_of(one) == TABLE
     (left_out,) = said.at(logging.WARNING)
     assert f"the tuned tiles {BEST} 1..16 are left out" in left_out
-    assert "tuned" not in line()
+    assert "tuned" not in line(one)
 
 
 def other_card(kept):
@@ -160,10 +167,11 @@ def gap(kept):
 @pytest.mark.parametrize("harm", [other_card, other_triton, cut_off, strange_tile, gap])
 def test_a_tuned_file_that_is_not_for_this_start_is_left_out_with_one_line(card, tmp_path, said, harm):
     harm(tuned(tmp_path))
-    assert tile_of(start()) == TABLE
+    one = start()
+    assert tile_of(one) == TABLE
     (left_out,) = said.at(logging.WARNING)
     assert "tuned-AMD-Instinct-MI300X-triton-" in left_out
-    assert "tuned" not in line()
+    assert "tuned" not in line(one)
 
 
 def test_a_tuned_file_of_another_card_on_the_same_volume_is_no_news(card, tmp_path, said):

@@ -23,8 +23,8 @@ ENTERED = ExitStack()
 
 
 def write(rank: int = 0) -> None:
-    status.engage("a", "aiter")
-    status.write(FOLDER, replace(status.record_of(("a",), 8, "fp8", rank), model_name="m"))
+    found = status.EngineStatus().record_of({"a": status.Outcome("aiter")}, 8, "fp8", rank)
+    status.record.write(FOLDER, replace(found, model_name="m"))
 
 
 def front_end() -> None:

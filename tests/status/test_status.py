@@ -3,22 +3,29 @@
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
+from vllm.config import CUDAGraphMode
 
 from tests.support.bad_files import BAD
+from tests.support.opcalls import layer_of
 from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
+from tests.support.worker import Worker, ours
 from vllm_aiter_mla import files, status
-from vllm_aiter_mla.admission import REMEDIES
+from vllm_aiter_mla.admission import REMEDIES, Skip
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.passes import pipeline
+from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.startup import worker as startup
 from vllm_aiter_mla.status import gauge as metric
 
@@ -29,25 +36,52 @@ full = raising(OSError("No space left on device"))
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, said):
-    """A status and a run of this test's own."""
-    status.reset()
+    """A run and an engine of this test's own."""
     monkeypatch.setenv(status.record.RUN, f"{os.getpid()}-mine")
-    yield
-    status.reset()
+    another_engine()
 
 
-def after_warm_up(*, strict=False, rank=0, key="k" * 64, capture_sizes=(), engine=None):
-    """The worker's own ``take_status``; what it would ask of a running engine is answered here."""
-    full = SimpleNamespace(name="FULL")
-    compilation = SimpleNamespace(cudagraph_mode=full, cudagraph_capture_sizes=capture_sizes, static_forward_context={})
-    config = SimpleNamespace(compute_hash=lambda: key, compilation_config=compilation)
-    record = lambda _: replace(status.record_of(LAYERS, 512, "fp8", rank), model_name="m", engine=engine)  # noqa: E731
-    with patch.multiple(startup, _run_once=lambda _: None, _record=record):
+def another_engine():
+    """Start one: stub layers of vLLM's in a config whose pass has a status."""
+    global engine
+    engine = Worker(ours(512))
+    context = {name: layer_of("fp8") for name in LAYERS}
+    for name, layer in context.items():
+        layer.layer_name, layer._vllm_config = name, engine.vllm_config
+    engine.vllm_config.compilation_config.static_forward_context = context
+    engine.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
+    engine.vllm_config.cache_config.cache_dtype = "fp8"
+
+
+def layers():
+    return {name: Layer.of(module) for name, module in compat_config.mla_modules(engine.vllm_config).items()}
+
+
+def skip(name, code, message):
+    layers()[name].left_out = Skip(code, message)
+
+
+def record_of(names=LAYERS, card="cpu"):
+    found = {name: layer.outcome() for name, layer in layers().items() if name in names}
+    return the_status().record_of(found, 512, "fp8", 0, card=card)
+
+
+def the_status():
+    return compat_config.engaged_pass(engine.vllm_config).status
+
+
+def after_warm_up(*, strict=False, rank=0, key="k" * 64, capture_sizes=(), index=0):
+    """The worker's own ``take_status``, after a decode step that ran nothing."""
+    config = engine.vllm_config
+    config.compute_hash, config.compilation_config.cudagraph_capture_sizes = lambda: key, capture_sizes
+    config.model_config.served_model_name = "m"
+    config.parallel_config = SimpleNamespace(data_parallel_index=index, data_parallel_rank=0)
+    with patch.object(startup, "_run_once", lambda _: None):
         startup.take_status(SimpleNamespace(vllm_config=config, rank=rank), strict=strict)
 
 
 def compiled():
-    status.count("1-512", {"matched": 1})
+    the_status().count("1-512", {"matched": 1})
 
 
 def written(tmp_path, pattern="status-*.json"):
@@ -57,12 +91,12 @@ def written(tmp_path, pattern="status-*.json"):
 
 def engage_all():
     for name in LAYERS:
-        status.engage(name, "aiter")
+        layers()[name].ran = "aiter"
 
 
 def engage_one():
-    status.engage(LAYERS[0], "aiter")
-    status.skip(LAYERS[1], "no_rope", "why")
+    layers()[LAYERS[0]].ran = "aiter"
+    skip(LAYERS[1], "no_rope", "why")
 
 
 def test_i8_only_rank_0_speaks_and_every_rank_writes(said, tmp_path):
@@ -76,28 +110,27 @@ def test_i8_only_rank_0_speaks_and_every_rank_writes(said, tmp_path):
     ("then", "engaged"),
     [
         (lambda name: None, LAYERS),
-        (lambda name: status.skip(name, "no_rope", "why"), LAYERS[:1]),
-        (lambda name: status.fall_back(name, "kernel_failed", "why"), LAYERS[:1]),
-        (lambda name: status.engage(LAYERS[0], "triton"), LAYERS[:1]),
+        (lambda name: skip(name, "no_rope", "why"), LAYERS[:1]),
+        (lambda name: layers()[name].fail(RuntimeError("planted")), LAYERS[:1]),
+        (lambda name: setattr(layers()[LAYERS[0]], "ran", "triton"), LAYERS[:1]),
     ],
     ids=["its kernel has run", "the passes skip it", "its kernel raises", "another kernel ran instead"],
 )
 def test_a_layer_of_a_draft_counts_by_the_kernel_that_ran_for_another_layer_unless_it_is_skipped(then, engaged):
     """vLLM runs no batch of a draft while it starts."""
-    status.engage(LAYERS[0], "aiter")
-    status.current().profiled[LAYERS[1]] = "aiter"
+    layers()[LAYERS[0]].ran = layers()[LAYERS[1]].would_run = "aiter"
     then(LAYERS[1])
-    record = status.record_of(LAYERS, 512, "fp8", 0)
+    record = record_of()
     assert (tuple(record.engaged), tuple(record.skipped)) == (engaged, LAYERS[len(engaged) :])
 
 
 def test_every_engine_of_a_process_starts_empty_and_has_its_own_line(said):
     for _ in range(2):
-        status.reset()
+        another_engine()
         engage_all()
         after_warm_up()
     assert len(said) == 2
-    status.reset()
+    another_engine()
     after_warm_up()
     assert said[-1][1].startswith("0/2: not_run")
 
@@ -126,19 +159,19 @@ def test_mutation_i8_a_line_that_is_not_said_once_and_whole_is_caught(said, monk
 
 
 def failed_warm_up():
-    startup.hand_over_nothing(SimpleNamespace(vllm_config=SimpleNamespace(compute_hash=lambda: "k" * 64), rank=0))
+    startup.hand_over_nothing(SimpleNamespace(vllm_config=engine.vllm_config, rank=0))
 
 
 @pytest.mark.parametrize("end", [after_warm_up, failed_warm_up])
 def test_a_warm_start_knows_the_reasons_of_the_cold_one_even_if_that_failed_in_its_warm_up(said, tmp_path, end):
-    status.skip(LAYERS[0], "no_rope", "why")
+    skip(LAYERS[0], "no_rope", "why")
     compiled()
     end()
-    status.reset()
+    another_engine()
     after_warm_up()
     assert (logging.INFO, "noted when these graphs were compiled: no_rope: why") in said
     assert written(tmp_path)["skipped"][LAYERS[0]] == ["no_rope", "why"]
-    status.reset()
+    another_engine()
     after_warm_up(key="j" * 64)
     assert "not_run" in said[-1][1], "another configuration has other graphs"
 
@@ -146,11 +179,68 @@ def test_a_warm_start_knows_the_reasons_of_the_cold_one_even_if_that_failed_in_i
 def test_a_start_that_compiles_only_a_draft_keeps_the_targets_reasons(said, tmp_path):
     codes = dict(zip(LAYERS, ("no_rope", "geometry"), strict=True))
     for name, code in codes.items():
-        status.reset()
-        status.skip(name, code, "why")
+        another_engine()
+        skip(name, code, "why")
         compiled()
         after_warm_up()
     assert {name: why[0] for name, why in written(tmp_path)["skipped"].items()} == codes
+
+
+def keeps_what_graphs_left_out(tmp_path):
+    """The one layer was left out by a graph; the other one's kernel raised in the warm-up."""
+    skip(LAYERS[0], "no_rope", "why")
+    layers()[LAYERS[1]].fail(RuntimeError("planted"))
+    compiled()
+    after_warm_up()
+    assert list(written(tmp_path, "skips-*.json")["skipped"]) == [LAYERS[0]], (
+        "a later start is told of this one's error"
+    )
+
+
+def test_a_warm_start_is_not_told_what_only_happened_to_the_cold_one(tmp_path):
+    keeps_what_graphs_left_out(tmp_path)
+
+
+@pytest.mark.mutation
+def test_mutation_a_failure_that_is_kept_for_later_starts_is_caught(tmp_path, monkeypatch):
+    failed = Skip("kernel_failed", "planted")
+    monkeypatch.setattr(Layer, "fail", lambda layer, error: Layer.leave_out(layer.module, failed))
+    with pytest.raises(AssertionError, match="told of another start's error"):
+        keeps_what_graphs_left_out(tmp_path)
+
+
+def apart(monkeypatch):
+    """Two engines live in one process; a kernel of the first raises."""
+    engage_all()
+    after_warm_up()
+    first, raised = the_status(), layers()[LAYERS[0]]
+    another_engine()
+    engage_all()
+    after_warm_up(index=1)
+    raised.fail(RuntimeError("planted"))
+    engaged = [len(one.written[1].engaged) for one in (first, the_status())]
+    assert engaged == [1, 2], "an engine has another one's failure"
+
+
+def test_i15_a_failure_corrects_the_status_of_its_own_engine(monkeypatch):
+    apart(monkeypatch)
+
+
+@pytest.mark.mutation("I15")
+def test_mutation_i15_one_status_for_the_whole_process_is_caught(monkeypatch):
+    one = status.EngineStatus()
+    monkeypatch.setattr(pipeline, "EngineStatus", lambda: one)
+    another_engine()
+    with pytest.raises(AssertionError, match="another one's failure"):
+        apart(monkeypatch)
+
+
+def test_a_compiled_copy_of_the_pass_counts_for_its_engine_and_a_pickled_one_starts_empty():
+    """vLLM compiles with a deep copy, and pickles the config for the processes that it starts."""
+    made = compat_config.engaged_pass(engine.vllm_config)
+    deepcopy(made).status.count("1-16", {"matched": 1})
+    assert made.status.compiled == {"1-16": {"matched": 1}}
+    assert pickle.loads(pickle.dumps(made.status)).compiled == {}
 
 
 BROKEN = {
@@ -198,7 +288,7 @@ def test_fail_closed_the_line_is_said_before_any_file_and_needs_no_folder(said, 
 
 
 def test_files_are_never_seen_half_written(said, tmp_path, monkeypatch):
-    status.skip(LAYERS[0], "no_rope", "why")
+    skip(LAYERS[0], "no_rope", "why")
     compiled()
     after_warm_up()
     (path,) = tmp_path.glob("skips-*.json")
@@ -212,9 +302,9 @@ def test_files_are_never_seen_half_written(said, tmp_path, monkeypatch):
 
 def test_counts_every_graph_of_a_range(said):
     """A target and its draft are two graphs of the same compile range."""
-    status.count("1-16", {"matched": 3, "skipped": 0})
-    status.count("1-16", {"matched": 1, "skipped": 1})
-    assert status.current().compiled == {"1-16": {"matched": 4, "skipped": 1}}
+    the_status().count("1-16", {"matched": 3, "skipped": 0})
+    the_status().count("1-16", {"matched": 1, "skipped": 1})
+    assert the_status().compiled == {"1-16": {"matched": 4, "skipped": 1}}
 
 
 @pytest.mark.parametrize(
@@ -230,7 +320,7 @@ def test_files_of_this_machines_ended_servers_are_removed(said, tmp_path, monkey
         with monkeypatch.context() as patching:
             if host:
                 patching.setattr(files.socket, "gethostname", lambda: host)
-            record = replace(status.record_of(LAYERS, 16, "fp8", 0), run=run)
+            record = replace(record_of(), run=run)
         path = tmp_path / f"status-{run}-0-0.json"
         files.write(path, record)
         return path
@@ -271,13 +361,13 @@ def test_model_and_engine_are_named_as_vllm_labels_its_metrics():
 @pytest.mark.parametrize("card", ["cpu", "gfx950"])
 def test_the_line_says_that_nobody_has_timed_this_card(said, card):
     engage_all()
-    line = status.line.of(status.record_of(LAYERS, 512, "fp8", 0, card=card))
+    line = status.line.of(record_of(card=card))
     assert ("not measured" in line) == (card != "cpu")
 
 
 def other(engaged=(), skipped=()):
     """The record of rank 1: names that run on AITER, and codes of the others."""
-    record = status.record_of((), 512, "fp8", 1)
+    record = replace(status.EngineStatus().record_of({}, 512, "fp8", 1), model_name="m", engine="0")
     return replace(record, engaged=dict.fromkeys(engaged, "aiter"), skipped=dict(skipped))
 
 
@@ -292,7 +382,7 @@ PART = "MLA layers engaged on 1 of 2 ranks (aiter, fp8 KV, decode limit 512)"
     [
         (engage_all, [], logging.INFO, f"2/2 {ALONE}"),
         (engage_one, [], logging.INFO, f"1/2 {ALONE}; 1 skipped: no_rope: why -> {REMEDIES['no_rope']}"),
-        (lambda: status.skip(LAYERS[0], "impl", "a b\n\x1b[2J"), [], logging.WARNING,
+        (lambda: skip(LAYERS[0], "impl", "a b\n\x1b[2J"), [], logging.WARNING,
          f"0/2: impl: a b  [2J -> {REMEDIES['impl']}"),
         (engage_all, [other(LAYERS)], logging.INFO, f"2/2 {WHOLE}"),
         (engage_all, [other("c", {"d": ("dtype", "x")})], logging.INFO,
@@ -313,22 +403,23 @@ def test_i8_the_line_says_once_what_engaged_on_all_ranks_and_the_first_reason(
 
 
 @pytest.mark.parametrize(
-    ("layers", "rank", "elsewhere", "stopped"),
+    ("names", "rank", "elsewhere", "stopped"),
     [(LAYERS, 0, "", True), (LAYERS, 3, "c", True), ((), 0, "", True), ((), 0, "c", False)],
 )
 def test_strict_mode_stops_a_rank_that_engaged_nothing_but_a_stage_without_mla_layers_only_if_none_engaged(
-    said, monkeypatch, layers, rank, elsewhere, stopped
+    said, monkeypatch, names, rank, elsewhere, stopped
 ):
     later = other(elsewhere, {"d": ("dtype", "x")})
     monkeypatch.setattr(startup.ranks, "exchange", lambda mine: (0, [mine, later]))
-    monkeypatch.setattr(sys.modules[__name__], "LAYERS", layers)
-    with stops(stopped, f"0/{len(layers)}: "):
+    if not names:
+        engine.vllm_config.compilation_config.static_forward_context = {}
+    with stops(stopped, f"0/{len(names)}: "):
         after_warm_up(strict=True, rank=rank)
 
 
 def test_a_data_parallel_engine_is_named(said):
     engage_all()
-    record = status.record_of(LAYERS, 512, "fp8", 0)
+    record = record_of()
     assert status.line.of(record, replica=1).endswith("decode limit 512), data-parallel engine 1")
 
 
@@ -377,7 +468,7 @@ def test_gauge_counts_a_layer_as_engaged_only_if_every_rank_says_so(gauge):
     engage_all()
     after_warm_up(rank=0)
     assert gauge() == {labels("engaged"): 2, labels("skipped"): 0}
-    status.reset()
+    another_engine()
     engage_one()
     after_warm_up(rank=1)
     assert gauge() == {labels("engaged"): 1, labels("skipped"): 1}
@@ -386,7 +477,7 @@ def test_gauge_counts_a_layer_as_engaged_only_if_every_rank_says_so(gauge):
 def test_gauge_changes_when_a_kernel_fails_while_serving(gauge):
     engage_all()
     after_warm_up()
-    status.fall_back(LAYERS[1], "kernel_failed", "its kernel has raised")
+    layers()[LAYERS[1]].fail(RuntimeError("planted"))
     assert gauge() == {labels("engaged"): 1, labels("skipped"): 1}
 
 
@@ -412,7 +503,7 @@ def test_gauge_that_cannot_be_made_takes_no_other_metric_down(gauge, said, monke
 
 def test_gauge_tells_engines_apart_and_ignores_other_servers(gauge, monkeypatch):
     engage_all()
-    after_warm_up(engine="1")
+    after_warm_up(index=1)
     with monkeypatch.context() as patching:
         patching.setenv(status.record.RUN, "1-other")
         after_warm_up()
@@ -420,7 +511,7 @@ def test_gauge_tells_engines_apart_and_ignores_other_servers(gauge, monkeypatch)
 
 
 def test_gauge_of_a_skipped_engine_counts_all_its_layers(gauge, tmp_path):
-    status.write(
+    status.record.write(
         tmp_path, replace(status.record.record_of_skipped_engine("dcp", "why", (0, 1, 2), "fp8"), model_name="m")
     )
     assert gauge() == {labels("engaged"): 0, labels("skipped"): 3}
@@ -439,7 +530,7 @@ def test_gauge_survives_vllms_clearing_of_its_own_metrics(gauge):
 @pytest.mark.parametrize("plant", ["not written", "engaged wins"])
 def test_mutation_a_gauge_that_does_not_follow_a_failure_is_caught(gauge, monkeypatch, plant):
     if plant == "not written":
-        monkeypatch.setattr(status, "fall_back", status.skip)
+        monkeypatch.setattr(status.EngineStatus, "fall_back", lambda *given: None)
     else:
         monkeypatch.setattr(metric, "samples", lambda folder: [(["m", "0", "engaged"], len(LAYERS))])
     with pytest.raises(AssertionError, match=r"engaged\"': 2\.0\} != .*: 1\}"):
@@ -454,8 +545,8 @@ from vllm_aiter_mla import status
 from vllm_aiter_mla.status import gauge
 folder = Path(sys.argv[1])
 gauge.show(folder)
-status.engage("a", "aiter")
-status.write(folder, replace(status.record_of(("a",), 8, "fp8", 0), model_name="m"))
+found = status.EngineStatus().record_of({"a": status.Outcome("aiter")}, 8, "fp8", 0)
+status.record.write(folder, replace(found, model_name="m"))
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 for _ in range(100):
     registry = CollectorRegistry()
@@ -485,8 +576,8 @@ def test_gauge_reaches_the_shared_files_of_several_api_servers(tmp_path):
 def test_platform_skip_after_loading_says_that_graph_partition_stays_on(said, partition):
     """The gate decides before vLLM has layers: an implementation that is not known is found later."""
     for name in LAYERS:
-        status.skip(name, "impl", "another")
-    record = replace(status.record_of(LAYERS, 512, "fp8", 0), partition=partition)
+        skip(name, "impl", "another")
+    record = replace(record_of(), partition=partition)
     assert ("; graph partition stays on" in status.line.of(record)) == partition
     engage_all()
-    assert "partition" not in status.line.of(replace(status.record_of(LAYERS, 512, "fp8", 0), partition=partition))
+    assert "partition" not in status.line.of(replace(record_of(), partition=partition))

@@ -127,6 +127,16 @@ class LayerShape:
     weight: absorb.Key = ("plain",)  # ``key`` of the absorbed weight: its format and dtypes
     out_heads: int = 0  # heads that the decode kernel reads; 0 for ``heads``
 
+    def in_words(self) -> str:
+        """Return it in the same words on every rank: without the device, whose index differs, and the rotary style."""
+        act, cache, query = (str(t).removeprefix("torch.") for t in (self.act, self.cache_dtype, self.out_dtype))
+        weight = " ".join(str(part).removeprefix("torch.") for part in self.weight)
+        heads = f"{self.heads} of {self.out_heads}" if self.out_heads else f"{self.heads}"
+        return (
+            f"{heads} heads, widths {self.nope_dim}+{self.rope} and {self.latent}, {act}, {weight} weight, "
+            f"{query} query, {cache} cache in blocks of {self.block_size}"
+        )
+
 
 def contract_violation(inputs: DecodeInputs) -> str | None:
     """Return the first breach of the contract that all back ends share, or None. Metadata only."""

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from vllm_aiter_mla import admission, files, status
+from vllm_aiter_mla import admission, files
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
@@ -23,6 +23,7 @@ from vllm_aiter_mla.passes.rope_kv import fuse_rope_and_kv_write
 from vllm_aiter_mla.passes.rope_probe import real_tensors
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import STRICT_OPTION, Settings, SettingsError
+from vllm_aiter_mla.status import EngineStatus
 
 PASSES = {"rope_kv_cache": fuse_rope_and_kv_write, "q_prep_lift": lift_q_prep, "aiter_fusion": fuse_into_one_op}
 """What runs on each layer, in order."""
@@ -61,6 +62,7 @@ class AiterMLAPipeline(VllmInductorPass):
         # What each layer shape runs on, of ``startup.cache_key``. No graph is rewritten while it is None: unchecked.
         self.kernels: tuple[str, ...] | None = None
         self.backends: Any = None  # the kernels of this engine, once its first layer is asked for: ``backends``
+        self.status = EngineStatus()
         self.emitted: tuple[str, ...] = ()  # what each layer calls under the module integration, of ``module.emit``
 
     def __getstate__(self) -> dict[str, Any]:
@@ -106,7 +108,7 @@ class AiterMLAPipeline(VllmInductorPass):
         compile_range = get_pass_context().compile_range
         counts = rewrite(graph)
         VllmPatternMatcherPass.match_table[self.pass_name] += counts["matched"]
-        status.count(f"{compile_range.start}-{compile_range.end}", counts)
+        self.status.count(f"{compile_range.start}-{compile_range.end}", counts)
 
     def _is_checked(self) -> bool:
         """Return whether the kernels of this worker were checked: its start-up hook may never have been called.
@@ -143,8 +145,9 @@ def rewrite(graph: fx.Graph) -> dict[str, int]:
         out_dtype = found if isinstance(found, Skip) else _admit(found, modules)
         if isinstance(out_dtype, Skip):
             counts["skipped"] += 1
-            status.skip(name, out_dtype.code, out_dtype.message)
             log.say_once(logging.DEBUG, f"{name} is left to vLLM: {out_dtype}")
+            with real_tensors():
+                Layer.leave_out(modules.get(name), out_dtype)
             continue
         assert isinstance(found, LayerMatch)
         found.out_dtype = out_dtype
@@ -155,7 +158,7 @@ def rewrite(graph: fx.Graph) -> dict[str, int]:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             log.say_once(logging.WARNING, f"a layer could not be rewritten and stays as it was: {reason}")
-            status.skip(name, "rewrite_failed", reason)
+            Layer.leave_out(modules.get(name), Skip("rewrite_failed", reason))
             counts["skipped"] += 1
             continue
         counts["matched"] += 1

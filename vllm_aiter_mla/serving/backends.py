@@ -84,6 +84,9 @@ FACTORIES: dict[str, Factory] = {
     "reference": lambda _, settings: ReferenceBackend(VLLM_COMPILED if settings.debug.rounding == "two" else AITER),
     VLLM: vllm_factory,
 }
+FAMILIES = {"AITER": AITER_KERNELS, "Triton": ("triton",)}
+"""Kernels that are built or compiled here, by what builds them: if one of them ends the process in its first call, the
+next start leaves out all of its family."""
 
 
 class Backends:

@@ -11,13 +11,14 @@ import re
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from vllm_aiter_mla import status
 from vllm_aiter_mla.admission import Skip, layer_skips
+from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import absorb, vllm_own
@@ -26,6 +27,7 @@ from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape
 from vllm_aiter_mla.serving import backends, decision
 from vllm_aiter_mla.serving.backends import Backends
 from vllm_aiter_mla.serving.decision import VLLM, Checked, Decision, Figures, LayerFacts
+from vllm_aiter_mla.status import EngineStatus, Outcome
 
 _KEY = "_aiter_mla_layer"
 _KEEP = 4096  # call shapes that a layer remembers; more than the token counts of any decode limit
@@ -44,20 +46,26 @@ class Layer:
         padded: how to decode more heads than the layer has, or None.
         out_heads: M, the heads that a kernel may lay a query out for, so that vLLM does not copy it; else 0.
         limit: the decode limit, the most tokens that a kernel is given. Start-up sets it when it checks the kernels.
-        profiled: whether its op was reached without a batch: the status notes what would run, once.
+        engine_status: what is known of its engine, and corrected when the layer falls back.
+        left_out: why a graph, or the module that calls it, does not call the op for this layer.
+        ran: the kernel that the op ran, or "" before.
+        would_run: the kernel that would have run when its op was reached without a batch, or ""; None before.
     """
 
     def __init__(self, module: Any, engine: Backends | None = None) -> None:
-        self.name, self.module = str(getattr(module, "layer_name", "")), module
-        self.backends = engine or backends.of_engine(compat_layer.config_of(module))
+        self.name, self.module, config = str(getattr(module, "layer_name", "")), module, compat_layer.config_of(module)
+        self.backends = engine or backends.of_engine(config)
+        self.engine_status: EngineStatus = getattr(compat_config.engaged_pass(config), "status", None) or EngineStatus()
         padded, arch = compat_layer.padded_heads(module), self.backends.platform.arch
         if padded and vllm_own.may_take_parts(arch, module.num_heads, module.kv_cache_dtype.startswith("fp8")):
             padded = None
         self.padded, self.out_heads = padded, padded.heads if padded else 0
         self.limit = sys.maxsize
-        self.profiled = False
+        self.left_out: Skip | None = None
+        self.ran = ""
+        self.would_run: str | None = None
         self._stopped: Skip | None = None
-        self._checks: dict[str, Checked] = {}
+        self._checks: dict[str, Checked] | None = None
         self._checked_for: LayerShape | None = None
         self._figures: Figures | None = None
         self._decision: Decision | None = None
@@ -79,6 +87,12 @@ class Layer:
         if found is None:
             found = module.__dict__[_KEY] = cls(module)
         return found
+
+    @classmethod
+    def leave_out(cls, module: Any, skip: Skip) -> None:
+        """Note why a graph, or a wrapper, does not call the op for the layer of ``module``, if it can have one."""
+        with suppress(Exception):
+            cls.of(module).left_out = skip
 
     # What is decided about the layer.
 
@@ -117,8 +131,8 @@ class Layer:
             facts = self.facts()
             # A reload may bring another format of the weight: what was checked for the shape before says nothing of it.
             same = facts.skip is not None or self._checked_for is None or self._checked_for == self.shape()
-            checks = self._checks if same else {}
-            self._decision = decision.decide(facts, checks, self._figures, self.backends.settings)
+            checks = self._checks if same else None
+            self._decision = decision.decide(facts, checks or {}, self._figures, self.backends.settings)
         return self._decision
 
     def facts(self) -> LayerFacts:
@@ -169,7 +183,7 @@ class Layer:
 
     def usable(self) -> dict[str, KernelBackend]:
         """Return the kernels that may run the layer as far as is known, by name, in static order."""
-        return self._built(decision.usable(self.facts(), self._checks, self.backends.settings))
+        return self._built(decision.usable(self.facts(), self._checks or {}, self.backends.settings))
 
     def _built(self, names: tuple[str, ...]) -> dict[str, KernelBackend]:
         found = {name: self.backends.get(name) for name in names}
@@ -177,7 +191,8 @@ class Layer:
 
     def forget(self, limit: int) -> None:
         """Forget what an earlier start found; ``limit`` is the decode limit of this one in tokens."""
-        self.limit, self._stopped, self._checks, self._checked_for, self._figures = limit, None, {}, None, None
+        self.limit, self._stopped, self._checks, self._checked_for, self._figures = limit, None, None, None, None
+        self.left_out, self.ran, self.would_run = None, "", None
         self._changed()
 
     def checked(self, checks: dict[str, Checked], shape: LayerShape | None = None) -> None:
@@ -200,6 +215,21 @@ class Layer:
         self._stopped = Skip(code, reason)
         self._changed()
 
+    def outcome(self) -> Outcome:
+        """Return what has become of the layer so far.
+
+        Raises:
+            UnknownWeightError: the absorbed weight has no format that the kernels know.
+        """
+        skip = self._stopped or self.left_out or self.decision.skip
+        return Outcome(self.ran, self.would_run or "", None if skip is None else (skip.code, skip.message))
+
+    def note_fallback(self, skip: Skip) -> None:
+        """Note that the layer, which was engaged, runs vLLM's own kernels from now on; correct the status file."""
+        self.ran = ""
+        with log.warned("the status file could not be corrected"):
+            self.engine_status.fall_back(self.name, (skip.code, skip.message))
+
     def fail(self, error: Exception) -> None:
         """Take the kernels away because one raised while it served; correct the status, and say so for the first layer.
 
@@ -210,8 +240,7 @@ class Layer:
         kept = "so does each layer whose kernel raises; graphs that were captured keep the kernel"
         line = f"{self.name} runs vLLM's own attention from now on; {kept}: {reason}"
         log.say_once(logging.ERROR, line, key=reason)
-        with log.warned("the status file could not be corrected"):
-            status.fall_back(self.name, "kernel_failed", reason)
+        self.note_fallback(Skip("kernel_failed", reason))
 
     def reloaded(self) -> None:
         """Bind and decide again: vLLM may have loaded other strides or memory into the same tensor objects."""
@@ -265,7 +294,7 @@ class Layer:
             found = self._runs[key] = self._bind(inputs)
         name, run = found
         if name:
-            status.engage(self.name, name)
+            self.ran = name
         return run
 
     def _bind(self, inputs: DecodeInputs) -> tuple[str, Run | None]:
@@ -281,7 +310,7 @@ class Layer:
             return self._falls_back(f"no kernel could be chosen: {type(error).__name__}: {error}")
         if decided.skip is not None:
             # A compiled artifact may hold the op although nothing was checked in this process.
-            return ("", None) if self._stopped or self._checks else self._falls_back(str(decided.skip))
+            return ("", None) if self._stopped or self._checks is not None else self._falls_back(str(decided.skip))
         if isinstance(bound, str):
             return self._falls_back(f"{name}: {bound}")
         return (decided.ours, None) if bound is None else (name, bound.run)

@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from vllm_aiter_mla import status
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.compat import wrapper as compat_wrapper
@@ -141,7 +140,7 @@ def emit(modules: dict[str, Any]) -> tuple[str, ...]:
             skip = Skip("not_evaluated", f"admission raised {type(error).__name__}: {error}")
         found.append(f"{name}: {'module' if skip is None else skip.code}")
         if skip is not None:
-            status.skip(name, skip.code, skip.message)
+            Layer.leave_out(attention, skip)
             log.say_once(logging.DEBUG, f"{name} is left to vLLM: {skip}")
     return tuple(found)
 

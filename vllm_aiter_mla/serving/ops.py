@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_aiter_mla import status
 from vllm_aiter_mla.admission import ATTENTION_OPS
 from vllm_aiter_mla.compat import custom_op
 from vllm_aiter_mla.compat import layer as compat_layer
@@ -145,7 +144,7 @@ def mla_attention_with_rope(
     """
     call = compat_layer.layer_call(layer_name)
     layer, metadata = Layer.of(call[2]), call[1]
-    if metadata is None and layer.profiled and not card().is_capturing():
+    if metadata is None and layer.would_run is not None and not card().is_capturing():
         # An idle data-parallel rank runs such batches while the others wait for it: nothing is decided any more. vLLM
         # writes zeros and reads no row, so that k_pe needs no third axis.
         layer.vllm_forward(q, kv_c, k_pe, None, output)
@@ -153,9 +152,7 @@ def mla_attention_with_rope(
     step = _step_of(layer, *call)
     attention_with_rope(step, q, k_pe, kv_c, Rope(positions, cos_sin_cache, k_scale, is_neox), output)
     if metadata is None:
-        layer.profiled = True
-        if layer.skip(act=q.dtype) is None and layer.decision.ours:
-            status.current().profiled[step.name] = layer.decision.ours
+        layer.would_run = layer.decision.ours if layer.skip(act=q.dtype) is None else ""
 
 
 def layer_step(layer_name: Any) -> LayerStep:

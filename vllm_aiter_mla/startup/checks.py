@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from vllm_aiter_mla import status
 from vllm_aiter_mla.admission import OVERFLOW
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels.backend import KernelBackend
@@ -122,14 +121,14 @@ def _check_group(
 ) -> dict[str, Checked]:
     """Check the kernels of layers of one engine and one shape."""
     shape = first.shape()
-    named = f"heads {shape.heads}, {shape.cache_dtype} cache, block size {shape.block_size}"
+    named = shape.in_words()
     row = synthetic_inputs(replace(shape, device="meta"), tokens=1)
     checks: dict[str, Checked] = {}
     for name, backend in first.kernels_to_check().items():
         with marked(name):
             result, tuned = self_check(name, backend, shape, capture_sizes, first.limit), backend.tuned(row)
         if tuned and result.ok:
-            status.current().tuned[named] = tuned
+            first.engine_status.tuned[named] = tuned
         elif tuned:
             log.say_once(logging.WARNING, f"{result.message} ({named}); the tuned tiles {tuned} are left out")
             backend.untune(row)
@@ -144,7 +143,7 @@ def _check_group(
             is_named = first.backends.settings.kernel == name
             log.say_once(logging.WARNING if is_named else logging.INFO, f"{name} {OVERFLOW}; kernel=auto leaves it out")
             if is_named:
-                status.current().overflows.add(name)
+                first.engine_status.overflows.add(name)
         else:
             checks[name] = PASSED
     return checks

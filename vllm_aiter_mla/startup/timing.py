@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from vllm_aiter_mla import files, status
+from vllm_aiter_mla import files
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log, ranks
@@ -125,7 +125,7 @@ def _timed(config: Any, layers: Sequence[Layer], limit: int | None, groups: dict
         counts = stopwatch.token_counts(limit)
         for layer in layers:
             if layer.usable():
-                groups.setdefault(_described(layer.shape()), []).append(layer)
+                groups.setdefault(layer.shape().in_words(), []).append(layer)
         for text, group in groups.items():
             kinds[text] = _figures(config, group[0], counts, budget)
     except Exception as error:
@@ -138,23 +138,12 @@ def _timed(config: Any, layers: Sequence[Layer], limit: int | None, groups: dict
     return answer
 
 
-def _described(shape: LayerShape) -> str:
-    """The shape in the same words on every rank: without the device, whose index differs, and the rotary style."""
-    act, cache, query = (str(t).removeprefix("torch.") for t in (shape.act, shape.cache_dtype, shape.out_dtype))
-    weight = " ".join(str(part).removeprefix("torch.") for part in shape.weight)
-    heads = f"{shape.heads} of {shape.out_heads}" if shape.out_heads else f"{shape.heads}"
-    return (
-        f"{heads} heads, widths {shape.nope_dim}+{shape.rope} and {shape.latent}, {act}, {weight} weight, "
-        f"{query} query, {cache} cache in blocks of {shape.block_size}"
-    )
-
-
 def _figures(config: Any, layer: Layer, counts: Sequence[int], budget: stopwatch.Budget) -> Taken:
     """Return the figures of a layer's shape, of earlier starts or timed now; none if there is nothing to choose."""
     backends, shape = layer.usable(), layer.shape()
     if len(backends) < 2 or VLLM not in backends:
         return Taken()
-    machine = about() | {"code": files.fingerprint(), "shape": _described(shape)}
+    machine = about() | {"code": files.fingerprint(), "shape": shape.in_words()}
     # What vLLM compiles decides what its own sequence costs.
     settings, graphs = compat_config.settings_of(config), bool(compat_config.full_graphs(config.compilation_config))
     options = {"vllm": compat_config.compiled_as(config), "graphs": graphs}
@@ -220,7 +209,7 @@ def _apply(text: str, group: Sequence[Layer], own: Taken, rounds: Rounds) -> Non
         layer.timed(decision.Figures(rounds))
     names = tuple(layer.name for layer in group)
     chosen = group[0].decision.kernels or ((1, max(rounds), VLLM),)
-    status.current().measured.append(Timed(text, names, chosen, stopwatch.medians(rounds), own.since))
+    group[0].engine_status.measured.append(Timed(text, names, chosen, stopwatch.medians(rounds), own.since))
     if rounds != own.kept:
         with log.warned("the measured figures could not be kept"):
             write(compat_config.cache_folder(), own.key, rounds)

@@ -24,20 +24,18 @@ from vllm_aiter_mla import status
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, patches, ranks
 from vllm_aiter_mla.kernels import formats
-from vllm_aiter_mla.serving.backends import AITER_KERNELS, current_platform
+from vllm_aiter_mla.serving.backends import FAMILIES, current_platform
 from vllm_aiter_mla.serving.decision import Decision
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
 from vllm_aiter_mla.startup import checks, first_call, timing
 from vllm_aiter_mla.startup.checks import step
-from vllm_aiter_mla.status.record import Decided, RankStatus
+from vllm_aiter_mla.status.record import Decided, RankStatus, Reason
 
 RELOADS = ("reload_weights", "update_weights", "finish_weight_update")
 """Methods by which vLLM's workers take new weights while they serve."""
 FALLS_BACK = "every MLA layer runs vLLM's own kernels"
 CHECK = "the kernels could not be checked"
-FAMILIES = {"AITER": AITER_KERNELS, "Triton": ("triton",)}
-"""Kernels of one build: if one ends the process, all of them are left out at the next start."""
 
 
 def attach(worker: Any) -> None:
@@ -75,7 +73,7 @@ def check_kernels(worker: Any, strict: bool = False) -> None:
     checked_to: int | None = None  # the decode limit, once every kernel is checked
     try:
         with step(CHECK, strict, FALLS_BACK, layers):
-            status.reset()
+            compat_config.engaged_pass(config).status.clear()
             layers += [Layer.of(module) for module in compat_config.mla_modules(config).values()]
             limit = int(compat_config.engaged_pass(config).limit)
             sizes = config.compilation_config.cudagraph_capture_sizes or ()
@@ -110,7 +108,7 @@ def weights_reloaded(worker: Any) -> None:
     layers: list[Layer] = []
     with step("what follows from the weights could not be renewed", False, FALLS_BACK, layers):
         layers += [Layer.of(module) for module in compat_config.mla_modules(worker.vllm_config).values()]
-        engaged = [layer for layer in layers if layer.decision.skip is None]
+        engaged = [layer for layer in layers if layer.outcome().skip is None]
         for layer in layers:
             layer.reloaded()
         for backends in {id(layer.backends): layer.backends for layer in layers}.values():
@@ -119,7 +117,7 @@ def weights_reloaded(worker: Any) -> None:
             if (skip := layer.decision.skip) is not None:
                 line = f"{layer.name} runs vLLM's own attention since weights were loaded again: {skip}"
                 log.say_once(logging.ERROR, line, key=f"since weights were loaded again: {skip.code}")
-                status.fall_back(layer.name, skip.code, skip.message)
+                layer.note_fallback(skip)
 
 
 def _first_calls(worker: Any, layers: Sequence[Layer]) -> Callable[[str], AbstractContextManager[None]]:
@@ -151,7 +149,7 @@ def _first_calls(worker: Any, layers: Sequence[Layer]) -> Callable[[str], Abstra
 
 
 def cache_key(layers: Sequence[Layer], *, strict: bool = False) -> tuple[str, ...]:
-    """Return what the layers will run on, or why they will not: a key for the compile cache. Note why in the status.
+    """Return what the layers will run on, or why they will not: a key for the compile cache.
 
     Raises:
         SettingsError: a layer cannot be asked, in strict mode.
@@ -162,8 +160,6 @@ def cache_key(layers: Sequence[Layer], *, strict: bool = False) -> tuple[str, ..
             keys.add(layer.cache_key())
         if layer.name in failed:
             keys.add(layer.cache_key())  # of a stopped layer: nothing is read
-        if (skip := layer.decision.skip) is not None:
-            status.skip(layer.name, skip.code, skip.message)
     checks.say_failed(failed)
     return tuple(sorted(keys))
 
@@ -235,8 +231,20 @@ def hand_over_nothing(worker: Any) -> None:
     """
     _tell(lambda: ranks.exchange(None))
     with log.warned("the reasons of skipped layers could not be kept or read"):
-        key, rank = str(worker.vllm_config.compute_hash()), int(getattr(worker, "rank", 0))
-        status.keep_skips(compat_config.cache_folder(), key, rank)
+        _keep_skips(worker.vllm_config, int(getattr(worker, "rank", 0)))
+
+
+def _keep_skips(config: Any, rank: int) -> dict[str, Reason]:
+    """Keep why the graphs that were compiled now left layers out, and return what earlier starts have kept.
+
+    A reason that the layer itself knows is found again by each start.
+    """
+    skipped: dict[str, Reason] | None = None
+    if compat_config.engaged_pass(config).status.compiled:
+        layers = (Layer.of(module) for module in compat_config.mla_modules(config).values())
+        by_graph = {layer.name: layer.left_out for layer in layers if layer.left_out and layer.decision.skip is None}
+        skipped = {name: (skip.code, skip.message) for name, skip in by_graph.items()}
+    return status.keep_skips(compat_config.cache_folder(), str(config.compute_hash()), rank, skipped)
 
 
 def _tell(hand_over: Callable[[], Any]) -> None:
@@ -271,9 +279,9 @@ def _run_once(worker: Any) -> None:
 def _record(worker: Any) -> RankStatus:
     config = worker.vllm_config
     engaged, rank = compat_config.engaged_pass(config), int(getattr(worker, "rank", 0))
-    names = sorted(compat_config.mla_modules(config))
+    layers = {name: Layer.of(module).outcome() for name, module in sorted(compat_config.mla_modules(config).items())}
     cache, card = compat_config.cache_name(config), current_platform().arch
-    found = status.record_of(names, engaged.limit, cache, rank, engaged.integration, card)
+    found = engaged.status.record_of(layers, engaged.limit, cache, rank, engaged.integration, card)
     labels = compat_config.metric_labels(config)
     kept = engaged.changes is not None and engaged.changes.partition
     return replace(found, partition=kept, model_name=labels["model_name"], engine=labels["engine"])
@@ -306,8 +314,7 @@ def _say(config: Any, records: Sequence[RankStatus | None], record: RankStatus, 
 def _write_down(config: Any, record: RankStatus) -> None:
     """Write the status file; what fails costs a warning and nothing else."""
     with log.warned("the reasons of skipped layers could not be kept or read"):
-        kept = status.keep_skips(compat_config.cache_folder(), str(config.compute_hash()), record.rank)
-        record, noted = status.with_kept(record, kept)
+        record, noted = status.with_kept(record, _keep_skips(config, record.rank))
         if noted is not None and record.rank == 0:
             log.say(logging.INFO, f"noted when these graphs were compiled: {noted}")
     with log.warned("what was decided for the layers could not be read"):
@@ -315,4 +322,4 @@ def _write_down(config: Any, record: RankStatus) -> None:
     with log.warned("the captured sizes could not be read"):
         record = replace(record, capture_sizes=tuple(compat_config.capture_sizes(config.compilation_config)))
     with log.warned("the status file could not be written"):
-        status.write(compat_config.cache_folder(), record)
+        compat_config.engaged_pass(config).status.write(compat_config.cache_folder(), record)
