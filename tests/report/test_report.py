@@ -25,7 +25,8 @@ from vllm_aiter_mla import files as our_files
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.commands.report.page import SECTIONS, html_of
+from vllm_aiter_mla.commands.report.page import SECTIONS, VERSIONS, html_of
+from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.startup.first_call import FirstCall
 
 Write = Callable[[str, Any], Path]
@@ -407,3 +408,7 @@ def test_report_overflow_is_something_the_browser_test_sees(page: str, tmp_path:
     found = chromium.measure(wide, tmp_path, 375)
     assert found["scroll"] > 375
     assert found["cut"]
+
+
+def test_the_first_screen_asks_for_versions_that_a_run_writes() -> None:
+    assert VERSIONS.keys() <= stopwatch.machine().keys()

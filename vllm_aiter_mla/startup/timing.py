@@ -26,7 +26,7 @@ from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log, ranks
 from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.device import card
-from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.stopwatch import Rounds
 from vllm_aiter_mla.serving import decision
 from vllm_aiter_mla.serving.decision import VLLM

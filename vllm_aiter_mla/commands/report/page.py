@@ -316,9 +316,12 @@ def _card(machine: Mapping[str, str]) -> str:
     return NO_CARD if not card or card.startswith("none") else f"{card} {machine.get('arch', '')}".strip()
 
 
+VERSIONS = {"torch": "torch", "runtime": "for", "triton": "Triton", "python": "Python"}
+"""Versions of ``stopwatch.machine`` on the first screen, with the words before them."""
+
+
 def _others(machine: Mapping[str, str]) -> dict[str, str]:
-    names = {"torch": "torch", "rocm": "ROCm", "triton": "Triton", "python": "Python"}
-    return {shown: machine[name] for name, shown in names.items() if machine.get(name)}
+    return {shown: machine[name] for name, shown in VERSIONS.items() if machine.get(name)}
 
 
 def _is_plan(step: Step) -> bool:
