@@ -1,10 +1,12 @@
 """The tool's arithmetic, and that both sides run. No bound on time: the machine of a test has other work."""
 
+import json
 from itertools import product
 
 import pytest
 
 from tools import host_cost
+from tools.common import guarded
 from tools.host_cost import Row
 
 
@@ -26,6 +28,16 @@ def test_a_row_above_vllm_is_named_and_one_without_calls_is_not():
     rows = [Row(*kind, "none", 40.0, 44.0), Row(*kind, "full", 0.0, 0.0)]
     assert host_cost.misses(rows) == ["aiter, fp8 cache, all decode, graphs none: 1.10 of vLLM's own time (<= 1.00)"]
     assert host_cost.misses([Row(*kind, "none", 44.0, 40.0)]) == []
+
+
+@pytest.mark.parametrize(("ours", "us", "status"), [(40.0, 5.0, 0), (60.0, 5.0, 1), (40.0, 99.0, 1)])
+def test_the_command_fails_where_a_row_or_the_launch_takes_too_long(monkeypatch, tmp_path, ours, us, status):
+    monkeypatch.setattr(host_cost, "measure", lambda rounds: [Row("aiter", "fp8", "all decode", "none", 50.0, ours)])
+    monkeypatch.setattr(host_cost, "launch", lambda rounds: (us, 30.0))
+    path = tmp_path / "costs.json"
+    assert host_cost.run(["--rounds", "1", "--json", str(path)]) == status
+    assert json.loads(path.read_text())["rows"][0]["ratio"] == ours / 50
+    assert guarded("host_cost", host_cost.run, ["--rounds", "0"]) == 2
 
 
 def test_the_call_of_the_triton_kernel_is_timed_both_ways_and_the_card_taken_away():

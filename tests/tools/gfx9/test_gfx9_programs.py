@@ -96,7 +96,9 @@ PROGRAMS = [
     *[([LANE, 1000 * LANE], f"v_mov_b32_dpp v2, v0 {move} {END}; v_add_u32_dpp v3, v0, v1 {move} {END}",
        {"v2": taken, "v3": taken + 1000 * LANE})
       for move, taken in (("row_ror:8", (LANE & 48) + (LANE - 8) % 16), ("row_ror:1", (LANE & 48) + (LANE - 1) % 16),
-                          ("row_mirror", (LANE & 48) + 15 - LANE % 16))],
+                          ("row_mirror", (LANE & 48) + 15 - LANE % 16),
+                          ("row_half_mirror", (LANE & 56) + 7 - LANE % 8),
+                          ("quad_perm:[1,0,3,2]", LANE ^ 1), ("quad_perm:[2,3,0,1]", LANE ^ 2))],
     # A shifted row has sources for the lanes that bank_mask names, four each; the others keep what they had.
     ([LANE, 1000 + LANE], "v_mov_b32_dpp v1, v0 row_shr:8 row_mask:0xf bank_mask:0xc",
      {"v1": np.where(LANE % 16 < 8, 1000 + LANE, LANE - 8)}),
