@@ -121,11 +121,11 @@ def text_of(record: Any) -> str:
 def plain(value: Any) -> Any:
     """Return a record as containers that JSON can hold; see ``text_of``."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {one.name: plain(getattr(value, one.name)) for one in fields(value)}
+        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, Mapping):
-        return {name: plain(one) for name, one in value.items()}
+        return {name: plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -298,8 +298,8 @@ def fingerprint_of(root: Path, version: str) -> str:
 
 def distribution(*names: str) -> str | None:
     """Return name and version of the first of these distributions that is installed, as in "amd-aiter 0.1.20"."""
-    found = (one for name in names for one in importlib.metadata.distributions(name=name))
-    return next((f"{one.name} {one.version}" for one in found), None)
+    installed = (dist for name in names for dist in importlib.metadata.distributions(name=name))
+    return next((f"{dist.name} {dist.version}" for dist in installed), None)
 
 
 def missing_package(error: BaseException) -> str | None:

@@ -9,12 +9,12 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.bad_files import BAD
+from tests.support.statuses import record_of
 from vllm_aiter_mla import files, status
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.serving.decision import PASSED, Checked, Figures, LayerFacts, Offer, decide
 from vllm_aiter_mla.settings import Settings
-from vllm_aiter_mla.status import record_of
 from vllm_aiter_mla.status.record import Timed
 
 NAMES = ("model.layers.0.attn", "model.layers.1.attn")

@@ -8,12 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support import plans
+from tests.support.statuses import record_of
 from vllm_aiter_mla import files, status
 from vllm_aiter_mla.commands import doctor, outputs
 from vllm_aiter_mla.commands.main import COMMANDS, app
 from vllm_aiter_mla.commands.plan import build, model
 from vllm_aiter_mla.kernels import device
-from vllm_aiter_mla.status import record_of
 
 ONE_CASE = ("--device", "cpu", "--quick", "--backend", "reference", "--only", "fresh-data", "--variant", "bf16")
 

@@ -46,7 +46,7 @@ def every_second_layer_is_skipped() -> None:
     from vllm_aiter_mla.passes import pipeline
 
     skip = Skip("geometry", "skipped by the test")
-    plugin.spoil(pipeline, "_admit", lambda *_: skip, when=lambda match, *_: ".0." in match.layer_name)
+    plugin.spoil(pipeline, "_query_dtype_or_skip", lambda *_: skip, when=lambda match, *_: ".0." in match.layer_name)
     files.fingerprint = lambda: "0.0.0-changed"
 
 

@@ -121,7 +121,7 @@ def test_a_skipped_config_is_in_the_status_file(registered, mla_model, cache_roo
 
 
 def test_a_skip_that_cannot_be_recorded_costs_a_warning_and_no_engine(registered, mla_model, said, monkeypatch):
-    monkeypatch.setattr(status, "write", raising(RuntimeError("planted")))
+    monkeypatch.setattr(status.record, "write", raising(RuntimeError("planted")))
     assert pass_of(gate_support.vllm_config(mla_model, additional_config=PASSES)) is None
     skipped, unrecorded = said.at(logging.WARNING)
     assert "compilation_mode" in skipped

@@ -108,7 +108,7 @@ def test_a_failed_self_test_leaves_vllm_behind(without_plugin):
     patches._undo_pass_config(PassConfig, vllm_own)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(patches, "_test_pass_config", raising(RuntimeError("upstream changed")))
+            patch.setattr(patches, "_check_patched_pass_config", raising(RuntimeError("upstream changed")))
             with pytest.raises(RuntimeError, match="upstream changed"):
                 patches.extend_pass_config()
         assert gate_support.observed(gate_support.modelless_config()) == without_plugin["observed"]

@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 
 from tests.report import made_files
 from tests.report import report_chromium as chromium
+from tests.sandbox.rehearsal_card import RehearsalCard
 from tests.support.planted import break_import
 from vllm_aiter_mla import commands
 from vllm_aiter_mla import files as our_files
@@ -26,7 +27,7 @@ from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.report.page import SECTIONS, VERSIONS, html_of
-from vllm_aiter_mla.kernels import stopwatch
+from vllm_aiter_mla.kernels import device, stopwatch
 from vllm_aiter_mla.startup.first_call import FirstCall
 
 Write = Callable[[str, Any], Path]
@@ -410,5 +411,6 @@ def test_report_overflow_is_something_the_browser_test_sees(page: str, tmp_path:
     assert found["cut"]
 
 
-def test_the_first_screen_asks_for_versions_that_a_run_writes() -> None:
+def test_the_first_screen_asks_for_versions_that_a_run_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "installed", RehearsalCard())
     assert VERSIONS.keys() <= stopwatch.machine().keys()

@@ -171,7 +171,7 @@ def test_mutation_i15_a_failed_check_that_the_back_ends_keep_is_caught(monkeypat
 def test_layers_whose_kernels_raise_alike_say_so_once(monkeypatch, said):
     for layer in two(Candidate(), monkeypatch):
         layer.fail(RuntimeError("HIP error"))
-        assert layer.skip().code == "kernel_failed"
+        assert layer.why_skipped().code == "kernel_failed"
     (line,) = [text for level, text in said if level == logging.ERROR]
     assert "HIP error" in line
 
@@ -184,7 +184,7 @@ def test_a_layer_without_a_check_runs_no_kernel_that_needs_one(monkeypatch, said
     checks.check_layers([checked], strict=True)
     assert runs_the_candidate(checked, candidate)
     assert not runs_the_candidate(unchecked, candidate)
-    assert isinstance(unchecked.skip(), Skip)
+    assert isinstance(unchecked.why_skipped(), Skip)
 
 
 @pytest.mark.parametrize(
@@ -198,8 +198,8 @@ def test_a_layer_without_a_check_runs_no_kernel_that_needs_one(monkeypatch, said
 def test_a_layer_that_cannot_be_checked_hides_no_other(monkeypatch, said, spoilt):
     found = two(Candidate(wrong), monkeypatch, **spoilt)
     checks.check_layers(found, strict=False)
-    assert all(isinstance(layer.skip(), Skip) for layer in found)
-    assert "self-check FAILED" in found[1].skip().message, "the other one was checked"
+    assert all(isinstance(layer.why_skipped(), Skip) for layer in found)
+    assert "self-check FAILED" in found[1].why_skipped().message, "the other one was checked"
 
 
 def test_a_layer_that_was_not_admitted_at_the_check_stays_unchecked(monkeypatch, said):
@@ -217,7 +217,7 @@ def test_fail_closed_layers_that_cannot_be_asked_are_one_line(monkeypatch, said,
         patching.setattr(Layer, broken, raising(KeyError("planted")))
         with stops(strict, "planted"):
             checks.check_layers(found, strict=strict)
-    assert {layer.skip() is None for layer in found} == {False}
+    assert {layer.why_skipped() is None for layer in found} == {False}
     assert strict or levels(said) == [logging.ERROR]
     assert kernels(found) == [None, None]
 
@@ -235,7 +235,7 @@ def test_a_kernel_that_raises_while_serving_takes_the_layer_off_the_fast_path(mo
 
 
 def test_a_graph_in_another_dtype_than_the_checked_one_is_left_to_vllm():
-    skip = Layer.of(layer_of()).skip(act=torch.float16)
+    skip = Layer.of(layer_of()).why_skipped(act=torch.float16)
     assert skip.code == "activation_dtype"
 
 

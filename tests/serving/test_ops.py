@@ -58,8 +58,8 @@ def test_decode_rows_are_prepared_without_a_change_to_q_and_k_pe():
 def decisions_of_dummy_batches(monkeypatch, each=lambda layer: None):
     """How often the layer decides while its rank runs ten batches without metadata."""
     layer, batch, decided = layer_of(), batch_of(4, profiling=True), []
-    skip = Layer.skip
-    monkeypatch.setattr(Layer, "skip", lambda one, **given: (decided.append(one), skip(one, **given))[1])
+    skip = Layer.why_skipped
+    monkeypatch.setattr(Layer, "why_skipped", lambda one, **given: (decided.append(one), skip(one, **given))[1])
     with forward([layer], batch):
         for _ in range(10):
             OPS[ROPE](*arguments(ROPE, layer, batch.rows))
@@ -120,7 +120,7 @@ def test_a_kernel_that_raises_costs_the_layer_its_kernel_and_nothing_else(monkey
             OPS[ROPE](*args)
         outcomes.append((args[6], layer.kv_cache))
     assert all(torch.equal(*pair) for pair in zip(*outcomes, strict=True))
-    skip = Layer.of(layer).skip()
+    skip = Layer.of(layer).why_skipped()
     assert skip.code == "kernel_failed"
     assert "planted: out of shared memory" in skip.message
     assert caplog.text.count("planted") == 1

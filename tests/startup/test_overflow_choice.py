@@ -43,7 +43,7 @@ def started(kernel, aiter, triton=CLAMPS, cache="fp8"):
 
 
 def runs(one):
-    assert one.skip() is None
+    assert one.why_skipped() is None
     return one.decision.at(4)
 
 
@@ -83,7 +83,7 @@ def test_overflow_that_auto_avoids_is_not_in_the_status(said):
 @pytest.mark.mutation("I14")
 def test_mutation_overflow_a_triton_kernel_that_does_not_saturate_serves_nothing(said):
     one = started("auto", OVERFLOWS, triton=OVERFLOWS)
-    assert one.skip().code == "kernel_shape"
+    assert one.why_skipped().code == "kernel_shape"
     assert list(one.usable()) == ["vllm"]
     assert re.search(r"triton: self-check FAILED: .*q rope [1-9].*kv rope [1-9]", said.at(logging.WARNING)[0])
 

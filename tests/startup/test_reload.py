@@ -63,11 +63,11 @@ def test_aiters_halves_of_a_rotary_table_are_renewed_in_place(how):
 @pytest.mark.mutation
 def test_where_the_weights_cannot_be_read_again_the_layer_runs_vllms_own_kernels(worker, monkeypatch, said):
     layer = layer_in(worker)
-    assert layer.skip() is None
+    assert layer.why_skipped() is None
 
     monkeypatch.setattr(type(layer), "reloaded", raising(RuntimeError("planted")))
     worker.reload_weights()
-    assert "planted" in layer.skip().message
+    assert "planted" in layer.why_skipped().message
     assert sum("planted" in text for _, text in said) == 1
 
 

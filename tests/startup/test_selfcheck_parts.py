@@ -202,7 +202,7 @@ def test_selfcheck_parts_mutation_after_each_plant_the_layer_runs_vllms_own_kern
     layer = Layer(layer_of("fp8"), Backends(Settings(enabled=True), Platform("gfx942"), factories))
     checks.check_layers([layer], strict=False)
     assert backend.ran, "the planted bug never ran"
-    assert layer.skip().code == "kernel_shape"
+    assert layer.why_skipped().code == "kernel_shape"
 
 
 class Vllm(ReferenceBackend):

@@ -168,7 +168,7 @@ AT_THE_CHECK = {
     "the weights": lambda patch, one: patch(compat_layer, "activation_dtype", planted),
     "the back ends": lambda patch, one: patch(Layer, "kernels_to_check", planted),
     "the decision": lambda patch, one: patch(Layer, "not_admitted", planted),
-    "the rows": lambda patch, one: patch("vllm_aiter_mla.serving.backends.synthetic_inputs", planted),
+    "the rows": lambda patch, one: patch("vllm_aiter_mla.serving.backends.meta_inputs", planted),
 }
 
 
@@ -184,7 +184,7 @@ def test_fail_closed_whatever_raises_at_the_check_no_layer_runs_unchecked(said, 
     lines = [level for level, text in said if "'planted'" in text or "TypeError" in text]
     assert lines == [logging.ERROR] * (not strict), "one line says so"
     layer = Layer.of(module)
-    assert isinstance(layer.skip(), admission.Skip), "the passes would rewrite it"
+    assert isinstance(layer.why_skipped(), admission.Skip), "the passes would rewrite it"
 
 
 @pytest.mark.mutation("I12")
@@ -224,7 +224,7 @@ def test_mutation_fail_closed_the_hook_swallows_what_the_check_raises(said, monk
 def test_fail_closed_a_worker_that_cannot_be_hooked(said, monkeypatch, strict):
     monkeypatch.setattr(patches, "after", planted)
     with stops(strict, "could not be hooked: KeyError"):
-        assert layer_in(Worker(ours(), strict=strict, kernel="triton")).skip().code.startswith("kernel_")
+        assert layer_in(Worker(ours(), strict=strict, kernel="triton")).why_skipped().code.startswith("kernel_")
         assert [level for level, text in said if "could not be hooked" in text] == [logging.ERROR]
 
 

@@ -192,9 +192,7 @@ def keeps_what_graphs_left_out(tmp_path):
     layers()[LAYERS[1]].fail(RuntimeError("planted"))
     compiled()
     after_warm_up()
-    assert list(written(tmp_path, "skips-*.json")["skipped"]) == [LAYERS[0]], (
-        "a later start is told of this one's error"
-    )
+    assert list(written(tmp_path, "skips-*.json")["skipped"]) == [LAYERS[0]], "told of another start's error"
 
 
 def test_a_warm_start_is_not_told_what_only_happened_to_the_cold_one(tmp_path):

@@ -106,7 +106,7 @@ def _decisions(ranks: Sequence[RankStatus], layer: str) -> Iterator[str]:
 
 
 def _decision(decided: Decided, skip: Reason | None) -> Iterator[str]:
-    """Yield what runs at how many tokens, and why each other kernel does not."""
+    """Yield the lines that say what runs at how many tokens, and why each other kernel does not."""
     if skip is not None:
         yield f"    vLLM's own       {': '.join(skip)}"
     for first, last, kernel in () if skip is not None else decided.kernels:

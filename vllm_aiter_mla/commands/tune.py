@@ -15,7 +15,7 @@ from vllm_aiter_mla.commands.compat.offline import load_plugins
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.device import card
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import LayerShape, meta_inputs, synthetic_inputs
 from vllm_aiter_mla.kernels.triton import tiles, tuning
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 from vllm_aiter_mla.serving import decision
@@ -35,7 +35,7 @@ def run(tokens: Sequence[int] | None, shapes: Iterable[LayerShape]) -> tuple[tun
     chosen, us, wrong, stopped = dict[str, stopwatch.Ranges](), {}, list[str](), ""
     with compat_config.as_current():
         for shape in shapes:
-            key, base = tuning.key_of(call_of(shape)), partial(default, heads=shape.heads)
+            key, base = tuning.key_of(meta_inputs(shape)), partial(default, heads=shape.heads)
             try:
                 rounds = timed(shape, key, counts, wrong)
             except Exception as error:  # out of memory for a large size, or Triton is absent
@@ -64,18 +64,13 @@ def default(tokens: int, heads: int) -> str:
     return tiles.tile_for(card().arch, tokens, heads).label
 
 
-def call_of(shape: LayerShape) -> DecodeInputs:
-    """Return a call without memory."""
-    return synthetic_inputs(replace(shape, device="meta"), tokens=1)
-
-
 def timed(shape: LayerShape, key: str, counts: Sequence[int], wrong: list[str]) -> stopwatch.Rounds:
     """Check each tile as start-up does and time those that are right.
 
     Raises:
         ValueError: the kernel does not take the shape, or one of the table's tiles is wrong.
     """
-    call, able = call_of(shape), {}
+    call, able = meta_inputs(shape), {}
     for label in tiles.allowed(card().arch):
         backend = TritonBackend({key: ((1, sys.maxsize, label),)})
         if (why := backend.refuse(call)) is not None:

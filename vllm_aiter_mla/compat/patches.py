@@ -96,7 +96,7 @@ def extend_pass_config() -> None:
     try:
         _rebuild_validators()
         _wrap_methods(PassConfig, tuple(added))
-        _test_pass_config(PassConfig, vllm_hash)
+        _check_patched_pass_config(PassConfig, vllm_hash)
     except Exception as error:
         _undo_pass_config(PassConfig, before)
         raise RuntimeError(f"PassConfig could not be extended: {error}") from error
@@ -155,8 +155,12 @@ class _WithoutFields:
         return getattr(self._pass_config, name)
 
 
-def _test_pass_config(cls: type, vllm_hash: str) -> None:
-    """Try what the plugin relies on, with the classes as a user meets them."""
+def _check_patched_pass_config(cls: type, vllm_hash: str) -> None:
+    """Try what the plugin relies on, with the classes as a user meets them.
+
+    Raises:
+        RuntimeError: something of it does not hold.
+    """
     from vllm.config import CompilationConfig
 
     def rejected(wrong: dict[str, Any]) -> bool:

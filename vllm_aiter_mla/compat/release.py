@@ -77,8 +77,8 @@ def op_differences(fused: bool) -> tuple[str, ...]:
             differences.append(f"the op vllm::{name} cannot be found ({line})")
             continue
         known = arguments.split()
-        found = [one.name + "!" * bool(one.alias_info and one.alias_info.is_write) for one in schema.arguments]
-        if found != known:
-            unlike = [one for one in (*found, *known) if (one in found) != (one in known)]
+        given = [arg.name + "!" * bool(arg.alias_info and arg.alias_info.is_write) for arg in schema.arguments]
+        if given != known:
+            unlike = [name for name in (*given, *known) if (name in given) != (name in known)]
             differences.append(f"the op vllm::{name} differs in {', '.join(unlike) or 'the order of its arguments'}")
     return tuple(differences)

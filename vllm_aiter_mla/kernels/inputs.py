@@ -2,7 +2,7 @@
 """One layer and one step as every kernel back end sees them: operands, shared contract, keys, synthetic operands."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -250,3 +250,8 @@ def synthetic_inputs(
         out_dtype=shape.out_dtype,
         out_heads=shape.out_heads,
     )
+
+
+def meta_inputs(shape: LayerShape, tokens: int = 1) -> DecodeInputs:
+    """Return operands of a layer without memory: what a contract looks at."""
+    return synthetic_inputs(replace(shape, device="meta"), tokens)

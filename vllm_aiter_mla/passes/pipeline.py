@@ -142,15 +142,15 @@ def rewrite(graph: fx.Graph) -> dict[str, int]:
     modules = compat_layer.layers_of_forward_context()
     counts = dict.fromkeys(("matched", "skipped", "rope_kv_cache", "vllm_fused", "q_prep_lift", "aiter_fusion"), 0)
     for name, found in match_layers(graph):
-        out_dtype = found if isinstance(found, Skip) else _admit(found, modules)
-        if isinstance(out_dtype, Skip):
+        outcome = found if isinstance(found, Skip) else _query_dtype_or_skip(found, modules)
+        if isinstance(outcome, Skip):
             counts["skipped"] += 1
-            log.say_once(logging.DEBUG, f"{name} is left to vLLM: {out_dtype}")
+            log.say_once(logging.DEBUG, f"{name} is left to vLLM: {outcome}")
             with real_tensors():
-                Layer.leave_out(modules.get(name), out_dtype)
+                Layer.leave_out(modules.get(name), outcome)
             continue
         assert isinstance(found, LayerMatch)
-        found.out_dtype = out_dtype
+        found.out_dtype = outcome
         try:
             with all_or_nothing(graph):
                 for run in PASSES.values():
@@ -183,8 +183,8 @@ def all_or_nothing(graph: fx.Graph) -> Iterator[None]:
         raise
 
 
-def _admit(match: LayerMatch, modules: dict[str, Any]) -> torch.dtype | Skip:
-    """Return what the layer's decode kernel reads, or why vLLM keeps the layer as it is."""
+def _query_dtype_or_skip(match: LayerMatch, modules: dict[str, Any]) -> torch.dtype | Skip:
+    """Return the dtype of the prepared query, which the layer's decode kernel reads, or why vLLM keeps the layer."""
     module = modules.get(match.layer_name)
     if module is None:
         return Skip("layer_unknown", "the layer is not in this model's forward context")
@@ -192,6 +192,6 @@ def _admit(match: LayerMatch, modules: dict[str, Any]) -> torch.dtype | Skip:
     try:
         with real_tensors():
             layer = Layer.of(module)
-            return layer.skip(act, table) or layer.query_dtype(act)
+            return layer.why_skipped(act, table) or layer.query_dtype(act)
     except Exception as error:
         return Skip("not_evaluated", f"admission raised {type(error).__name__}: {error}")

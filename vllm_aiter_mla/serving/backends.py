@@ -3,7 +3,6 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.aiter.op import AiterUnavailableError
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.device import card
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, meta_inputs
 from vllm_aiter_mla.kernels.platform import Platform, detect_platform
 from vllm_aiter_mla.kernels.reference import AITER, VLLM_COMPILED, ReferenceBackend
 from vllm_aiter_mla.kernels.vllm_own import VLLMBackend
@@ -129,17 +128,17 @@ class Backends:
         """
         key = (shape, limit)
         if key not in self._offers:
-            self._offers[key] = self._asked(replace(shape, device="meta"), limit)
+            self._offers[key] = self._asked(shape, limit)
         return self._offers[key]
 
     def _asked(self, shape: LayerShape, limit: int) -> tuple[tuple[int, ...], dict[str, Offer]]:
         """Ask on operands without memory: a contract looks at sizes and types only."""
         built = {name: self.get(name) for name in self.names}
-        row = synthetic_inputs(shape, 1)
+        row = meta_inputs(shape)
         counts = {count for one in built.values() if not isinstance(one, str) for count in one.tried_counts(row)}
         starts = (1, *sorted(count for count in counts if 1 < count <= limit))
         points = (*(start - 1 for start in starts[1:]), limit)
-        calls = [synthetic_inputs(shape, start) for start in starts]
+        calls = [meta_inputs(shape, start) for start in starts]
         offers = {}
         for name, backend in built.items():
             if isinstance(backend, str):
@@ -165,13 +164,13 @@ class Backends:
 
 def of_engine(config: Any) -> Backends:
     """Return the back ends of the engine of a ``VllmConfig``, which its pass owns: no other engine has the same."""
-    engaged = compat_config.engaged_pass(config)
-    if engaged is None:  # nothing of ours runs in this engine
+    our_pass = compat_config.engaged_pass(config)
+    if our_pass is None:  # nothing of ours runs in this engine
         return Backends(compat_config.settings_of(config), current_platform())
-    if engaged.backends is None:
-        engaged.backends = Backends(compat_config.settings_of(config), current_platform())
-    found: Backends = engaged.backends
-    return found
+    if our_pass.backends is None:
+        our_pass.backends = Backends(compat_config.settings_of(config), current_platform())
+    backends: Backends = our_pass.backends
+    return backends
 
 
 def current_platform() -> Platform:

@@ -54,8 +54,9 @@ class Layer:
 
     def __init__(self, module: Any, engine: Backends | None = None) -> None:
         self.name, self.module, config = str(getattr(module, "layer_name", "")), module, compat_layer.config_of(module)
+        our_pass = compat_config.engaged_pass(config)
         self.backends = engine or backends.of_engine(config)
-        self.engine_status: EngineStatus = getattr(compat_config.engaged_pass(config), "status", None) or EngineStatus()
+        self.engine_status: EngineStatus = EngineStatus() if our_pass is None else our_pass.status
         padded, arch = compat_layer.padded_heads(module), self.backends.platform.arch
         if padded and vllm_own.may_take_parts(arch, module.num_heads, module.kv_cache_dtype.startswith("fp8")):
             padded = None
@@ -73,20 +74,22 @@ class Layer:
         self._weight: absorb.AbsorbWeight | None = None
         self._tensors: tuple[tuple[str, torch.Tensor], ...] = ()
         self._dtypes: dict[torch.dtype, torch.dtype] = {}
+        # What runs calls of a shape, which holds for this weight and scale of the query, and for rotary tables and
+        # cache scales of this form.
         self._runs: dict[tuple[Any, ...], tuple[str, Run | None]] = {}
-        self._lasting: tuple[Any, Any] = (None, None)
-        self._constants: tuple[Any, Any] = (None, None)
-        self._described: tuple[Any, ...] = ()
+        self._bound_with: tuple[Any, Any] = (None, None)
+        self._table_and_scale: tuple[Any, Any] = (None, None)
+        self._table_and_scale_form: tuple[Any, ...] = ()
         self._cache: Callable[[], torch.Tensor | None] = lambda: None
         self._view: torch.Tensor | None = None
 
     @classmethod
     def of(cls, module: Any) -> "Layer":
         """Return the one layer of vLLM's ``MLAAttention`` module, which keeps it, so that the two go together."""
-        found: Layer | None = module.__dict__.get(_KEY)
-        if found is None:
-            found = module.__dict__[_KEY] = cls(module)
-        return found
+        layer: Layer | None = module.__dict__.get(_KEY)
+        if layer is None:
+            layer = module.__dict__[_KEY] = cls(module)
+        return layer
 
     @classmethod
     def leave_out(cls, module: Any, skip: Skip) -> None:
@@ -156,7 +159,7 @@ class Layer:
         """
         return next(iter(layer_skips(compat_layer.layer_view(self.module, table_dtype, act))), None)
 
-    def skip(self, act: torch.dtype | None = None, table_dtype: torch.dtype | None = None) -> Skip | None:
+    def why_skipped(self, act: torch.dtype | None = None, table_dtype: torch.dtype | None = None) -> Skip | None:
         """Return why a graph must not call the op for this layer, or None; arguments as ``not_admitted``."""
         return self.decision.skip or self.not_admitted(act, table_dtype)
 
@@ -186,8 +189,8 @@ class Layer:
         return self._built(decision.usable(self.facts(), self._checks or {}, self.backends.settings))
 
     def _built(self, names: tuple[str, ...]) -> dict[str, KernelBackend]:
-        found = {name: self.backends.get(name) for name in names}
-        return {name: backend for name, backend in found.items() if not isinstance(backend, str)}
+        built = {name: self.backends.get(name) for name in names}
+        return {name: backend for name, backend in built.items() if not isinstance(backend, str)}
 
     def forget(self, limit: int) -> None:
         """Forget what an earlier start found; ``limit`` is the decode limit of this one in tokens."""
@@ -244,7 +247,7 @@ class Layer:
 
     def reloaded(self) -> None:
         """Bind and decide again: vLLM may have loaded other strides or memory into the same tensor objects."""
-        self._weight, self._lasting, self._constants = None, (None, None), (None, None)
+        self._weight, self._bound_with, self._table_and_scale = None, (None, None), (None, None)
         self._dtypes.clear()
         self._changed()
 
@@ -279,20 +282,20 @@ class Layer:
 
     def query_dtype(self, act: torch.dtype) -> torch.dtype:
         """Return what the layer's decode kernel reads where the activations are ``act``: fp8, or ``act``."""
-        found = self._dtypes.get(act)
-        if found is None:
-            found = self._dtypes[act] = compat_layer.prepared_query_dtype(self.module, act)
-        return found
+        dtype = self._dtypes.get(act)
+        if dtype is None:
+            dtype = self._dtypes[act] = compat_layer.prepared_query_dtype(self.module, act)
+        return dtype
 
     def kernel(self, inputs: DecodeInputs) -> Run | None:
         """Return what prepares calls of this shape, and count the layer as engaged; None if vLLM's attention does."""
         key = _step_key(inputs)
-        found = self._runs.get(key) if self._still_holds(inputs) else None
-        if found is None:
+        bound = self._runs.get(key) if self._still_holds(inputs) else None
+        if bound is None:
             if len(self._runs) >= _KEEP:
                 self._runs.clear()
-            found = self._runs[key] = self._bind(inputs)
-        name, run = found
+            bound = self._runs[key] = self._bind(inputs)
+        name, run = bound
         if name:
             self.ran = name
         return run
@@ -327,14 +330,14 @@ class Layer:
         The rotary table and the cache scale may be other tensors, if what a contract looks at is as before.
         """
         table, k_scale, same = inputs.cos_sin_cache, inputs.k_scale, True
-        if table is not self._constants[0] or k_scale is not self._constants[1]:
-            before, self._constants = self._described, (table, k_scale)
-            self._described = (table.shape, table.stride(), table.dtype, k_scale.shape, k_scale.dtype)
-            same = self._described == before
-        if same and inputs.weight is self._lasting[0] and inputs.q_scale is self._lasting[1]:
+        if table is not self._table_and_scale[0] or k_scale is not self._table_and_scale[1]:
+            before, self._table_and_scale = self._table_and_scale_form, (table, k_scale)
+            self._table_and_scale_form = (table.shape, table.stride(), table.dtype, k_scale.shape, k_scale.dtype)
+            same = self._table_and_scale_form == before
+        if same and inputs.weight is self._bound_with[0] and inputs.q_scale is self._bound_with[1]:
             return True
         self._runs.clear()
-        self._lasting = (inputs.weight, inputs.q_scale)
+        self._bound_with = (inputs.weight, inputs.q_scale)
         return False
 
     def cache_view(self, kv_cache: torch.Tensor) -> torch.Tensor:

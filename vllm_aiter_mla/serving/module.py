@@ -161,7 +161,7 @@ def _emit(attention: Any) -> Skip | None:
     if skip is not None:
         return skip
     embedding = wrapper.rotary_emb
-    skip = Layer.of(attention).skip(table_dtype=embedding.cos_sin_cache.dtype)
+    skip = Layer.of(attention).why_skipped(table_dtype=embedding.cos_sin_cache.dtype)
     if skip is None:
         wrapper.is_neox = bool(embedding.is_neox_style)
     return skip

@@ -14,7 +14,7 @@ from typing import Any
 from vllm_aiter_mla.admission import OVERFLOW
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels.backend import KernelBackend
-from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import LayerShape, meta_inputs, synthetic_inputs
 from vllm_aiter_mla.serving.decision import PASSED, Checked
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
@@ -122,7 +122,7 @@ def _check_group(
     """Check the kernels of layers of one engine and one shape."""
     shape = first.shape()
     named = shape.in_words()
-    row = synthetic_inputs(replace(shape, device="meta"), tokens=1)
+    row = meta_inputs(shape)
     checks: dict[str, Checked] = {}
     for name, backend in first.kernels_to_check().items():
         with marked(name):
@@ -173,14 +173,14 @@ def self_check(
     results = []
     try:
         for is_neox in PAIRINGS:
-            one = replace(shape, is_neox=is_neox)
-            results.append(result := selfcheck.self_check(backend, one, limit))
+            shaped = replace(shape, is_neox=is_neox)
+            results.append(result := selfcheck.self_check(backend, shaped, limit))
             if not result.ok:
                 return result
             log.say_once(logging.DEBUG, result.message)
             if capture_sizes:
                 for large in backend.caches:
-                    backend.warm_up(synthetic_inputs(one, tokens=1, large=large), capture_sizes)
+                    backend.warm_up(synthetic_inputs(shaped, tokens=1, large=large), capture_sizes)
     except Exception as error:
         return SelfCheckResult(False, f"{name}: self-check FAILED: {type(error).__name__}: {error}", {}, 0)
     return next((result for result in results if result.writes_nan), results[-1])

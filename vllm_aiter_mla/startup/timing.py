@@ -13,7 +13,7 @@ import logging
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log, ranks
 from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.device import card
-from vllm_aiter_mla.kernels.inputs import synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import meta_inputs
 from vllm_aiter_mla.kernels.stopwatch import Rounds
 from vllm_aiter_mla.serving import decision
 from vllm_aiter_mla.serving.decision import VLLM
@@ -148,7 +148,7 @@ def _figures(config: Any, layer: Layer, counts: Sequence[int], budget: stopwatch
     settings, graphs = compat_config.settings_of(config), bool(compat_config.full_graphs(config.compilation_config))
     options = {"vllm": compat_config.compiled_as(config), "graphs": graphs}
     # Which variants are timed: another tile of a kernel has other figures.
-    calls = [synthetic_inputs(replace(shape, device="meta"), count) for count in counts]
+    calls = [meta_inputs(shape, count) for count in counts]
     kernels = {name: [backend.kernel_of(call) for call in calls] for name, backend in backends.items()}
     key = machine | options | {"counts": list(counts), "candidates": kernels}
     kept, since = Rounds(), ""
@@ -215,11 +215,11 @@ def _apply(text: str, group: Sequence[Layer], own: Taken, rounds: Rounds) -> Non
             write(compat_config.cache_folder(), own.key, rounds)
 
 
-def _say(troubles: Sequence[str], answer: Answer, tables: int) -> None:
+def _say(troubles: Sequence[str], answer: Answer, num_timed_shapes: int) -> None:
     if troubles:
         more = f" (and {len(troubles) - 1} more)" if len(troubles) > 1 else ""
-        timed = f" but for {tables} layer shape(s)" if tables else ""
-        log.say_once(logging.WARNING, f"the kernels could not be timed: {troubles[0]}{more}; {VLLMS}{timed}")
+        rest = f" but for {num_timed_shapes} layer shape(s)" if num_timed_shapes else ""
+        log.say_once(logging.WARNING, f"the kernels could not be timed: {troubles[0]}{more}; {VLLMS}{rest}")
     elif answer.timed:
         spent = f"{answer.seconds:.1f} s of at most {stopwatch.BUDGET_S:g} s"
         log.say(logging.INFO, f"kernels timed on this card in {spent}: {answer.timed} layer shape(s)")

@@ -48,10 +48,10 @@ def attach(worker: Any) -> None:
     strict = _is_strict(config)
     # Kernels that nobody has checked do not run, so a worker without hooks runs vLLM's own.
     with step("the worker could not be hooked", strict, FALLS_BACK):
-        engaged = compat_config.engaged_pass(config)
-        if not compat_config.settings_of(config).enabled or engaged is None:
+        our_pass = compat_config.engaged_pass(config)
+        if not compat_config.settings_of(config).enabled or our_pass is None:
             return
-        if engaged.integration == "module":
+        if our_pass.integration == "module":
             from vllm_aiter_mla.serving import module  # late: the passes do not need it
 
             patches.within(worker, "load_model", module.installed)
@@ -85,14 +85,14 @@ def check_kernels(worker: Any, strict: bool = False) -> None:
         # Also after an error: the other ranks wait for this one's answer.
         timing.time_kernels(config, layers, checked_to)
     with step(CHECK, strict, FALLS_BACK, layers):
-        engaged = compat_config.engaged_pass(config)
+        our_pass = compat_config.engaged_pass(config)
         # Before the first graph is compiled: which layers the passes leave alone depends on it.
         kernels = cache_key(layers, strict=strict)
-        if engaged.integration == "module":
+        if our_pass.integration == "module":
             from vllm_aiter_mla.serving import module
 
-            engaged.emitted = module.emit(compat_config.mla_modules(config))
-        engaged.kernels = kernels
+            our_pass.emitted = module.emit(compat_config.mla_modules(config))
+        our_pass.kernels = kernels
     if checked_to is not None:
         with log.warned("what vLLM's own attention compiles could not be compiled ahead"):
             for layer in layers:
@@ -278,13 +278,13 @@ def _run_once(worker: Any) -> None:
 
 def _record(worker: Any) -> RankStatus:
     config = worker.vllm_config
-    engaged, rank = compat_config.engaged_pass(config), int(getattr(worker, "rank", 0))
+    our_pass, rank = compat_config.engaged_pass(config), int(getattr(worker, "rank", 0))
     layers = {name: Layer.of(module).outcome() for name, module in sorted(compat_config.mla_modules(config).items())}
     cache, card = compat_config.cache_name(config), current_platform().arch
-    found = engaged.status.record_of(layers, engaged.limit, cache, rank, engaged.integration, card)
+    record = our_pass.status.record_of(layers, our_pass.limit, cache, rank, our_pass.integration, card)
     labels = compat_config.metric_labels(config)
-    kept = engaged.changes is not None and engaged.changes.partition
-    return replace(found, partition=kept, model_name=labels["model_name"], engine=labels["engine"])
+    kept = our_pass.changes is not None and our_pass.changes.partition
+    return replace(record, partition=kept, model_name=labels["model_name"], engine=labels["engine"])
 
 
 def _decided(config: Any) -> tuple[Decided, ...]:
@@ -301,12 +301,12 @@ def _say(config: Any, records: Sequence[RankStatus | None], record: RankStatus, 
     Raises:
         SettingsError: strict mode, and no layer engaged.
     """
-    anywhere = any(one is not None and one.engaged for one in records)
+    anywhere = any(rank is not None and rank.engaged for rank in records)
     if strict and not record.engaged and (record.total or not anywhere):
         raise SettingsError(f"{log.PREFIX}{status.line.of(record)} ({STRICT_OPTION})")
     if record.rank == 0:
-        found = status.record.of_engine(records)
-        level = logging.INFO if found.record.engaged and found.whole else logging.WARNING
+        engine = status.record.of_engine(records)
+        level = logging.INFO if engine.record.engaged and engine.whole else logging.WARNING
         # Every engine of a process has its line said, also one that reads like the last.
         log.say(level, status.line.of(*records, replica=compat_config.replica(config)))
 

@@ -19,25 +19,25 @@ def of(*ranks: RankStatus | None, replica: int | None = None) -> str:
         ranks: the records of an engine's ranks, as ``of_engine`` takes them.
         replica: index of the data-parallel engine that the line speaks for; None if there is one.
     """
-    found = of_engine(ranks)
-    record, engaged = found.record, len(found.record.engaged)
+    engine = of_engine(ranks)
+    record, engaged = engine.record, len(engine.record.engaged)
     whose = "" if replica is None else f", data-parallel engine {replica}"
     if not engaged:
         kept = "; graph partition stays on" if record.partition else ""
         return _answered(f"0/{record.total}: {first_reason(record.skipped)}{kept}{whose}", record.skipped.values())
     by = ", integration module" if record.integration == "module" else ""
-    whole = found.ranks - len(found.fallen) - found.silent
-    on = f" on {whole} of {found.ranks} ranks" if found.ranks > 1 else ""
+    agreeing = engine.ranks - len(engine.fallen) - engine.silent
+    on = f" on {agreeing} of {engine.ranks} ranks" if engine.ranks > 1 else ""
     text = (
         f"{engaged}/{record.total} MLA layers engaged{on} ({_measured(record) or _kernels(record)}{_tuned(record)}{by})"
     )
-    for rank, why in found.fallen.items():
+    for rank, why in engine.fallen.items():
         text += f"; rank {rank} fell back: {_printable(why)}"
-    text += f"; {found.silent} without a status" if found.silent else ""
+    text += f"; {engine.silent} without a status" if engine.silent else ""
     left = record.total - engaged
     text += f"; {left} skipped: {first_reason(record.skipped)}" if left else ""
     text += "".join(f"; {name} {OVERFLOW}" for name in record.overflows) + whose
-    return _answered(text, [*found.fallen.values(), *record.skipped.values()])
+    return _answered(text, [*engine.fallen.values(), *record.skipped.values()])
 
 
 def remedies(reasons: Iterable[Reason]) -> dict[str, str]:
@@ -48,8 +48,8 @@ def remedies(reasons: Iterable[Reason]) -> dict[str, str]:
 def _answered(text: str, reasons: Iterable[Reason]) -> str:
     """Return the line with the remedy of the first reason, or with the command that prints the remedy."""
     remedy = next(iter(remedies(reasons).values()), "")
-    whole = f"{text} -> {remedy}" if remedy else text
-    return whole if len(whole) <= LONGEST else f"{text} (run: vllm-aiter-mla status)"
+    full_line = f"{text} -> {remedy}" if remedy else text
+    return full_line if len(full_line) <= LONGEST else f"{text} (run: vllm-aiter-mla status)"
 
 
 def _kernels(record: RankStatus) -> str:

@@ -107,11 +107,11 @@ class _Layer:
         if was != wanted:
             yield Finding("shape-and-dtype", f"{wanted} expected, {was} prepared")
         elif got is not None:
-            yield from self._query(got)
-        yield from self._cache(slots[: self.inputs.slot_mapping.shape[0]])
-        yield from self._output(final)
+            yield from self._query_findings(got)
+        yield from self._cache_findings(slots[: self.inputs.slot_mapping.shape[0]])
+        yield from self._output_findings(final)
 
-    def _query(self, got: torch.Tensor) -> Iterator[Finding]:
+    def _query_findings(self, got: torch.Tensor) -> Iterator[Finding]:
         rows, lat = self.rows(self.inputs), self.inputs.latent_dim
         got, expected = got[:rows], [query[:rows] for query in self.queries]
         declared = any(torch.equal(got.float().isnan(), each.float().isnan()) for each in expected)
@@ -137,7 +137,7 @@ class _Layer:
         off, most = deviation(got, expected), self.bound * (3 if formats.is_fp8(got.dtype) else 1)
         return f"{off:.2%} off by its norm, {most:.0%} may be" if off > most else ""
 
-    def _cache(self, slots: torch.Tensor) -> Iterator[Finding]:
+    def _cache_findings(self, slots: torch.Tensor) -> Iterator[Finding]:
         storage, lat = self.own.storage, self.inputs.latent_dim
         written = slots[slots >= 0] + GUARD_BLOCKS * storage.shape[1]
         if written.numel():
@@ -150,7 +150,7 @@ class _Layer:
                     yield Finding("cache-rows", f"{part} part of the written rows: {reason}")
         yield from _elsewhere(self.own, self.storage, written)
 
-    def _output(self, final: torch.Tensor | None) -> Iterator[Finding]:
+    def _output_findings(self, final: torch.Tensor | None) -> Iterator[Finding]:
         batch, out = self.own.buffers.batch, self.own.out
         n = batch.rows
         if self.out is None or not n:

@@ -69,15 +69,15 @@ def check(
             models.environment(env or [], os.environ), device is Device.cpu, strict, verbose, checkpoint,
         )  # fmt: skip
         with outputs.text_apart(json):
-            found = run(asked, lambda so_far: _keep(json, record(model, so_far, None)))
+            outcomes = run(asked, lambda so_far: _keep(json, record(model, so_far, None)))
     except (LookupError, ValueError) as error:
         outputs.fail(f"check: {error}")
     except models.NotKnownError as error:
         outputs.fail(f"check: {error}", outputs.NOT_LOOKED)
-    status = exit_status(found, asked.on_cpu, require_all)
+    status = exit_status(outcomes, asked.on_cpu, require_all)
     with outputs.text_apart(json):
-        show(model, found, status)
-    written = record(model, found, status)
+        show(model, outcomes, status)
+    written = record(model, outcomes, status)
     if json is not None:
         outputs.write(json, files.text_of(written))
     if html is not None and html_of is not None:
@@ -104,56 +104,59 @@ def run(asked: Context, keep: Callable[[dict[str, Outcome]], None] = lambda so_f
     Raises:
         ValueError: the model or an option is wrong: there is no plan, so no later step can run.
     """
-    found: dict[str, Outcome] = {}
+    outcomes: dict[str, Outcome] = {}
     for name, step in steps.STEPS.items():
         print(f"{name} ...", flush=True)
         if name in steps.OF_A_SHAPE and (why := steps.without_a_shape(asked.plan)):
-            found[name] = Outcome("skipped", why)
+            outcomes[name] = Outcome("skipped", why)
             continue
         try:
-            found[name] = child.run(name, asked) if name in steps.IN_A_PROCESS else step(asked)
+            outcomes[name] = child.run(name, asked) if name in steps.IN_A_PROCESS else step(asked)
         except Exception as error:
             if isinstance(error, (ModuleNotFoundError, models.NotKnownError)) and name == "plan":
                 raise  # vLLM could not be asked here: no option is wrong
             if name == "plan":
                 raise ValueError(str(error)) from error
-            found[name] = Outcome("failed", f"{type(error).__name__}: {error}")
-        for text in found[name].lines:
+            outcomes[name] = Outcome("failed", f"{type(error).__name__}: {error}")
+        for text in outcomes[name].lines:
             print(outputs.folded(f"  {outputs.line(text)}"))
-        keep(found)
-    return found
+        keep(outcomes)
+    return outcomes
 
 
-def exit_status(found: dict[str, Outcome], on_cpu: bool, require_all: bool = False) -> int:
+def exit_status(outcomes: dict[str, Outcome], on_cpu: bool, require_all: bool = False) -> int:
     """Return 1 if a step failed, else 4 if one gains nothing, else 3 if nothing ran on a card as it should, else 0.
 
     ``require_all``: 3 if any step was skipped.
     """
-    states = {outcome.status for outcome in found.values()}
+    states = {outcome.status for outcome in outcomes.values()}
     if "failed" in states:
         return outputs.FINDING
     if "no gain" in states:
         return NO_GAIN
     if require_all and "skipped" in states:
         return outputs.NOT_LOOKED
-    ran = any(found[name].status != "skipped" for name in steps.ON_THE_CARD if name in found)
+    ran = any(outcomes[name].status != "skipped" for name in steps.ON_THE_CARD if name in outcomes)
     return outputs.FINE if ran or on_cpu else outputs.NOT_LOOKED
 
 
-def record(model: str, found: dict[str, Outcome], status: int | None) -> CheckRun:
+def record(model: str, outcomes: dict[str, Outcome], status: int | None) -> CheckRun:
     """Return the record of the run; ``status`` is None while it goes on."""
-    made = (Step(what, one.status, one.detail, one.lines, files.plain(one.data)) for what, one in found.items())
-    return CheckRun(model, status, tuple(made))
+    steps_run = (
+        Step(name, outcome.status, outcome.detail, outcome.lines, files.plain(outcome.data))
+        for name, outcome in outcomes.items()
+    )
+    return CheckRun(model, status, tuple(steps_run))
 
 
-def show(model: str, found: dict[str, Outcome], status: int) -> None:
+def show(model: str, outcomes: dict[str, Outcome], status: int) -> None:
     """Print the table, and what a reader takes away."""
     console = Console(markup=False, highlight=False, width=outputs.WIDTH)
     table = Table("step", "outcome", "finding", title=f"check {model}", title_justify="left", box=box.ASCII)
-    for name, one in found.items():
-        table.add_row(name, one.status, outputs.line(one.detail))
+    for name, outcome in outcomes.items():
+        table.add_row(name, outcome.status, outputs.line(outcome.detail))
     console.print(table)
-    skipped = sum(one.status == "skipped" for one in found.values())
+    skipped = sum(outcome.status == "skipped" for outcome in outcomes.values())
     last = f"every step that ran passed; {skipped} skipped" if skipped else "every step passed"
     if status == outputs.FINDING:
         last = "FAILED: do not switch the fast path on before the steps above pass"
@@ -161,6 +164,6 @@ def show(model: str, found: dict[str, Outcome], status: int) -> None:
         last = "the flag gains nothing on this card: vLLM's own kernels are the fastest for this model; leave it off"
     if status == outputs.NOT_LOOKED:
         last = "nothing ran on a card: run this where vLLM serves (--device cpu runs what a CPU can run)"
-        if any(one.status != "skipped" for name, one in found.items() if name in steps.ON_THE_CARD):
+        if any(outcome.status != "skipped" for name, outcome in outcomes.items() if name in steps.ON_THE_CARD):
             last = f"{skipped} skipped, and --require-all asks for every step"
     print(outputs.folded(f"check: {last}"))

@@ -60,8 +60,8 @@ def build(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[s
     against = engine_reasons(answer)
     engaged = 0 if against else sum(kind.count for kind in kinds if not kind.reasons)
     # Another attention implementation follows from what stops the engine.
-    said = {reason.code for reason in against} | ({"impl"} if against else set())
-    reasons = [*against, *_of_layers(kinds, total, said)]
+    engine_codes = {reason.code for reason in against} | ({"impl"} if against else set())
+    reasons = [*against, *_layer_reasons(kinds, total, engine_codes)]
     formats: Counter[str] = Counter()
     for kind in kinds:
         formats[kind.built.format] += kind.count
@@ -145,18 +145,15 @@ def _outcome(reasons: list[Skip], engaged: int, total: int) -> str:
     return "some" if engaged else "skipped"
 
 
-def _of_layers(kinds: list[_Planned], total: int, said: set[str]) -> list[Skip]:
-    """Return each reason of layers once, with its share of them where others lack it.
-
-    One that is ``said`` of the whole engine is not said again of its layers.
-    """
+def _layer_reasons(kinds: list[_Planned], total: int, engine_codes: set[str]) -> list[Skip]:
+    """Return each reason of layers once, with its share of them where others lack it; none that skips the engine."""
     layers: Counter[Skip] = Counter()
     for kind in kinds:
         layers.update(dict.fromkeys(kind.reasons, kind.count))
     return [
         replace(reason, message=("" if count == total else f"{count} of {total} layers: ") + reason.message)
         for reason, count in layers.items()
-        if reason.code not in said
+        if reason.code not in engine_codes
     ]
 
 

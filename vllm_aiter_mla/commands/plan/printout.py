@@ -36,7 +36,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         if span.kernel != kernels[0].kernel:
             yield f"  from {span.first} tokens on they would run on {span.kernel or 'nothing'}: see below"
     yield ""
-    yield from _decode_limit(plan)
+    yield from _graph_lines(plan)
     yield ""
     yield from _issues(plan)
     if plan.kernels is not None:
@@ -74,7 +74,8 @@ def _model(plan: Plan) -> Iterator[str]:
     yield f"  KV cache     {options.kv_cache_dtype}, activations {options.dtype}{block}"
 
 
-def _decode_limit(plan: Plan) -> Iterator[str]:
+def _graph_lines(plan: Plan) -> Iterator[str]:
+    """Yield the decode limit, the integration, the options that it adds, compile ranges and captured sizes."""
     options, ranges, captures = plan.options, plan.compile_ranges, plan.captures
     given = options.settings.max_token_num
     origin = f"max_num_seqs {options.max_num_seqs} x (1 + {options.num_drafts} drafts)"
