@@ -193,8 +193,7 @@ def splitting_ops(compilation: Any, integration: str) -> list[str] | None:
     ops: list[str] | None = compilation.splitting_ops
     if compilation.mode is None or compilation.mode.name != "VLLM_COMPILE":
         return ops
-    _, users = patches.users_cuts(compilation)
-    if users is None and not set(ATTENTION_OPS) <= set(ops or ()):
+    if patches.given(compilation).splitting_ops is None and not set(ATTENTION_OPS) <= set(ops or ()):
         ops = _vllms_splitting_ops(compilation, integration)
     cut = (MLA_ATTENTION_OP,) if integration == "passes" else (MLA_ATTENTION_OP, KV_UPDATE_OP)
     if any(plain_name(op) in cut for op in ops or ()):

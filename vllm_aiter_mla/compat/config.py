@@ -24,7 +24,7 @@ def settings_of(vllm_config: Any) -> Settings:
 def view_of(vllm_config: Any, settings: Settings) -> ConfigView:
     """Return the facts that admission reads, as they are after the platform's own ``check_and_update_config``."""
     compilation = vllm_config.compilation_config
-    partition, splitting_ops = patches.users_cuts(compilation)
+    partition, splitting_ops, _ = patches.given(compilation)
     version = release.vllm_version()
     return ConfigView(
         vllm_version=version,

@@ -201,8 +201,6 @@ def _undo_pass_config(cls: type, before: dict[str, Any]) -> None:
 _HOOK_MARK = "_aiter_mla_hook"
 FUSION_FIELD = "fuse_rope_kvcache_cat_mla"
 """vLLM's own MLA fusion of RoPE and the KV write, a field of ``pass_config``."""
-Cuts = tuple[bool | None, tuple[str, ...] | None]
-"""``use_inductor_graph_partition`` and ``splitting_ops``, which decide how the graph is cut; None if not given."""
 
 
 class Given(NamedTuple):
@@ -252,11 +250,6 @@ def given(compilation: Any) -> Given:
     """Return what the user gave. In a copy, or a config from another process, a filled-in False counts as given."""
     known = _noted.get(id(compilation))
     return known[1] if known is not None and known[0]() is compilation else _read(compilation)
-
-
-def users_cuts(compilation: Any) -> Cuts:
-    """Return what the user gave of what decides how the graph is cut, as :func:`given`."""
-    return given(compilation)[:2]
 
 
 def note(compilation: Any, choice: Given) -> None:

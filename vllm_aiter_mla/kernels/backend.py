@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError
+from vllm_aiter_mla.kernels.inputs import DecodeInputs
 
 Run = Callable[[DecodeInputs], torch.Tensor]
 
@@ -93,11 +93,11 @@ class KernelBackend(ABC):
         """Bind and run: for a single call, outside serving.
 
         Raises:
-            KernelInputError: ``refuse`` has a reason, which is the message.
+            ValueError: ``refuse`` has a reason, which is the message.
         """
         bound = self.bind(inputs)
         if isinstance(bound, str):
-            raise KernelInputError(f"{self.name}: {bound}")
+            raise ValueError(f"{self.name}: {bound}")
         return bound.run(inputs)
 
     def numerics(self, inputs: DecodeInputs) -> Numerics:

@@ -19,10 +19,6 @@ K_SCALE, Q_SCALE = 0.053, 0.047  # not powers of two; with them no rotated eleme
 Q_LORA_RANK = 1536  # DeepSeek-V3's; it only moves k_pe away from the start of a row
 
 
-class KernelInputError(ValueError):
-    """A tensor handed to a kernel breaks the shared contract; the message names the tensor and the value."""
-
-
 @dataclass(slots=True)  # not frozen: one is made per layer and step, and a frozen one takes five times as long
 class DecodeInputs:
     """The operands of the decode-side preparation of one MLA layer.

@@ -119,7 +119,7 @@ def _check_what_is_named(parsed: Any, folder: Path) -> None:
         ("the draft's verifier", verifier.get("name_or_path"), None),
         ("--hf-config-path", parsed.hf_config_path, parsed.revision),
     ):
-        if name and not Path(str(name)).exists() and models.in_cache(str(name), revision) is None:
+        if name and not Path(str(name)).exists() and isinstance(models.looked_up(str(name), revision), str):
             raise ValueError(f"{what} {name} is not in the local cache; give a folder")
 
 

@@ -193,7 +193,7 @@ def _figures(model: dict[str, Any], planned: _Planned, limit: int, eager: bool) 
         step = formulas.Step(tokens, heads, nope, rope, latent, stored, FORMATS[planned.built.format].bytes)
         table[tokens] = {
             name: {
-                "launches": [launch._asdict() for launch in launches],
+                "launches": [asdict(launch) for launch in launches],
                 "launches_per_step": len(launches) * planned.count,
                 "bytes": formulas.moved(launches),
             }

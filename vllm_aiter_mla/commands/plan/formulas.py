@@ -5,6 +5,7 @@ Every tensor a launch reads or writes counts once per launch; caches, padding an
 left out. These are formulas, not measurements.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 ACT = 2  # bytes of a bfloat16 or float16 value
@@ -29,7 +30,8 @@ VLLM = "vLLM"
 """How the names of vLLM's own paths begin."""
 
 
-class Launch(NamedTuple):
+@dataclass(frozen=True)
+class Launch:
     """One kernel: what it does, bytes read and bytes written."""
 
     name: str

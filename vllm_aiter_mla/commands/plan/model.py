@@ -133,12 +133,6 @@ def _local_file(name: str) -> Path | None:
     return found
 
 
-def in_cache(name: str, revision: str | None = None) -> Path | None:
-    """Return the config of a hub name in the local Hugging Face cache, or None."""
-    found = looked_up(name, revision)
-    return found if isinstance(found, Path) else None
-
-
 def looked_up(name: str, revision: str | None = None) -> Path | str:
     """Return the config of a hub name in the local Hugging Face cache, or why there is none."""
     try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pydantic import JsonValue
 
 from vllm_aiter_mla import files
+from vllm_aiter_mla.commands.plan.formulas import Launch
 from vllm_aiter_mla.settings import Settings
 
 
@@ -120,15 +121,6 @@ class KernelSpan:
     kernel: str | None  # back end that runs, or None
     detail: str  # which of its kernels, or which tile
     skips: tuple[tuple[str, str], ...]  # (name, reason) of the back ends passed over
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel: what it does, bytes read and bytes written."""
-
-    name: str
-    read: int
-    written: int
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.backend import OWN_BMM, Binding, KernelBackend
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.formats import is_fp8
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, KernelInputError, contract_violation
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
 from vllm_aiter_mla.kernels.platform import CARDS
 from vllm_aiter_mla.kernels.reference import TRITON
 from vllm_aiter_mla.kernels.stopwatch import Ranges, name_at
@@ -102,12 +102,12 @@ class TritonBackend(KernelBackend):
             The distinct tiles, in the order of the first T that needs each.
 
         Raises:
-            KernelInputError: ``refuse`` has a reason against the template's layer, or the template has no row.
+            ValueError: ``refuse`` has a reason against the template's layer, or the template has no row.
         """
         if (reason := self.refuse(template)) is not None:
-            raise KernelInputError(f"triton: {reason}")
+            raise ValueError(f"triton: {reason}")
         if template.num_tokens == 0:
-            raise KernelInputError("triton: a template with at least one row expected, got none")
+            raise ValueError("triton: a template with at least one row expected, got none")
         from vllm_aiter_mla.kernels.triton import launcher
 
         rows = {name: getattr(template, name)[:1] for name in ("q", "k_pe", "kv_c", "positions")}
