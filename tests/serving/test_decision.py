@@ -172,8 +172,8 @@ ROWS = {
     "named, takes few tokens": (facts("aiter", aiter=UP_TO_255), checks(), None, named("aiter"), "aiter vllm"),
     "named, takes many tokens": (facts("aiter", aiter=FROM_256), checks(), None, named("aiter"), "vllm aiter"),
     "named reference": (facts("reference"), {}, None, named("reference"), "reference reference"),
-    "named vLLM's": (facts(VLLM), {}, None, named(VLLM), "vllm vllm"),
-    "named vLLM's, not built": (facts(VLLM, vllm=ABSENT), {}, None, named(VLLM), "kernel_unavailable"),
+    "named vLLM's": (facts(VLLM), {}, None, named(VLLM), "kernel_vllm"),
+    "named vLLM's, not built": (facts(VLLM, vllm=ABSENT), {}, None, named(VLLM), "kernel_vllm"),
 }  # fmt: skip
 
 

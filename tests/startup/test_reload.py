@@ -5,18 +5,24 @@ from dataclasses import replace
 
 import pytest
 import torch
+from vllm.platforms import current_platform
 
 from tests.support.made_up_clock import Named
 from tests.support.opcalls import NAME
 from tests.support.planted import raising
 from tests.support.simulated_aiter import ROCM
 from tests.support.worker import Worker, layer_in, ours
+from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import Skip
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving import backends
 from vllm_aiter_mla.startup import worker as startup
+from vllm_aiter_mla.status import EngineStatus
+from vllm_aiter_mla.status.record import RankStatus
 
 
 @pytest.fixture
@@ -73,14 +79,24 @@ def test_where_the_weights_cannot_be_read_again_the_layer_runs_vllms_own_kernels
 
 @pytest.fixture
 def checked(monkeypatch, said):
-    """A worker whose layer runs a kernel that was checked."""
+    """A worker that serves, whose layer runs a kernel that was checked."""
     for method in startup.RELOADS:
         monkeypatch.setattr(Worker, method, lambda self: None, raising=False)
     monkeypatch.setitem(backends.FACTORIES, "triton", lambda platform, settings: Named("triton"))
     one = Worker(ours(16), kernel="triton")
     one.load_model()
+    one.compile_or_warm_up_model()
     assert layer_in(one).decision.ours == "triton"
+    assert skipped(one) == {}
     return one
+
+
+def skipped(one):
+    """What the status file says of the layers that are left to vLLM."""
+    path, record = one.vllm_config.compilation_config.inductor_compile_config[current_platform.pass_key].status.written
+    assert files.read(RankStatus, path) == record
+    assert set(record.engaged) | set(record.skipped) == {NAME}
+    return {name: code for name, (code, _) in record.skipped.items()}
 
 
 def another_shape(module):
@@ -92,17 +108,29 @@ def a_window(module):
     module.sliding_window = 128
 
 
+def a_strange_weight(module):
+    module.W_UK_T = module.W_UK_T.view(torch.int16)
+
+
+def lines_of_fallback(said):
+    return [text for text in said.at(logging.ERROR) if "since weights were loaded again" in text]
+
+
 def falls_back_and_says_so(one, said, change, code):
     """The layer runs vLLM's own, one line says so, and the status has the reason: before the next step."""
-    change(one.vllm_config.compilation_config.static_forward_context[NAME])
+    change(layer_in(one).module)
     one.reload_weights()
     assert layer_in(one)._decision is not None, "the next step would decide"
     assert layer_in(one).decision.skip is not None, "a kernel runs that was checked for another layer"
-    assert layer_in(one).decision.skip.code == layer_in(one).outcome().skip[0] == code
-    assert len([text for text in said.at(logging.ERROR) if "since weights were loaded again" in text]) == 1
+    assert layer_in(one).decision.skip.code == code
+    assert skipped(one) == {NAME: code}, "the status file still says that the layer is engaged"
+    assert len(lines_of_fallback(said)) == 1
 
 
-@pytest.mark.parametrize(("change", "code"), [(another_shape, "kernel_shape"), (a_window, "sliding_window")])
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [(another_shape, "kernel_shape"), (a_window, "sliding_window"), (a_strange_weight, "kernel_shape")],
+)
 def test_a_reload_after_which_no_checked_kernel_takes_the_layer_is_said_and_noted(checked, said, change, code):
     falls_back_and_says_so(checked, said, change, code)
 
@@ -114,11 +142,69 @@ def test_mutation_a_check_that_outlives_the_shape_it_was_made_for_is_caught(chec
         falls_back_and_says_so(checked, said, another_shape, "kernel_shape")
 
 
+@pytest.mark.mutation("I8")
+def test_mutation_a_reload_that_leaves_the_status_as_it_was_is_caught(checked, said, monkeypatch):
+    monkeypatch.setattr(EngineStatus, "update", lambda *given, **fields: ({}, []))
+    with pytest.raises(AssertionError, match="still says that the layer is engaged"):
+        falls_back_and_says_so(checked, said, another_shape, "kernel_shape")
+
+
+def test_a_reload_that_cannot_renew_what_follows_from_the_weights_is_in_the_status(checked, said, monkeypatch):
+    monkeypatch.setattr(type(layer_in(checked).backends), "reloaded", raising(RuntimeError("planted")))
+    checked.reload_weights()
+    assert skipped(checked) == {NAME: "kernel_shape"}
+
+
+def test_a_layer_that_another_reload_brings_back_is_engaged_again(checked, said):
+    module = layer_in(checked).module
+    heads, weight = module.num_heads, module.W_UK_T
+    another_shape(module)
+    checked.reload_weights()
+    module.num_heads, module.W_UK_T = heads, weight
+    checked.reload_weights()
+    assert layer_in(checked).decision.ours == "triton"
+    assert skipped(checked) == {}
+    assert "engage again" in said.at(logging.INFO)[-1]
+
+
+def updated_by_a_trainer(one):
+    """As vLLM's weight transfer does it: in between the layer has no absorbed weight."""
+    module = layer_in(one).module
+    weight = module.W_UK_T
+    one._weight_update_active, module.W_UK_T = True, None
+    for _ in range(2):
+        one.update_weights()
+    one._weight_update_active, module.W_UK_T = False, weight.clone()
+    one.finish_weight_update()
+
+
+def test_a_weight_transfer_tells_of_no_fallback_and_leaves_the_status_as_it_was(checked, said):
+    updated_by_a_trainer(checked)
+    assert layer_in(checked).decision.ours == "triton"
+    assert (skipped(checked), lines_of_fallback(said)) == ({}, []), "half a transfer is taken for the whole"
+
+
+@pytest.mark.mutation
+def test_mutation_a_decision_in_the_middle_of_a_weight_transfer_is_caught(checked, said, monkeypatch):
+    monkeypatch.setattr(compat_config, "is_updating_weights", lambda worker: False)
+    with pytest.raises(AssertionError, match="taken for the whole"):
+        test_a_weight_transfer_tells_of_no_fallback_and_leaves_the_status_as_it_was(checked, said)
+
+
+def test_a_reload_that_raises_drops_what_followed_from_the_weights_too(checked, monkeypatch):
+    monkeypatch.setattr(Worker, "load", raising(KeyError("planted")), raising=False)
+    layer, weight = layer_in(checked), layer_in(checked).weight()
+    patches.after(checked, "load", startup.weights_reloaded, failed=startup.weights_reloaded)
+    with pytest.raises(KeyError, match="planted"):
+        checked.load()
+    assert layer.weight() is not weight
+
+
 def test_a_reload_tells_nothing_new_of_a_layer_that_its_graph_left_out(checked, said):
     """It ran vLLM's kernels before, for a reason that its weights do not change."""
     layer = layer_in(checked)
-    layer.left_out = Skip("no_rope", "why")
-    a_window(layer.module)
+    layer.ran, layer.left_out = "", Skip("no_rope", "why")
+    layer.engine_status.update({NAME: layer.outcome()})
     checked.reload_weights()
     assert layer.outcome().skip == ("no_rope", "why")
-    assert [text for text in said.at(logging.ERROR) if "since weights were loaded again" in text] == []
+    assert lines_of_fallback(said) == []

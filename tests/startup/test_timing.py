@@ -208,6 +208,13 @@ def test_a_named_kernel_or_the_option_skips_the_timing(made_up, options):
     assert "measure" not in " ".join(text for _, text in made_up.said)
 
 
+def test_where_vllms_kernels_were_named_the_line_says_so(made_up):
+    """As the pages advise after a kernel has raised."""
+    one = made_up.start(kernel="vllm")
+    one.compile_or_warm_up_model()
+    assert made_up.said.at(logging.WARNING)[-1].startswith("0/1: kernel_vllm: ")
+
+
 @pytest.mark.mutation
 def test_mutation_a_static_order_that_nobody_timed_is_caught(made_up, monkeypatch):
     told = []

@@ -112,16 +112,28 @@ def test_i8_only_rank_0_speaks_and_every_rank_writes(said, tmp_path):
         (lambda name: None, LAYERS),
         (lambda name: skip(name, "no_rope", "why"), LAYERS[:1]),
         (lambda name: layers()[name].fail(RuntimeError("planted")), LAYERS[:1]),
-        (lambda name: setattr(layers()[LAYERS[0]], "ran", "triton"), LAYERS[:1]),
+        (lambda name: setattr(layers()[LAYERS[0]], "ran", "reference"), LAYERS[:1]),
+        (lambda name: layers()[name]._falls_back("a stride"), LAYERS[:1]),
     ],
-    ids=["its kernel has run", "the passes skip it", "its kernel raises", "another kernel ran instead"],
+    ids=[
+        "one of its kernels has run",
+        "the passes skip it",
+        "its kernel raises",
+        "another kernel ran instead",
+        "its kernel does not take its batches",
+    ],
 )
 def test_a_layer_of_a_draft_counts_by_the_kernel_that_ran_for_another_layer_unless_it_is_skipped(then, engaged):
     """vLLM runs no batch of a draft while it starts."""
-    layers()[LAYERS[0]].ran = layers()[LAYERS[1]].would_run = "aiter"
+    layers()[LAYERS[0]].ran, layers()[LAYERS[1]].would_run = "aiter", ("triton", "aiter")
     then(LAYERS[1])
     record = record_of()
     assert (tuple(record.engaged), tuple(record.skipped)) == (engaged, LAYERS[len(engaged) :])
+
+
+def test_a_layer_whose_batches_no_kernel_took_says_why():
+    layers()[LAYERS[0]]._falls_back("a stride")
+    assert record_of().skipped == {LAYERS[0]: ("kernel_shape", "a stride"), LAYERS[1]: status.NOT_RUN}
 
 
 def test_every_engine_of_a_process_starts_empty_and_has_its_own_line(said):
@@ -528,7 +540,7 @@ def test_gauge_survives_vllms_clearing_of_its_own_metrics(gauge):
 @pytest.mark.parametrize("plant", ["not written", "engaged wins"])
 def test_mutation_a_gauge_that_does_not_follow_a_failure_is_caught(gauge, monkeypatch, plant):
     if plant == "not written":
-        monkeypatch.setattr(status.EngineStatus, "fall_back", lambda *given: None)
+        monkeypatch.setattr(status.EngineStatus, "update", lambda *given: ({}, []))
     else:
         monkeypatch.setattr(metric, "samples", lambda folder: [(["m", "0", "engaged"], len(LAYERS))])
     with pytest.raises(AssertionError, match=r"engaged\"': 2\.0\} != .*: 1\}"):

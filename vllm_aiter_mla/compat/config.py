@@ -124,6 +124,11 @@ def mla_modules(vllm_config: Any) -> dict[str, Any]:
     return {name: layer for name, layer in found.items() if hasattr(layer, "kv_lora_rank") and hasattr(layer, "impl")}
 
 
+def is_updating_weights(worker: Any) -> bool:
+    """Return whether a worker is between ``start_weight_update`` and ``finish_weight_update``."""
+    return bool(getattr(worker, "_weight_update_active", False))
+
+
 def capture_sizes(compilation: Any) -> list[int]:
     """Return the sizes of the graphs that an engine captured; vLLM keeps its list even if the graph mode is NONE."""
     mode = compilation.cudagraph_mode

@@ -102,9 +102,14 @@ class Decision:
         return name_at(self.kernels, tokens) or VLLM
 
     @property
+    def our_kernels(self) -> tuple[str, ...]:
+        """The kernels of ours that run at some token count, by token count."""
+        return tuple(dict.fromkeys(span.kernel for span in self.kernels if span.kernel != VLLM))
+
+    @property
     def ours(self) -> str:
         """The first kernel of ours that runs at some token count, or ""."""
-        return next((span.kernel for span in self.kernels if span.kernel != VLLM), "")
+        return next(iter(self.our_kernels), "")
 
 
 def decide(facts: LayerFacts, checks: Mapping[str, Checked], figures: Figures | None, settings: Settings) -> Decision:
@@ -188,10 +193,12 @@ def _why_not(name: str, facts: LayerFacts, checks: Mapping[str, Checked], settin
 def _without_a_kernel(
     facts: LayerFacts, reasons: Mapping[str, str], left: Sequence[str], settings: Settings
 ) -> Skip | None:
-    """Return why nothing is left that could run, or None."""
-    if left and (settings.kernel == VLLM or set(left) != {VLLM}):
+    """Return why nothing of ours is to run, or is left that could, or None."""
+    if settings.kernel == VLLM and VLLM in facts.offers:
+        return Skip("kernel_vllm", "kernel=vllm was given, so vLLM's own kernels run")
+    if left and set(left) != {VLLM}:
         return None
-    ours = {name: why for name, why in reasons.items() if name != VLLM} or dict(reasons)
+    ours = {name: why for name, why in reasons.items() if name != VLLM}
     if not ours:
         unknown = f"auto knows no fused kernel for {facts.arch}"
         return Skip("kernel_unavailable", f"{unknown}; kernel=triton can be asked for by name")

@@ -49,7 +49,7 @@ class Layer:
         engine_status: what is known of its engine, and corrected when the layer falls back.
         left_out: why a graph, or the module that calls it, does not call the op for this layer.
         ran: the kernel that the op ran, or "" before.
-        would_run: the kernel that would have run when its op was reached without a batch, or ""; None before.
+        would_run: the kernels that may run it, once its op was reached without a batch; None before.
     """
 
     def __init__(self, module: Any, engine: Backends | None = None) -> None:
@@ -64,7 +64,8 @@ class Layer:
         self.limit = sys.maxsize
         self.left_out: Skip | None = None
         self.ran = ""
-        self.would_run: str | None = None
+        self.would_run: tuple[str, ...] | None = None
+        self._refused: Skip | None = None  # why the last batch that was bound went to vLLM's attention
         self._stopped: Skip | None = None
         self._checks: dict[str, Checked] | None = None
         self._checked_for: LayerShape | None = None
@@ -195,7 +196,7 @@ class Layer:
     def forget(self, limit: int) -> None:
         """Forget what an earlier start found; ``limit`` is the decode limit of this one in tokens."""
         self.limit, self._stopped, self._checks, self._checked_for, self._figures = limit, None, None, None, None
-        self.left_out, self.ran, self.would_run = None, "", None
+        self.left_out, self.ran, self.would_run, self._refused = None, "", None, None
         self._changed()
 
     def checked(self, checks: dict[str, Checked], shape: LayerShape | None = None) -> None:
@@ -224,14 +225,11 @@ class Layer:
         Raises:
             UnknownWeightError: the absorbed weight has no format that the kernels know.
         """
-        skip = self._stopped or self.left_out or self.decision.skip
-        return Outcome(self.ran, self.would_run or "", None if skip is None else (skip.code, skip.message))
-
-    def note_fallback(self, skip: Skip) -> None:
-        """Note that the layer, which was engaged, runs vLLM's own kernels from now on; correct the status file."""
-        self.ran = ""
-        with log.warned("the status file could not be corrected"):
-            self.engine_status.fall_back(self.name, (skip.code, skip.message))
+        skip = self.decision.skip
+        if skip is not None:  # whatever has run before
+            return Outcome(skip=(skip.code, skip.message))
+        skip = self.left_out or (None if self.ran else self._refused)
+        return Outcome(self.ran, self.would_run or (), None if skip is None else (skip.code, skip.message))
 
     def fail(self, error: Exception) -> None:
         """Take the kernels away because one raised while it served; correct the status, and say so for the first layer.
@@ -243,7 +241,8 @@ class Layer:
         kept = "so does each layer whose kernel raises; graphs that were captured keep the kernel"
         line = f"{self.name} runs vLLM's own attention from now on; {kept}: {reason}"
         log.say_once(logging.ERROR, line, key=reason)
-        self.note_fallback(Skip("kernel_failed", reason))
+        with log.warned("the status file could not be corrected"):
+            self.engine_status.update({self.name: self.outcome()})
 
     def reloaded(self) -> None:
         """Bind and decide again: vLLM may have loaded other strides or memory into the same tensor objects."""
@@ -252,7 +251,7 @@ class Layer:
         self._changed()
 
     def _changed(self) -> None:
-        self._decision = None
+        self._decision, self._refused = None, None
         self._runs.clear()
 
     # What the ops call in each step.
@@ -320,6 +319,7 @@ class Layer:
 
     def _falls_back(self, reason: str) -> tuple[str, None]:
         """Say once why batches go to vLLM's attention; with other figures, say a token count, it is the same reason."""
+        self._refused = Skip("kernel_shape", reason)
         key = f"left to vLLM: {re.sub(r'[0-9]+', 'N', reason)}"
         log.say_once(logging.ERROR, f"decode batches of some layers run vLLM's own attention: {reason}", key=key)
         return "", None

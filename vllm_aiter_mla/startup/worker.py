@@ -58,7 +58,7 @@ def attach(worker: Any) -> None:
         patches.after(worker, "load_model", partial(check_kernels, strict=strict), failed=load_failed)
         for method in RELOADS:
             if hasattr(worker, method):
-                patches.after(worker, method, weights_reloaded)
+                patches.after(worker, method, weights_reloaded, failed=weights_reloaded)
         patches.after(worker, "compile_or_warm_up_model", partial(take_status, strict=strict), failed=hand_over_nothing)
 
 
@@ -74,7 +74,8 @@ def check_kernels(worker: Any, strict: bool = False) -> None:
     try:
         with step(CHECK, strict, FALLS_BACK, layers):
             compat_config.engaged_pass(config).status.clear()
-            layers += [Layer.of(module) for module in compat_config.mla_modules(config).values()]
+            for module in compat_config.mla_modules(config).values():
+                layers.append(Layer.of(module))  # those before one that raises are stopped
             limit = int(compat_config.engaged_pass(config).limit)
             sizes = config.compilation_config.cudagraph_capture_sizes or ()
             below = [size for size in sizes if size <= limit]
@@ -103,21 +104,32 @@ def check_kernels(worker: Any, strict: bool = False) -> None:
 def weights_reloaded(worker: Any) -> None:
     """Drop what was derived from the weights: no tensor object and no version counter tells that they are others.
 
-    What the layers run on is decided again now, and not in the next step. A layer that falls back is said and noted.
+    What the layers run on is decided again now, and not in the next step. A layer that falls back, or is engaged again,
+    is said and noted. Between ``start_weight_update`` and ``finish_weight_update`` vLLM's layers have no absorbed
+    weight: nothing is decided until then.
     """
     layers: list[Layer] = []
     with step("what follows from the weights could not be renewed", False, FALLS_BACK, layers):
         layers += [Layer.of(module) for module in compat_config.mla_modules(worker.vllm_config).values()]
-        engaged = [layer for layer in layers if layer.outcome().skip is None]
         for layer in layers:
             layer.reloaded()
         for backends in {id(layer.backends): layer.backends for layer in layers}.values():
             backends.reloaded()
-        for layer in engaged:
-            if (skip := layer.decision.skip) is not None:
-                line = f"{layer.name} runs vLLM's own attention since weights were loaded again: {skip}"
-                log.say_once(logging.ERROR, line, key=f"since weights were loaded again: {skip.code}")
-                layer.note_fallback(skip)
+    if compat_config.is_updating_weights(worker):
+        return
+    failed = dict[str, str]()
+    for layer in layers:
+        with checks.each([layer], False, failed):
+            layer.outcome()  # decides
+    checks.say_failed(failed)
+    with log.warned("the status file could not be corrected"):
+        config, outcomes = worker.vllm_config, {layer.name: layer.outcome() for layer in layers}
+        fallen, engaged = compat_config.engaged_pass(config).status.update(outcomes, decided=_decided(config))
+        for name, (code, message) in fallen.items():
+            line = f"{name} runs vLLM's own attention since weights were loaded again: {code}: {message}"
+            log.say_once(logging.ERROR, line, key=f"since weights were loaded again: {code}")
+        if engaged:
+            log.say(logging.INFO, f"{len(engaged)} MLA layer(s) engage again since weights were loaded")
 
 
 def _first_calls(worker: Any, layers: Sequence[Layer]) -> Callable[[str], AbstractContextManager[None]]:

@@ -7,7 +7,7 @@ a graph left a layer out, so they note the reason while it is compiled, and a fi
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,9 +25,9 @@ class Outcome(NamedTuple):
     """What has become of one layer so far; ``serving.layer.Layer`` keeps it."""
 
     ran: str = ""  # the kernel that its fused op ran, or "" before
-    # The kernel of a layer whose op was reached without a batch. vLLM runs no batch of a draft model while it starts;
-    # its layers count as engaged if that kernel has run for another layer.
-    would_run: str = ""
+    # The kernels of a layer whose op was reached without a batch. vLLM runs no batch of a draft model while it starts;
+    # its layers count as engaged if one of those has run for another layer.
+    would_run: tuple[str, ...] = ()
     skip: Reason | None = None  # why the layer is left to vLLM
 
 
@@ -81,15 +81,13 @@ class EngineStatus:
             card: its architecture, or "cpu".
         """
         ran = {layer.ran for layer in layers.values()} - {""}
-        would = {name: layer.would_run for name, layer in layers.items() if layer.skip is None}
-        engaged = {name: kernel for name, kernel in would.items() if kernel in ran}
-        engaged |= {name: layer.ran for name, layer in layers.items() if layer.ran}
+        engaged = _engaged(layers, ran)
         return RankStatus(
             rank=rank,
             integration=integration,
             card=card,
             total=len(layers),
-            engaged={name: engaged[name] for name in layers if name in engaged},
+            engaged=engaged,
             skipped={name: layer.skip or NOT_RUN for name, layer in layers.items() if name not in engaged},
             compiled={compile_range: dict(counts) for compile_range, counts in self.compiled.items()},
             measured=tuple(self.measured),
@@ -100,26 +98,47 @@ class EngineStatus:
         )
 
     def write(self, folder: Path, record: RankStatus) -> None:
-        """Write the status file of one rank, which ``fall_back`` corrects; see ``record.write``.
+        """Write the status file of one rank, which ``update`` corrects; see ``record.write``.
 
         Raises:
             OSError: it cannot be written.
         """
         self.written = records.write(folder, record)
 
-    def fall_back(self, layer_name: str, why: Reason) -> None:
-        """Correct the status file, if there is one yet: the layer runs vLLM's own kernels from now on.
+    def update(self, layers: Mapping[str, Outcome], **fields: Any) -> tuple[dict[str, Reason], list[str]]:
+        """Correct the status file, if there is one yet, by what became of some of the layers since.
+
+        Args:
+            layers: what became of them, by name.
+            fields: other fields of the record that have changed.
+
+        Returns:
+            (the layers that are left to vLLM from now on, with the reason; those that are engaged again).
 
         Raises:
             OSError: the file cannot be written.
         """
         if self.written is None:
-            return
-        path, record = self.written
-        engaged = {name: kernel for name, kernel in record.engaged.items() if name != layer_name}
-        record = replace(record, engaged=engaged, skipped=record.skipped | {layer_name: why})
-        self.written = (path, record)
-        files.write(path, record)
+            return {}, []
+        path, before = self.written
+        now = _engaged(layers, {*before.engaged.values(), *(layer.ran for layer in layers.values())})
+        left = {name: layer.skip or NOT_RUN for name, layer in layers.items() if name not in now}
+        engaged = {name: kernel for name, kernel in before.engaged.items() if name not in layers} | now
+        skipped = {name: why for name, why in before.skipped.items() if name not in layers} | left
+        record = replace(before, engaged=engaged, skipped=skipped, **fields)
+        if record != before:
+            self.written = (path, record)
+            files.write(path, record)
+        return {name: why for name, why in left.items() if name in before.engaged}, [*(now.keys() & before.skipped)]
+
+
+def _engaged(layers: Mapping[str, Outcome], ran: Collection[str]) -> dict[str, str]:
+    """Return the layers that are engaged, with the kernel; ``ran`` are the kernels that have run in the engine."""
+    kernels = {
+        name: layer.ran or next((one for one in layer.would_run if layer.skip is None and one in ran), "")
+        for name, layer in layers.items()
+    }
+    return {name: kernel for name, kernel in kernels.items() if kernel}
 
 
 def keep_skips(folder: Path, key: str, rank: int, skipped: Mapping[str, Reason] | None) -> dict[str, Reason]:

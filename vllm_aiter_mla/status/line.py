@@ -72,7 +72,7 @@ def _measured(record: RankStatus) -> str | None:
     """Return what runs where and what it gains, for the shape of most layers; None if nothing was measured."""
     if not record.measured:
         return None
-    most, *others = sorted(record.measured, key=lambda one: -len(one.layers))
+    most, *others = sorted(record.measured, key=lambda timed: -len(record.engaged.keys() & timed.layers))
     where = ", ".join(f"{name} {first}..{last}" for first, last, name in most.chosen)
     tokens = min(most.us, key=lambda count: abs(count - SHOWN))
     ours, theirs = most.us[tokens][most.runs(tokens)], most.us[tokens]["vllm"]
