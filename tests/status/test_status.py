@@ -219,21 +219,24 @@ def test_mutation_a_failure_that_is_kept_for_later_starts_is_caught(tmp_path, mo
         keeps_what_graphs_left_out(tmp_path)
 
 
-def apart(monkeypatch):
-    """Two engines live in one process; a kernel of the first raises."""
+def apart(index):
+    """Two engines live in one process; a kernel of the first raises. With one index both have one file."""
     engage_all()
     after_warm_up()
     first, raised = the_status(), layers()[LAYERS[0]]
     another_engine()
     engage_all()
-    after_warm_up(index=1)
+    after_warm_up(index=index)
     raised.fail(RuntimeError("planted"))
     engaged = [len(one.written[1].engaged) for one in (first, the_status())]
     assert engaged == [1, 2], "an engine has another one's failure"
+    path, record = the_status().written
+    assert files.read(status.record.RankStatus, path) == record, "the file has another one's failure"
 
 
-def test_i15_a_failure_corrects_the_status_of_its_own_engine(monkeypatch):
-    apart(monkeypatch)
+@pytest.mark.parametrize("index", [0, 1])
+def test_i15_a_failure_corrects_the_status_of_its_own_engine(index):
+    apart(index)
 
 
 @pytest.mark.mutation("I15")
@@ -241,8 +244,15 @@ def test_mutation_i15_one_status_for_the_whole_process_is_caught(monkeypatch):
     one = status.EngineStatus()
     monkeypatch.setattr(pipeline, "EngineStatus", lambda: one)
     another_engine()
-    with pytest.raises(AssertionError, match="another one's failure"):
-        apart(monkeypatch)
+    with pytest.raises(AssertionError, match="an engine has another one's failure"):
+        apart(1)
+
+
+@pytest.mark.mutation("I15")
+def test_mutation_i15_a_correction_of_another_engines_file_is_caught(monkeypatch):
+    monkeypatch.setattr(status, "_is_anothers", lambda path, record: False)
+    with pytest.raises(AssertionError, match="the file has another one's failure"):
+        apart(0)
 
 
 def test_a_compiled_copy_of_the_pass_counts_for_its_engine_and_a_pickled_one_starts_empty():

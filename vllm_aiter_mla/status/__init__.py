@@ -6,9 +6,11 @@ a graph left a layer out, so they note the reason while it is compiled, and a fi
 ``record`` has the records and their files, ``line`` the status line, ``gauge`` the metric.
 """
 
+import secrets
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +48,7 @@ class EngineStatus:
     # Kernels that the user named although they turn an fp8 overflow into NaN
     overflows: set[str] = field(default_factory=set)
     written: tuple[Path, RankStatus] | None = None  # the status file and its record, once it was written
+    writer: str = field(default_factory=partial(secrets.token_hex, 4))  # tells its file from that of another engine
 
     def __deepcopy__(self, memo: Any) -> "EngineStatus":
         return self
@@ -103,7 +106,7 @@ class EngineStatus:
         Raises:
             OSError: it cannot be written.
         """
-        self.written = records.write(folder, record)
+        self.written = records.write(folder, replace(record, writer=self.writer))
 
     def update(self, layers: Mapping[str, Outcome], **fields: Any) -> tuple[dict[str, Reason], list[str]]:
         """Correct the status file, if there is one yet, by what became of some of the layers since.
@@ -128,8 +131,17 @@ class EngineStatus:
         record = replace(before, engaged=engaged, skipped=skipped, **fields)
         if record != before:
             self.written = (path, record)
-            files.write(path, record)
+            if not _is_anothers(path, before):
+                files.write(path, record)
         return {name: why for name, why in left.items() if name in before.engaged}, [*(now.keys() & before.skipped)]
+
+
+def _is_anothers(path: Path, record: RankStatus) -> bool:
+    """Return whether the status file of a record is by now another engine's: one run may start several."""
+    try:
+        return files.read(RankStatus, path).writer != record.writer
+    except (OSError, ValueError):
+        return False
 
 
 def _engaged(layers: Mapping[str, Outcome], ran: Collection[str]) -> dict[str, str]:

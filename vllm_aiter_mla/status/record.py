@@ -80,6 +80,7 @@ class RankStatus:
     model_name: str | None = None
     engine: str | None = None
     run: str = ""
+    writer: str = ""
     evidence: files.Stamp = files.stamped("status")
 
 
