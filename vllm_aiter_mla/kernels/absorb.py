@@ -136,11 +136,11 @@ class AbsorbWeight:
         """
         if self.scale is None:
             return absorb_plain(q_nope, self.values)
-        options: dict[str, Any] = {"prequant": True}
-        if self.format == "fp8":
-            options = {"group_size": FP8_GROUP, "dtype": q_nope.dtype}
-        gemm = GEMMS[self.format]
-        return gemm(q_nope.transpose(0, 1), self.values, self.scale, transpose_bm=True, **options, **more)
+        options: dict[str, dict[str, Any]] = {
+            "fp8": {"group_size": FP8_GROUP, "dtype": q_nope.dtype}, "mxfp4": {"prequant": True},
+        }  # fmt: skip
+        gemm, given = GEMMS[self.format], options[self.format]
+        return gemm(q_nope.transpose(0, 1), self.values, self.scale, transpose_bm=True, **given, **more)
 
     def reference(self, q_nope: torch.Tensor) -> torch.Tensor:
         """Return what ``product`` does, in plain PyTorch, on any device."""
@@ -148,6 +148,7 @@ class AbsorbWeight:
             return absorb_plain(q_nope, self.values)
         if self.format == "fp8":
             return absorb_fp8(q_nope, self.values, self.scale)
+        assert self.format == "mxfp4"
         return dot_mxfp4(q_nope, self.values, self.scale).to(q_nope.dtype).contiguous()
 
 

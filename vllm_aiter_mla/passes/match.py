@@ -226,7 +226,9 @@ class _Matcher:
         return _KVUpdate(node, given[kv_c], rotated, given["kv_cache_dtype"], given[k_scale])
 
     def _take_row_scale(self) -> None:
-        """Find the factor of vLLM's ``llama_4_scaling``: one value per row, on the rotated query."""
+        """Take the factor of vLLM's ``llama_4_scaling``, one value per row, off the rotated query, so that its RoPE is
+        sought below it. Any other product stays where it is, and is then no RoPE.
+        """
         node: Any = self.kw["q"]
         scaled: list[fx.Node] = []
         while isinstance(node, fx.Node) and node.target in rope_probe.IDENTITY_OPS:

@@ -65,6 +65,8 @@ def attach(worker: Any) -> None:
 def check_kernels(worker: Any, strict: bool = False) -> None:
     """Check every kernel that is about to run, time those that may be chosen, and tell the compile cache the result.
 
+    Under the module integration the layers' wrappers then call the op.
+
     Raises:
         SettingsError: a kernel fails its check, or one cannot be made, in strict mode.
     """

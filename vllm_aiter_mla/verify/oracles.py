@@ -78,7 +78,7 @@ class _Layer:
     """One layer's operands and cache before a step, and the expected result for each accepted rounding."""
 
     def __init__(self, backend: KernelBackend, own: Layer, inputs: DecodeInputs, attends: bool) -> None:
-        self.own, self.inputs, self.rows = own, inputs, backend.defined_rows
+        self.own, self.inputs, self.num_defined = own, inputs, backend.defined_rows(inputs)
         batch = own.buffers.batch
         self.exact_nope = backend.bounds == EXACT
         # Two results equal the reference to the bit: its own rotation, and what the layer writes of mixed batches.
@@ -112,7 +112,7 @@ class _Layer:
         yield from self._output_findings(final)
 
     def _query_findings(self, got: torch.Tensor) -> Iterator[Finding]:
-        rows, lat = self.rows(self.inputs), self.inputs.latent_dim
+        rows, lat = self.num_defined, self.inputs.latent_dim
         got, expected = got[:rows], [query[:rows] for query in self.queries]
         declared = any(torch.equal(got.float().isnan(), each.float().isnan()) for each in expected)
         self.writes_nan = bool(bad := _not_finite(got))

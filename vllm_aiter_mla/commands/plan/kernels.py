@@ -20,7 +20,7 @@ from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.kernels.triton import backend as triton
 from vllm_aiter_mla.kernels.triton import tiles
 from vllm_aiter_mla.serving.backends import AITER_KERNELS, FACTORIES, Backends, Factory
-from vllm_aiter_mla.serving.decision import Checked, Decision, LayerFacts, decide
+from vllm_aiter_mla.serving.decision import VLLM, Checked, Decision, LayerFacts, decide
 from vllm_aiter_mla.settings import Settings
 
 # A plan is made for the ROCm release that the AITER path needs; doctor looks at the installed one.
@@ -110,7 +110,7 @@ def _detail(backends: Backends, kernel: str, inputs: DecodeInputs) -> str:
         return f"its {backend.kernel_of(inputs)} kernel{overflow}"
     if isinstance(backend, triton.TritonBackend):
         return f"tile {backend.kernel_of(inputs)}, by formula"
-    return "the layer's own attention"
+    return "the layer's own attention" if kernel == VLLM else f"the back end {kernel}"
 
 
 def shape_of(view: LayerView, format: str, block_size: int, platform: Platform) -> LayerShape:
