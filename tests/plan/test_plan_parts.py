@@ -232,3 +232,12 @@ def test_aiter_that_is_off_comes_before_what_vllm_raises_without_it():
     first, second = build.engine_reasons(planned)
     assert (first.code, second.code) == ("aiter_off", "not_known")
     assert "ValueError" not in first.message
+
+
+def test_a_key_that_is_almost_the_plugins_own_is_said(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    _, given = answer.engine_args(
+        tmp_path, ["--additional-config", json.dumps({"aiter-mla": {"enabled": True}, "another": {}})]
+    )
+    notes = " ".join(given.notes)
+    assert [f"additional_config.{key} " in notes for key in ("aiter-mla", "another")] == [True, False]

@@ -188,6 +188,17 @@ def test_a_warm_start_knows_the_reasons_of_the_cold_one_even_if_that_failed_in_i
     assert "not_run" in said[-1][1], "another configuration has other graphs"
 
 
+def test_a_cold_start_forgets_the_reason_of_a_layer_that_it_no_longer_leaves_out(said, tmp_path):
+    skip(LAYERS[0], "not_evaluated", "out of memory")
+    compiled()
+    after_warm_up()
+    another_engine()
+    engage_all()
+    compiled()
+    after_warm_up()
+    assert written(tmp_path, "skips-*.json")["skipped"] == {}
+
+
 def test_a_start_that_compiles_only_a_draft_keeps_the_targets_reasons(said, tmp_path):
     codes = dict(zip(LAYERS, ("no_rope", "geometry"), strict=True))
     for name, code in codes.items():

@@ -253,12 +253,13 @@ def _keep_skips(config: Any, rank: int) -> dict[str, Reason]:
 
     A reason that the layer itself knows is found again by each start.
     """
+    layers = [Layer.of(module) for module in compat_config.mla_modules(config).values()]
+    called = [layer.name for layer in layers if layer.ran or layer.would_run]
     skipped: dict[str, Reason] | None = None
     if compat_config.engaged_pass(config).status.compiled:
-        layers = (Layer.of(module) for module in compat_config.mla_modules(config).values())
         by_graph = {layer.name: layer.left_out for layer in layers if layer.left_out and layer.decision.skip is None}
         skipped = {name: (skip.code, skip.message) for name, skip in by_graph.items()}
-    return status.keep_skips(compat_config.cache_folder(), str(config.compute_hash()), rank, skipped)
+    return status.keep_skips(compat_config.cache_folder(), str(config.compute_hash()), rank, skipped, called)
 
 
 def _tell(hand_over: Callable[[], Any]) -> None:

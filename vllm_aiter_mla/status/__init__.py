@@ -153,7 +153,9 @@ def _engaged(layers: Mapping[str, Outcome], ran: Collection[str]) -> dict[str, s
     return {name: kernel for name, kernel in kernels.items() if kernel}
 
 
-def keep_skips(folder: Path, key: str, rank: int, skipped: Mapping[str, Reason] | None) -> dict[str, Reason]:
+def keep_skips(
+    folder: Path, key: str, rank: int, skipped: Mapping[str, Reason] | None, called: Collection[str] = ()
+) -> dict[str, Reason]:
     """Keep why the graphs of a cold start left layers out, for the warm starts that load them; return what was kept.
 
     A start that compiles some graphs and loads others, as with a draft model, adds its own reasons to those.
@@ -163,6 +165,7 @@ def keep_skips(folder: Path, key: str, rank: int, skipped: Mapping[str, Reason] 
         key: identifies the configuration.
         rank: of this worker.
         skipped: the reasons by layer; None if this start has compiled no graph.
+        called: layers whose op was reached: no graph leaves them out any more.
 
     Raises:
         OSError: the file cannot be written, or cannot be read.
@@ -178,7 +181,7 @@ def keep_skips(folder: Path, key: str, rank: int, skipped: Mapping[str, Reason] 
             raise
     if skipped is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        files.write(path, Skips({**kept, **skipped}))
+        files.write(path, Skips({name: why for name, why in {**kept, **skipped}.items() if name not in called}))
     return kept
 
 
