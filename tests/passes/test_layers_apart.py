@@ -73,12 +73,13 @@ def test_i4_layer_that_breaks_the_matcher_costs_no_other_layer(monkeypatch):
     assert left_out(stubs)[builder.layers[1].name][0] == "not_evaluated"
 
 
-def test_layer_outside_the_forward_context_is_skipped():
+def test_layer_outside_the_forward_context_is_skipped(said):
     gm, builder = three_layers()
     stubs = stubs_for(builder.layers, builder.spelling)
     before = str(clean(gm).graph)
     counts = rewrite(gm, [])
     assert (counts["matched"], counts["skipped"]) == (0, 3)
+    assert sum("layer_unknown" in text for _, text in said) == 3
     assert str(gm.graph) == before
     assert rewrite(gm, stubs[:2])["matched"] == 2
 

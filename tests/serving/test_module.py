@@ -17,8 +17,10 @@ from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
+from tests.support.opcalls import layer_of
 from vllm_aiter_mla.compat import wrapper as compat_wrapper
 from vllm_aiter_mla.serving import module
+from vllm_aiter_mla.serving.layer import Layer
 
 WIDTH = 64
 NAME = "MultiHeadLatentAttentionWrapper"
@@ -226,7 +228,9 @@ def test_a_layer_that_cannot_be_looked_at_is_left_to_vllm_and_the_others_are_ask
         asked.append(attention)
         raise OSError("no source")
 
-    assert module.emit({"elsewhere": torch.nn.Module()}) == ("elsewhere: unknown_forward",), "outside vLLM's wrapper"
+    layer = layer_of()
+    assert module.emit({"elsewhere": layer}) == ("elsewhere: unknown_forward",), "outside vLLM's wrapper"
+    assert Layer.of(layer).left_out.code == "unknown_forward"
     monkeypatch.setattr(module, "wrapper_of", wrapper_of)
     found = module.emit({"a": torch.nn.Module(), "b": torch.nn.Module()})
     assert found == ("a: not_evaluated", "b: not_evaluated")

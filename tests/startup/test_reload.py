@@ -1,11 +1,12 @@
 """Weights and rotary tables that vLLM loads again under the same tensor objects, without a version counter."""
 
+import inspect
 import logging
 from dataclasses import replace
 
 import pytest
 import torch
-from vllm.platforms import current_platform
+from vllm.v1.worker import gpu_worker
 
 from tests.support.made_up_clock import Named
 from tests.support.opcalls import NAME
@@ -15,7 +16,6 @@ from tests.support.worker import Worker, layer_in, ours
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
@@ -93,10 +93,10 @@ def checked(monkeypatch, said):
 
 def skipped(one):
     """What the status file says of the layers that are left to vLLM."""
-    path, record = one.vllm_config.compilation_config.inductor_compile_config[current_platform.pass_key].status.written
-    assert files.read(RankStatus, path) == record
-    assert set(record.engaged) | set(record.skipped) == {NAME}
-    return {name: code for name, (code, _) in record.skipped.items()}
+    held = layer_in(one).engine_status
+    assert files.read(RankStatus, held.path) == held.record
+    assert set(held.record.engaged) | set(held.record.skipped) == {NAME}
+    return {name: code for name, (code, _) in held.record.skipped.items()}
 
 
 def another_shape(module):
@@ -191,20 +191,53 @@ def test_mutation_a_decision_in_the_middle_of_a_weight_transfer_is_caught(checke
         test_a_weight_transfer_tells_of_no_fallback_and_leaves_the_status_as_it_was(checked, said)
 
 
-def test_a_reload_that_raises_drops_what_followed_from_the_weights_too(checked, monkeypatch):
-    monkeypatch.setattr(Worker, "load", raising(KeyError("planted")), raising=False)
-    layer, weight = layer_in(checked), layer_in(checked).weight()
-    patches.after(checked, "load", startup.weights_reloaded, failed=startup.weights_reloaded)
+@pytest.mark.parametrize("method", startup.RELOADS)
+def test_a_reload_that_raises_drops_what_followed_from_the_weights_too(monkeypatch, said, method):
+    """Also in the middle of a weight transfer, which then has no end."""
+    monkeypatch.setattr(Worker, method, raising(KeyError("planted")), raising=False)
+    one = Worker(ours(16))
+    one.load_model()
+    one.compile_or_warm_up_model()
+    layer, weight = layer_in(one), layer_in(one).weight()
+    one._weight_update_active, layer.module.W_UK_T = True, None
     with pytest.raises(KeyError, match="planted"):
-        checked.load()
-    assert layer.weight() is not weight
+        getattr(one, method)()
+    assert layer._weight is not weight
+    assert skipped(one) == {NAME: "no_absorbed_weight"}
 
 
-def test_a_reload_tells_nothing_new_of_a_layer_that_its_graph_left_out(checked, said):
-    """It ran vLLM's kernels before, for a reason that its weights do not change."""
-    layer = layer_in(checked)
-    layer.ran, layer.left_out = "", Skip("no_rope", "why")
-    layer.engine_status.update({NAME: layer.outcome()})
+def test_vllms_worker_says_whether_it_is_in_a_weight_transfer():
+    source = inspect.getsource(gpu_worker.Worker)
+    assert "self._weight_update_active = True" in source
+    assert "self._weight_update_active = False" in source
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_reload_tells_nothing_new_of_a_layer_that_its_graph_left_out(checked, said, kept):
+    """It ran vLLM's kernels before, for a reason that its weights do not change; a warm start knows it from a file."""
+    layer, why = layer_in(checked), ("no_rope", "why")
+    layer.ran, layer.left_out = "", None if kept else Skip(*why)
+    held = layer.engine_status
+    held.write(held.path.parent, replace(held.record, engaged={}, skipped={NAME: why}))
     checked.reload_weights()
-    assert layer.outcome().skip == ("no_rope", "why")
-    assert lines_of_fallback(said) == []
+    assert (skipped(checked), lines_of_fallback(said)) == ({NAME: "no_rope"}, [])
+
+
+def test_a_reload_leaves_a_layer_whose_batches_no_kernel_took_where_it_was(checked, said):
+    """Also where another layer has run the kernel that this one was to run."""
+    layer, held = layer_in(checked), layer_in(checked).engine_status
+    layer.ran, layer.would_run = "", ("triton",)
+    layer._falls_back("a stride")
+    held.record = replace(held.record, engaged={"another": "triton"}, skipped={NAME: layer.outcome().skip})
+    checked.reload_weights()
+    assert held.record.skipped == {NAME: ("kernel_shape", "a stride")}
+
+
+def test_a_fallback_is_said_where_no_file_can_be_written_and_each_time(checked, said, monkeypatch):
+    monkeypatch.setattr(files, "write", raising(OSError("No space left on device")))
+    module = layer_in(checked).module
+    for window in (128, None, 128):
+        module.sliding_window = window
+        checked.reload_weights()
+    assert len(lines_of_fallback(said)) == 2
+    assert sum("engage again" in text for text in said.at(logging.INFO)) == 1

@@ -326,6 +326,15 @@ def test_fail_closed_whatever_raises_at_the_status(said, monkeypatch, spoil, str
         assert [text for level, text in said if level == logging.ERROR and "serving goes on" in text]
 
 
+def test_fail_closed_a_layer_that_cannot_be_asked_costs_no_line(said, monkeypatch, tmp_path):
+    one = Worker(ours())
+    one.load_model()
+    monkeypatch.setattr(Layer, "of", planted)
+    one.compile_or_warm_up_model()
+    assert any(text.startswith("0/1: not_evaluated") for _, text in said)
+    assert len(list(tmp_path.glob("status-*.json"))) == 1
+
+
 def test_fail_closed_a_decode_step_that_raises_costs_no_line(said, monkeypatch, tmp_path):
     one = Worker(ours())
     one.load_model()

@@ -239,10 +239,10 @@ def apart(index):
     engage_all()
     after_warm_up(index=index)
     raised.fail(RuntimeError("planted"))
-    engaged = [len(one.written[1].engaged) for one in (first, the_status())]
+    engaged = [len(one.record.engaged) for one in (first, the_status())]
     assert engaged == [1, 2], "an engine has another one's failure"
-    path, record = the_status().written
-    assert files.read(status.record.RankStatus, path) == record, "the file has another one's failure"
+    found = files.read(status.record.RankStatus, the_status().path)
+    assert found == the_status().record, "the file has another one's failure"
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -561,7 +561,7 @@ def test_gauge_survives_vllms_clearing_of_its_own_metrics(gauge):
 @pytest.mark.parametrize("plant", ["not written", "engaged wins"])
 def test_mutation_a_gauge_that_does_not_follow_a_failure_is_caught(gauge, monkeypatch, plant):
     if plant == "not written":
-        monkeypatch.setattr(status.EngineStatus, "update", lambda *given: ({}, []))
+        monkeypatch.setattr(status.EngineStatus, "rewrite", lambda self: None)
     else:
         monkeypatch.setattr(metric, "samples", lambda folder: [(["m", "0", "engaged"], len(LAYERS))])
     with pytest.raises(AssertionError, match=r"engaged\"': 2\.0\} != .*: 1\}"):

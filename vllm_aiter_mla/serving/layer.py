@@ -48,7 +48,7 @@ class Layer:
         limit: the decode limit, the most tokens that a kernel is given. Start-up sets it when it checks the kernels.
         engine_status: what is known of its engine, and corrected when the layer falls back.
         left_out: why a graph, or the module that calls it, does not call the op for this layer.
-        ran: the kernel that the op ran, or "" before.
+        ran: the kernel of ours that the op ran, or that runs at other token counts where vLLM's ran; "" before.
         would_run: the kernels that may run it, once its op was reached without a batch; None before.
     """
 
@@ -241,8 +241,9 @@ class Layer:
         kept = "so does each layer whose kernel raises; graphs that were captured keep the kernel"
         line = f"{self.name} runs vLLM's own attention from now on; {kept}: {reason}"
         log.say_once(logging.ERROR, line, key=reason)
+        self.engine_status.update({self.name: self.outcome()})
         with log.warned("the status file could not be corrected"):
-            self.engine_status.update({self.name: self.outcome()})
+            self.engine_status.rewrite()
 
     def reloaded(self) -> None:
         """Bind and decide again: vLLM may have loaded other strides or memory into the same tensor objects."""
@@ -251,7 +252,7 @@ class Layer:
         self._changed()
 
     def _changed(self) -> None:
-        self._decision, self._refused = None, None
+        self._decision = None
         self._runs.clear()
 
     # What the ops call in each step.
@@ -315,6 +316,7 @@ class Layer:
             return ("", None) if self._stopped or self._checks is not None else self._falls_back(str(decided.skip))
         if isinstance(bound, str):
             return self._falls_back(f"{name}: {bound}")
+        self._refused = None
         return (decided.ours, None) if bound is None else (name, bound.run)
 
     def _falls_back(self, reason: str) -> tuple[str, None]:

@@ -58,7 +58,7 @@ def attach(worker: Any) -> None:
         patches.after(worker, "load_model", partial(check_kernels, strict=strict), failed=load_failed)
         for method in RELOADS:
             if hasattr(worker, method):
-                patches.after(worker, method, weights_reloaded, failed=weights_reloaded)
+                patches.after(worker, method, weights_reloaded, failed=partial(weights_reloaded, failed=True))
         patches.after(worker, "compile_or_warm_up_model", partial(take_status, strict=strict), failed=hand_over_nothing)
 
 
@@ -103,35 +103,59 @@ def check_kernels(worker: Any, strict: bool = False) -> None:
                     _compile_quantisation(layer)
 
 
-def weights_reloaded(worker: Any) -> None:
+def weights_reloaded(worker: Any, failed: bool = False) -> None:
     """Drop what was derived from the weights: no tensor object and no version counter tells that they are others.
 
-    What the layers run on is decided again now, and not in the next step. A layer that falls back, or is engaged again,
-    is said and noted. Between ``start_weight_update`` and ``finish_weight_update`` vLLM's layers have no absorbed
-    weight: nothing is decided until then.
+    What the layers run on is decided again now, and not in the next step. Layers that fall back, or are engaged again,
+    are said and noted; one that cannot be asked stays with vLLM.
+
+    Args:
+        worker: vLLM's.
+        failed: the method of the worker has raised. Otherwise nothing is decided in the middle of a weight transfer, in
+            which vLLM's layers have no absorbed weight.
     """
-    layers: list[Layer] = []
+    config, layers = worker.vllm_config, list[Layer]()
     with step("what follows from the weights could not be renewed", False, FALLS_BACK, layers):
-        layers += [Layer.of(module) for module in compat_config.mla_modules(worker.vllm_config).values()]
+        for module in compat_config.mla_modules(config).values():
+            layers.append(Layer.of(module))  # those before one that raises are stopped
         for layer in layers:
             layer.reloaded()
         for backends in {id(layer.backends): layer.backends for layer in layers}.values():
             backends.reloaded()
-    if compat_config.is_updating_weights(worker):
-        return
-    failed = dict[str, str]()
+        if compat_config.is_updating_weights(worker) and not failed and any(map(_lacks_weight, layers)):
+            return
+    unasked = dict[str, str]()
     for layer in layers:
-        with checks.each([layer], False, failed):
+        with checks.each([layer], False, unasked):
             layer.outcome()  # decides
-    checks.say_failed(failed)
-    with log.warned("the status file could not be corrected"):
-        config, outcomes = worker.vllm_config, {layer.name: layer.outcome() for layer in layers}
-        fallen, engaged = compat_config.engaged_pass(config).status.update(outcomes, decided=_decided(config))
-        for name, (code, message) in fallen.items():
-            line = f"{name} runs vLLM's own attention since weights were loaded again: {code}: {message}"
-            log.say_once(logging.ERROR, line, key=f"since weights were loaded again: {code}")
-        if engaged:
-            log.say(logging.INFO, f"{len(engaged)} MLA layer(s) engage again since weights were loaded")
+    checks.say_failed(unasked)
+    with log.warned("the status could not be corrected"):
+        engine_status = compat_config.engaged_pass(config).status
+        fallen, again = engine_status.update(_outcomes(config))
+        for code, message in dict.fromkeys(fallen.values()):
+            names = [name for name, why in fallen.items() if why == (code, message)]
+            since = f"{len(names)} MLA layer(s) run vLLM's own attention since weights were loaded again"
+            log.say(logging.ERROR, f"{since}: {names[0]}: {code}: {message}")
+        if again:
+            log.say(logging.INFO, f"{len(again)} MLA layer(s) engage again since weights were loaded")
+        engine_status.update({}, decided=_decided(config))
+        engine_status.rewrite()
+
+
+def _lacks_weight(layer: Layer) -> bool:
+    return (skip := layer.not_admitted()) is not None and skip.code == "no_absorbed_weight"
+
+
+def _outcomes(config: Any) -> dict[str, status.Outcome]:
+    """Return what became of the model's MLA layers so far, by name."""
+    outcomes = {}
+    for name, module in sorted(compat_config.mla_modules(config).items()):
+        try:
+            outcomes[name] = Layer.of(module).outcome()
+        except Exception as error:
+            reason = ("not_evaluated", f"the layer cannot be asked: {type(error).__name__}: {error}")
+            outcomes[name] = status.Outcome(skip=reason)
+    return outcomes
 
 
 def _first_calls(worker: Any, layers: Sequence[Layer]) -> Callable[[str], AbstractContextManager[None]]:
@@ -220,7 +244,7 @@ def take_status(worker: Any, strict: bool = False) -> None:
             with step("the status is not complete", strict):
                 _run_once(worker)
             with step("no status line could be made", strict):
-                record = _record(worker)
+                record = compat_config.engaged_pass(config).status.record = _record(worker)
         finally:
             # A rank that stops here hands over what it has: the other ranks wait for it.
             with step("the status of the other ranks could not be gathered", strict):
@@ -294,9 +318,8 @@ def _run_once(worker: Any) -> None:
 def _record(worker: Any) -> RankStatus:
     config = worker.vllm_config
     our_pass, rank = compat_config.engaged_pass(config), int(getattr(worker, "rank", 0))
-    layers = {name: Layer.of(module).outcome() for name, module in sorted(compat_config.mla_modules(config).items())}
     cache, card = compat_config.cache_name(config), current_platform().arch
-    record = our_pass.status.record_of(layers, our_pass.limit, cache, rank, our_pass.integration, card)
+    record = our_pass.status.record_of(_outcomes(config), our_pass.limit, cache, rank, our_pass.integration, card)
     labels = compat_config.metric_labels(config)
     kept = our_pass.changes is not None and our_pass.changes.partition
     return replace(record, partition=kept, model_name=labels["model_name"], engine=labels["engine"])

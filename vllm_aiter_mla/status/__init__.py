@@ -47,7 +47,8 @@ class EngineStatus:
     tuned: dict[str, str] = field(default_factory=dict)  # tuned tiles by tokens, for each layer shape that has them
     # Kernels that the user named although they turn an fp8 overflow into NaN
     overflows: set[str] = field(default_factory=set)
-    written: tuple[Path, RankStatus] | None = None  # the status file and its record, once it was written
+    record: RankStatus | None = None  # what the status line said, corrected since
+    path: Path | None = None  # of the status file, once it was written
     writer: str = field(default_factory=partial(secrets.token_hex, 4))  # tells its file from that of another engine
 
     def __deepcopy__(self, memo: Any) -> "EngineStatus":
@@ -58,7 +59,8 @@ class EngineStatus:
 
     def clear(self) -> None:
         """Forget everything: the model is loaded again."""
-        self.compiled, self.measured, self.tuned, self.overflows, self.written = {}, [], {}, set(), None
+        self.compiled, self.measured, self.tuned, self.overflows = {}, [], {}, set()
+        self.record, self.path = None, None
 
     def count(self, compile_range: str, counts: dict[str, int]) -> None:
         """Note what the passes did to one graph of a range; a draft model brings a second graph for the same range."""
@@ -101,15 +103,15 @@ class EngineStatus:
         )
 
     def write(self, folder: Path, record: RankStatus) -> None:
-        """Write the status file of one rank, which ``update`` corrects; see ``record.write``.
+        """Write the status file of one rank; see ``record.write``.
 
         Raises:
             OSError: it cannot be written.
         """
-        self.written = records.write(folder, replace(record, writer=self.writer))
+        self.path, self.record = records.write(folder, replace(record, writer=self.writer))
 
     def update(self, layers: Mapping[str, Outcome], **fields: Any) -> tuple[dict[str, Reason], list[str]]:
-        """Correct the status file, if there is one yet, by what became of some of the layers since.
+        """Correct the record, if there is one yet, by what became of some of the layers since; ``rewrite`` the file.
 
         Args:
             layers: what became of them, by name.
@@ -117,23 +119,29 @@ class EngineStatus:
 
         Returns:
             (the layers that are left to vLLM from now on, with the reason; those that are engaged again).
+        """
+        before = self.record
+        if before is None:
+            return {}, []
+        now = _engaged(layers, {*before.engaged.values(), *(layer.ran for layer in layers.values())})
+        # A reason that only a file knew, as of a graph that an earlier start compiled, still holds.
+        left = {
+            name: layer.skip or before.skipped.get(name, NOT_RUN) for name, layer in layers.items() if name not in now
+        }
+        engaged = {name: kernel for name, kernel in before.engaged.items() if name not in layers} | now
+        skipped = {name: why for name, why in before.skipped.items() if name not in layers} | left
+        self.record = replace(before, engaged=engaged, skipped=skipped, **fields)
+        again = [name for name in now if before.skipped.get(name, NOT_RUN) != NOT_RUN]
+        return {name: why for name, why in left.items() if name in before.engaged}, again
+
+    def rewrite(self) -> None:
+        """Write the record again where it was written, unless the file is by now another engine's.
 
         Raises:
             OSError: the file cannot be written.
         """
-        if self.written is None:
-            return {}, []
-        path, before = self.written
-        now = _engaged(layers, {*before.engaged.values(), *(layer.ran for layer in layers.values())})
-        left = {name: layer.skip or NOT_RUN for name, layer in layers.items() if name not in now}
-        engaged = {name: kernel for name, kernel in before.engaged.items() if name not in layers} | now
-        skipped = {name: why for name, why in before.skipped.items() if name not in layers} | left
-        record = replace(before, engaged=engaged, skipped=skipped, **fields)
-        if record != before:
-            self.written = (path, record)
-            if not _is_anothers(path, before):
-                files.write(path, record)
-        return {name: why for name, why in left.items() if name in before.engaged}, [*(now.keys() & before.skipped)]
+        if self.path is not None and self.record is not None and not _is_anothers(self.path, self.record):
+            files.write(self.path, self.record)
 
 
 def _is_anothers(path: Path, record: RankStatus) -> bool:
