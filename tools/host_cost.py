@@ -83,7 +83,7 @@ def run(argv: Sequence[str]) -> int:
 def measure(rounds: int) -> list[Row]:
     """A row for each of our kernels, cache, batch and graph mode."""
     from tools.counting import stub_layer
-    from vllm_aiter_mla import status as state
+    from vllm_aiter_mla.serving.layer import Layer
 
     rows = []
     for kernel, cache, batch in product(KERNELS, ("fp8", "auto"), BATCHES):
@@ -92,7 +92,7 @@ def measure(rounds: int) -> list[Row]:
             for mode, sides in MODES.items():
                 timed = least([[ops[name] for name in side] for side in sides], rounds)
                 rows.append(Row(kernel, cache, batch, mode, *timed))
-            ran = state.current().engaged.get(stub_layer.NAME)
+            ran = Layer.of(layer).ran
             if batch == "all decode" and ran != kernel:
                 raise RuntimeError(f"our op ran {ran}, not {kernel}: nothing was compared")
     return rows

@@ -124,6 +124,7 @@ def falls_back_and_says_so(one, said, change, code):
     assert layer_in(one).decision.skip is not None, "a kernel runs that was checked for another layer"
     assert layer_in(one).decision.skip.code == code
     assert skipped(one) == {NAME: code}, "the status file still says that the layer is engaged"
+    assert [decided.kernels for decided in layer_in(one).engine_status.record.decided] == [()]
     assert len(lines_of_fallback(said)) == 1
 
 

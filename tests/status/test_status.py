@@ -230,6 +230,19 @@ def test_mutation_a_failure_that_is_kept_for_later_starts_is_caught(tmp_path, mo
         keeps_what_graphs_left_out(tmp_path)
 
 
+def test_ranks_that_a_larger_engine_left_behind_are_no_part_of_the_next(said, tmp_path, monkeypatch):
+    """A script that tries tensor-parallel sizes, one after the other in one process."""
+    for ranks in (2, 1):
+        monkeypatch.setattr(startup.ranks, "exchange", lambda mine, ranks=ranks: (0, [mine] * ranks))
+        for rank in range(ranks):
+            another_engine()
+            engage_all()
+            after_warm_up(rank=rank)
+    assert len(list(tmp_path.glob("status-*.json"))) == 2
+    (found,) = status.record.by_engine(status.record.read_all(tmp_path, "*", pytest.fail)).values()
+    assert [(record.rank, record.ranks) for record in found] == [(0, 1)]
+
+
 def apart(index):
     """Two engines live in one process; a kernel of the first raises. With one index both have one file."""
     engage_all()
@@ -494,7 +507,8 @@ def labels(state, engine="0"):
     return f'engine="{engine}",model_name="m",state="{state}"'
 
 
-def test_gauge_counts_a_layer_as_engaged_only_if_every_rank_says_so(gauge):
+def test_gauge_counts_a_layer_as_engaged_only_if_every_rank_says_so(gauge, monkeypatch):
+    monkeypatch.setattr(startup.ranks, "exchange", lambda mine: (0, [mine, mine]))
     assert gauge() == {}, "a server whose workers have written nothing has no sample"
     engage_all()
     after_warm_up(rank=0)

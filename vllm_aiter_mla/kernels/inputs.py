@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -132,6 +133,16 @@ class LayerShape:
             f"{heads} heads, widths {self.nope_dim}+{self.rope} and {self.latent}, {act}, {weight} weight, "
             f"{query} query, {cache} cache in blocks of {self.block_size}"
         )
+
+
+def step_key(inputs: DecodeInputs) -> tuple[Any, ...]:
+    """Return all that a kernel's contract looks at in the rows of a step."""
+    q, k_pe, kv_c, slots, positions = inputs.q, inputs.k_pe, inputs.kv_c, inputs.slot_mapping, inputs.positions
+    return (
+        q.shape, q.stride(), q.storage_offset(), q.dtype, k_pe.shape, k_pe.stride(), k_pe.storage_offset(), k_pe.dtype,
+        kv_c.shape, kv_c.stride(), kv_c.storage_offset(), kv_c.dtype, positions.shape, positions.stride(),
+        positions.dtype, slots.shape, slots.stride(), slots.dtype, inputs.is_neox, inputs.out_dtype,
+    )  # fmt: skip
 
 
 def contract_violation(inputs: DecodeInputs) -> str | None:

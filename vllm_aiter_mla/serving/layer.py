@@ -23,13 +23,14 @@ from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import absorb, vllm_own
 from vllm_aiter_mla.kernels.backend import KernelBackend, Run
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, step_key
 from vllm_aiter_mla.serving import backends, decision
 from vllm_aiter_mla.serving.backends import Backends
 from vllm_aiter_mla.serving.decision import VLLM, Checked, Decision, Figures, LayerFacts
 from vllm_aiter_mla.status import EngineStatus, Outcome
 
 _KEY = "_aiter_mla_layer"
+GRAPHS_KEEP = "graphs that were captured keep the kernel"
 _KEEP = 4096  # call shapes that a layer remembers; more than the token counts of any decode limit
 
 
@@ -152,16 +153,11 @@ class Layer:
         return LayerFacts(None, offers, points, self.backends.platform.arch)
 
     def not_admitted(self, act: torch.dtype | None = None, table_dtype: torch.dtype | None = None) -> Skip | None:
-        """Return why no kernel may run the layer, from its own facts and those of a graph.
-
-        Args:
-            act: the activation dtype, if the graph shows it.
-            table_dtype: dtype of the rotary table, if it is known.
-        """
+        """Return why no kernel may run the layer, from its own facts and the dtypes that a graph shows."""
         return next(iter(layer_skips(compat_layer.layer_view(self.module, table_dtype, act))), None)
 
     def why_skipped(self, act: torch.dtype | None = None, table_dtype: torch.dtype | None = None) -> Skip | None:
-        """Return why a graph must not call the op for this layer, or None; arguments as ``not_admitted``."""
+        """Return why a graph must not call the op for this layer, or None."""
         return self.decision.skip or self.not_admitted(act, table_dtype)
 
     def cache_key(self) -> str:
@@ -225,11 +221,19 @@ class Layer:
         Raises:
             UnknownWeightError: the absorbed weight has no format that the kernels know.
         """
-        skip = self.decision.skip
+        decided, skip = self.decision, self.decision.skip
+        told = (decided.kernels, decided.passed_over)
         if skip is not None:  # whatever has run before
-            return Outcome(skip=(skip.code, skip.message))
+            return Outcome(skip=(skip.code, skip.message), decided=told)
         skip = self.left_out or (None if self.ran else self._refused)
-        return Outcome(self.ran, self.would_run or (), None if skip is None else (skip.code, skip.message))
+        return Outcome(self.ran, self.would_run or (), None if skip is None else (skip.code, skip.message), told)
+
+    def reached(self, act: torch.dtype) -> None:
+        """Note what may run the layer, as its op was reached without a batch, where activations are ``act``."""
+        self.would_run = ()
+        with log.warned(f"{self.name} could not be asked what would run it"):
+            if self.why_skipped(act=act) is None:
+                self.would_run = self.decision.our_kernels
 
     def fail(self, error: Exception) -> None:
         """Take the kernels away because one raised while it served; correct the status, and say so for the first layer.
@@ -238,7 +242,7 @@ class Layer:
         """
         reason = f"its kernel has raised: {type(error).__name__}: {error}"
         self.stop(reason, "kernel_failed")
-        kept = "so does each layer whose kernel raises; graphs that were captured keep the kernel"
+        kept = f"so does each layer whose kernel raises; {GRAPHS_KEEP}"
         line = f"{self.name} runs vLLM's own attention from now on; {kept}: {reason}"
         log.say_once(logging.ERROR, line, key=reason)
         self.engine_status.update({self.name: self.outcome()})
@@ -276,8 +280,7 @@ class Layer:
             else:
                 return self._weight
         tensors = compat_layer.absorb_tensors(self.module)
-        self._weight = absorb.read(tensors)
-        self._tensors = tuple(tensors.items())
+        self._weight, self._tensors = absorb.read(tensors), tuple(tensors.items())
         return self._weight
 
     def query_dtype(self, act: torch.dtype) -> torch.dtype:
@@ -289,7 +292,7 @@ class Layer:
 
     def kernel(self, inputs: DecodeInputs) -> Run | None:
         """Return what prepares calls of this shape, and count the layer as engaged; None if vLLM's attention does."""
-        key = _step_key(inputs)
+        key = step_key(inputs)
         bound = self._runs.get(key) if self._still_holds(inputs) else None
         if bound is None:
             if len(self._runs) >= _KEEP:
@@ -394,15 +397,4 @@ class Layer:
         self, q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, metadata: Any, output: torch.Tensor
     ) -> None:
         """Run vLLM's attention of rotated q [T, N, P+R] and k_pe [T, 1, R]; it writes zeros if metadata is None."""
-        module = self.module
-        module.forward_impl(q, kv_c, k_pe, module.kv_cache, metadata, output=output)
-
-
-def _step_key(inputs: DecodeInputs) -> tuple[Any, ...]:
-    """Return all that a kernel's contract looks at in the rows of a step."""
-    q, k_pe, kv_c, slots, positions = inputs.q, inputs.k_pe, inputs.kv_c, inputs.slot_mapping, inputs.positions
-    return (
-        q.shape, q.stride(), q.storage_offset(), q.dtype, k_pe.shape, k_pe.stride(), k_pe.storage_offset(), k_pe.dtype,
-        kv_c.shape, kv_c.stride(), kv_c.storage_offset(), kv_c.dtype, positions.shape, positions.stride(),
-        positions.dtype, slots.shape, slots.stride(), slots.dtype, inputs.is_neox, inputs.out_dtype,
-    )  # fmt: skip
+        self.module.forward_impl(q, kv_c, k_pe, self.module.kv_cache, metadata, output=output)

@@ -152,7 +152,7 @@ def mla_attention_with_rope(
     step = _step_of(layer, *call)
     attention_with_rope(step, q, k_pe, kv_c, Rope(positions, cos_sin_cache, k_scale, is_neox), output)
     if metadata is None:
-        layer.would_run = layer.decision.our_kernels if layer.why_skipped(act=q.dtype) is None else ()
+        layer.reached(q.dtype)
 
 
 def layer_step(layer_name: Any) -> LayerStep:

@@ -25,12 +25,11 @@ from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, patches, ranks
 from vllm_aiter_mla.kernels import formats
 from vllm_aiter_mla.serving.backends import FAMILIES, current_platform
-from vllm_aiter_mla.serving.decision import Decision
-from vllm_aiter_mla.serving.layer import Layer
+from vllm_aiter_mla.serving.layer import GRAPHS_KEEP, Layer
 from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
 from vllm_aiter_mla.startup import checks, first_call, timing
 from vllm_aiter_mla.startup.checks import step
-from vllm_aiter_mla.status.record import Decided, RankStatus, Reason
+from vllm_aiter_mla.status.record import RankStatus, Reason
 
 RELOADS = ("reload_weights", "update_weights", "finish_weight_update")
 """Methods by which vLLM's workers take new weights while they serve."""
@@ -135,10 +134,9 @@ def weights_reloaded(worker: Any, failed: bool = False) -> None:
         for code, message in dict.fromkeys(fallen.values()):
             names = [name for name, why in fallen.items() if why == (code, message)]
             since = f"{len(names)} MLA layer(s) run vLLM's own attention since weights were loaded again"
-            log.say(logging.ERROR, f"{since}: {names[0]}: {code}: {message}")
+            log.say(logging.ERROR, f"{since}; {GRAPHS_KEEP}: {names[0]}: {code}: {message}")
         if again:
             log.say(logging.INFO, f"{len(again)} MLA layer(s) engage again since weights were loaded")
-        engine_status.update({}, decided=_decided(config))
         engine_status.rewrite()
 
 
@@ -254,7 +252,7 @@ def take_status(worker: Any, strict: bool = False) -> None:
                 _say(config, records or [record], record, strict)
     finally:
         if record is not None:
-            _write_down(config, record)
+            _write_down(config, replace(record, ranks=len(records)))
 
 
 def load_failed(worker: Any) -> None:
@@ -325,14 +323,6 @@ def _record(worker: Any) -> RankStatus:
     return replace(record, partition=kept, model_name=labels["model_name"], engine=labels["engine"])
 
 
-def _decided(config: Any) -> tuple[Decided, ...]:
-    """Return what was decided for the layers, those that are decided alike as one."""
-    alike: dict[Decision, list[str]] = {}
-    for name, module in sorted(compat_config.mla_modules(config).items()):
-        alike.setdefault(Layer.of(module).decision, []).append(name)
-    return tuple(Decided(tuple(names), decision.kernels, decision.passed_over) for decision, names in alike.items())
-
-
 def _say(config: Any, records: Sequence[RankStatus | None], record: RankStatus, strict: bool) -> None:
     """Say the line on rank 0, for all ranks of the engine. Strict mode stops a rank whose MLA layers are all skipped.
 
@@ -355,8 +345,6 @@ def _write_down(config: Any, record: RankStatus) -> None:
         record, noted = status.with_kept(record, _keep_skips(config, record.rank))
         if noted is not None and record.rank == 0:
             log.say(logging.INFO, f"noted when these graphs were compiled: {noted}")
-    with log.warned("what was decided for the layers could not be read"):
-        record = replace(record, decided=_decided(config))
     with log.warned("the captured sizes could not be read"):
         record = replace(record, capture_sizes=tuple(compat_config.capture_sizes(config.compilation_config)))
     with log.warned("the status file could not be written"):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from vllm_aiter_mla import files
 from vllm_aiter_mla.status import line
 from vllm_aiter_mla.status import record as records
-from vllm_aiter_mla.status.record import RankStatus, Reason, Skips, Timed
+from vllm_aiter_mla.status.record import Decided, RankStatus, Reason, Skips, Timed
 
 NOT_RUN: Reason = ("not_run", "its fused op has not run")
 """Of a layer that nothing has skipped and that is not engaged."""
@@ -31,6 +31,8 @@ class Outcome(NamedTuple):
     # its layers count as engaged if one of those has run for another layer.
     would_run: tuple[str, ...] = ()
     skip: Reason | None = None  # why the layer is left to vLLM
+    # The decision's kernels as (first, last, kernel), and those that it passed over, each with the reason
+    decided: tuple[tuple[tuple[int, int, str], ...], tuple[tuple[str, str], ...]] = ((), ())
 
 
 @dataclass(slots=True)
@@ -100,6 +102,7 @@ class EngineStatus:
             decode_limit=limit,
             kv_cache_dtype=kv_cache_dtype,
             tuned=dict(self.tuned) if "triton" in ran else {},
+            decided=_decided(layers),
         )
 
     def write(self, folder: Path, record: RankStatus) -> None:
@@ -110,12 +113,8 @@ class EngineStatus:
         """
         self.path, self.record = records.write(folder, replace(record, writer=self.writer))
 
-    def update(self, layers: Mapping[str, Outcome], **fields: Any) -> tuple[dict[str, Reason], list[str]]:
+    def update(self, layers: Mapping[str, Outcome]) -> tuple[dict[str, Reason], list[str]]:
         """Correct the record, if there is one yet, by what became of some of the layers since; ``rewrite`` the file.
-
-        Args:
-            layers: what became of them, by name.
-            fields: other fields of the record that have changed.
 
         Returns:
             (the layers that are left to vLLM from now on, with the reason; those that are engaged again).
@@ -130,7 +129,9 @@ class EngineStatus:
         }
         engaged = {name: kernel for name, kernel in before.engaged.items() if name not in layers} | now
         skipped = {name: why for name, why in before.skipped.items() if name not in layers} | left
-        self.record = replace(before, engaged=engaged, skipped=skipped, **fields)
+        others = ((one, tuple(name for name in one.layers if name not in layers)) for one in before.decided)
+        decided = (*(replace(one, layers=names) for one, names in others if names), *_decided(layers))
+        self.record = replace(before, engaged=engaged, skipped=skipped, decided=decided)
         again = [name for name in now if before.skipped.get(name, NOT_RUN) != NOT_RUN]
         return {name: why for name, why in left.items() if name in before.engaged}, again
 
@@ -150,6 +151,14 @@ def _is_anothers(path: Path, record: RankStatus) -> bool:
         return files.read(RankStatus, path).writer != record.writer
     except (OSError, ValueError):
         return False
+
+
+def _decided(layers: Mapping[str, Outcome]) -> tuple[Decided, ...]:
+    """Return what was decided for the layers, those that are decided alike as one."""
+    alike: dict[Any, list[str]] = {}
+    for name, layer in layers.items():
+        alike.setdefault(layer.decided, []).append(name)
+    return tuple(Decided(tuple(names), *decided) for decided, names in alike.items())
 
 
 def _engaged(layers: Mapping[str, Outcome], ran: Collection[str]) -> dict[str, str]:

@@ -81,6 +81,7 @@ class RankStatus:
     engine: str | None = None
     run: str = ""
     writer: str = ""
+    ranks: int = 0
     evidence: files.Stamp = files.stamped("status")
 
 
@@ -188,10 +189,16 @@ def read_all(folder: Path, run: str, bad: Callable[[str], None]) -> list[RankSta
 
 
 def by_engine(records: Sequence[RankStatus]) -> dict[tuple[str, str, str], list[RankStatus]]:
-    """Return the records of the ranks of each engine, by (run, model name, engine)."""
+    """Return the records of the ranks of each engine, by (run, model name, engine).
+
+    Ranks that a larger engine has left behind, which the same process had before, are not among them.
+    """
     found: dict[tuple[str, str, str], list[RankStatus]] = {}
     for record in records:
         found.setdefault((record.run, record.model_name or "", record.engine or "0"), []).append(record)
+    for name, ranks in found.items():
+        first = min(ranks, key=lambda record: record.rank)
+        found[name] = [one for one in ranks if not first.ranks or one.rank < first.rank + first.ranks]
     return found
 
 
