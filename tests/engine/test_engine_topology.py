@@ -32,6 +32,17 @@ def test_topology_reloaded_weights_are_those_that_the_fast_path_multiplies_by(en
         assert ours[f"{name}, reloaded"] != ours[name], "the weights did not change"
 
 
+@pytest.mark.engine("schedule-off", "schedule-on")
+def test_topology_a_weight_transfer_ends_in_vllms_tokens_and_a_status_that_is_true(engines):
+    """In chunks, as a trainer sends them: in between vLLM's layers have no absorbed weight."""
+    off, on = engines("schedule-off"), engines("schedule-on")
+    for name in ("prefixes", "crowded"):
+        assert on.scenarios[f"{name}, transferred"] == off.scenarios[f"{name}, transferred"]
+        assert on.scenarios[f"{name}, transferred"] != on.scenarios[f"{name}, reloaded"], "the weights did not change"
+    assert_all_engaged(on)
+    assert [line for line in on.log if "since weights were loaded again" in line] == []
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("off", "on", "ranks", "logged"),

@@ -45,6 +45,10 @@ def main(spec_path: str, out_path: str) -> None:
     if spec.reload is not None:
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other_weights(spec))})
         outcome |= {f"{name}, reloaded": steps for name, steps in run_all(spec, llm).items()}
+        from tests.sandbox import transfer
+
+        transfer.send(llm, Path(os.environ["VLLM_CACHE_ROOT"]) / "model")
+        outcome |= {f"{name}, transferred": steps for name, steps in run_all(spec, llm).items()}
     save(result(spec, llm, outcome), Path(out_path))
     if runs_on_ray(spec):
         # At the interpreter's exit Ray is gone before vLLM ends its actors, and is started again for that.
@@ -112,8 +116,18 @@ def build(spec: EngineSpec, folder: Path) -> Any:
         | on_device(spec)
         | connector(spec, folder)
         | (model.LORA_OPTIONS if spec.vllm.lora else {})
+        | weight_transfer(spec)
         | spec.vllm.extra,
     )
+
+
+def weight_transfer(spec: EngineSpec) -> dict[str, Any]:
+    """The option by which a trainer may send weights."""
+    if spec.reload is None:
+        return {}
+    from tests.sandbox import transfer
+
+    return {"weight_transfer_config": transfer.config()}
 
 
 def checkpoint(spec: EngineSpec, folder: Path) -> Path:

@@ -117,7 +117,8 @@ class EngineSpec:
         scenarios: names from ``scenarios.SCENARIOS``, run one after the other.
         side: "plugin" with the flag on; "control" with it off and the options that the gate would add; "today" with it
             off and nothing added.
-        reload: afterwards load the weights of this other seed and run the scenarios again, as "NAME, reloaded".
+        reload: afterwards load the weights of this other seed and run the scenarios again, as "NAME, reloaded"; then
+            send the first weights in a weight transfer, "NAME, transferred".
         dump_graphs: return the post-grad FX graph text by range.
     """
 

@@ -1,11 +1,12 @@
 """Weights and rotary tables that vLLM loads again under the same tensor objects, without a version counter."""
 
-import inspect
 import logging
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.worker import gpu_worker
 
 from tests.support.made_up_clock import Named
@@ -207,10 +208,15 @@ def test_a_reload_that_raises_drops_what_followed_from_the_weights_too(monkeypat
     assert skipped(one) == {NAME: "no_absorbed_weight"}
 
 
-def test_vllms_worker_says_whether_it_is_in_a_weight_transfer():
-    source = inspect.getsource(gpu_worker.Worker)
-    assert "self._weight_update_active = True" in source
-    assert "self._weight_update_active = False" in source
+def test_vllms_own_worker_is_in_a_weight_transfer_from_its_start_to_its_end():
+    one = gpu_worker.Worker.__new__(gpu_worker.Worker)
+    one.vllm_config, one.model_runner, one.weight_transfer_engine = VllmConfig(), Mock(), Mock()
+    one._weight_update_active = False
+    found = []
+    for method, given in (("start_weight_update", ()), ("update_weights", ({},)), ("finish_weight_update", ())):
+        getattr(one, method)(*given)
+        found.append(compat_config.is_updating_weights(one))
+    assert found == [True, True, False]
 
 
 @pytest.mark.parametrize("kept", [True, False])

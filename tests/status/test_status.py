@@ -274,7 +274,7 @@ def test_mutation_i15_one_status_for_the_whole_process_is_caught(monkeypatch):
 
 @pytest.mark.mutation("I15")
 def test_mutation_i15_a_correction_of_another_engines_file_is_caught(monkeypatch):
-    monkeypatch.setattr(status, "_is_anothers", lambda path, record: False)
+    monkeypatch.setattr(status, "_is_of_another_engine", lambda path, record: False)
     with pytest.raises(AssertionError, match="the file has another one's failure"):
         apart(0)
 

@@ -136,11 +136,11 @@ class AbsorbWeight:
         """
         if self.scale is None:
             return absorb_plain(q_nope, self.values)
-        options: dict[str, dict[str, Any]] = {
-            "fp8": {"group_size": FP8_GROUP, "dtype": q_nope.dtype}, "mxfp4": {"prequant": True},
-        }  # fmt: skip
-        gemm, given = GEMMS[self.format], options[self.format]
-        return gemm(q_nope.transpose(0, 1), self.values, self.scale, transpose_bm=True, **given, **more)
+        options: dict[str, Any] = {"prequant": True}
+        if self.format == "fp8":
+            options = {"group_size": FP8_GROUP, "dtype": q_nope.dtype}
+        gemm = GEMMS[self.format]
+        return gemm(q_nope.transpose(0, 1), self.values, self.scale, transpose_bm=True, **options, **more)
 
     def reference(self, q_nope: torch.Tensor) -> torch.Tensor:
         """Return what ``product`` does, in plain PyTorch, on any device."""

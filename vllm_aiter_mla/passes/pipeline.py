@@ -142,15 +142,15 @@ def rewrite(graph: fx.Graph) -> dict[str, int]:
     modules = compat_layer.layers_of_forward_context()
     counts = dict.fromkeys(("matched", "skipped", "rope_kv_cache", "vllm_fused", "q_prep_lift", "aiter_fusion"), 0)
     for name, found in match_layers(graph):
-        outcome = found if isinstance(found, Skip) else _query_dtype_or_skip(found, modules)
-        if isinstance(outcome, Skip):
+        dtype_or_skip = found if isinstance(found, Skip) else _query_dtype_or_skip(found, modules)
+        if isinstance(dtype_or_skip, Skip):
             counts["skipped"] += 1
-            log.say_once(logging.DEBUG, f"{name} is left to vLLM: {outcome}")
+            log.say_once(logging.DEBUG, f"{name} is left to vLLM: {dtype_or_skip}")
             with real_tensors():
-                Layer.leave_out(modules.get(name), outcome)
+                Layer.leave_out(modules.get(name), dtype_or_skip)
             continue
         assert isinstance(found, LayerMatch)
-        found.out_dtype = outcome
+        found.out_dtype = dtype_or_skip
         try:
             with all_or_nothing(graph):
                 for run in PASSES.values():

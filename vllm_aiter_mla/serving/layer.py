@@ -245,8 +245,8 @@ class Layer:
         kept = f"so does each layer whose kernel raises; {GRAPHS_KEEP}"
         line = f"{self.name} runs vLLM's own attention from now on; {kept}: {reason}"
         log.say_once(logging.ERROR, line, key=reason)
-        self.engine_status.update({self.name: self.outcome()})
         with log.warned("the status file could not be corrected"):
+            self.engine_status.update({self.name: self.outcome()})
             self.engine_status.rewrite()
 
     def reloaded(self) -> None:

@@ -141,11 +141,11 @@ class EngineStatus:
         Raises:
             OSError: the file cannot be written.
         """
-        if self.path is not None and self.record is not None and not _is_anothers(self.path, self.record):
+        if self.path is not None and self.record is not None and not _is_of_another_engine(self.path, self.record):
             files.write(self.path, self.record)
 
 
-def _is_anothers(path: Path, record: RankStatus) -> bool:
+def _is_of_another_engine(path: Path, record: RankStatus) -> bool:
     """Return whether the status file of a record is by now another engine's: one run may start several."""
     try:
         return files.read(RankStatus, path).writer != record.writer
