@@ -147,24 +147,6 @@ def test_a_wrapper_that_nobody_has_admitted_runs_vllms_own_forward(monkeypatch):
     assert one(positions.expand(3, 3), hidden)[0].dim() == 2, "so are positions with more than one axis"
 
 
-def test_a_scaled_query_is_scaled_before_the_op_rotates_it(monkeypatch):
-    given = []
-    ops = SimpleNamespace(vllm_aiter_mla=SimpleNamespace(mla_attention_with_rope=lambda q, *_: given.append(q.clone())))
-    monkeypatch.setattr(module.torch, "ops", ops)
-    q = torch.randn(3, 2, 24).bfloat16()
-    monkeypatch.setattr(module, "_project", lambda *_: (q.clone(), None, None))
-    monkeypatch.setattr(compat_wrapper, "encode_layer_name", lambda _: "")
-    attention, rope = SimpleNamespace(_k_scale=None, layer_name=""), SimpleNamespace(cos_sin_cache=None)
-    one = SimpleNamespace(
-        mla_attn=attention, rotary_emb=rope, num_heads=2, v_head_dim=4, g_proj=None, o_proj=lambda x: (x,)
-    )
-    scale = torch.tensor([1.0, 1.25, 1.5]).view(3, 1, 1)
-    for row_scale in (None, scale):
-        module._forward(one, torch.arange(3), torch.zeros(3, 8), False, row_scale)
-    assert torch.equal(given[0], q)
-    assert torch.equal(given[1], (q * scale).bfloat16())
-
-
 def code_of(skip):
     return "" if skip is None else str(skip.code)
 
