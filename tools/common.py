@@ -59,10 +59,9 @@ def positive(option: str, value: float) -> None:
 
 def writable(files: Mapping[str, Path | None]) -> None:
     """Raise UsageError for the first option whose path cannot be written. None is an option that was not given."""
-    try:
-        outputs.check(files)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    for option, path in files.items():
+        if (why := outputs.why_not_writable(path)) is not None:
+            raise UsageError(f"{option} {path}: {why}")
 
 
 def run_pip(*arguments: str) -> None:

@@ -103,10 +103,6 @@ def measure(
     from vllm_aiter_mla.kernels.device import card
 
     kinds = [Kind.fp8, Kind.bf16] if kind is Kind.both else [kind]
-    try:
-        outputs.check({"--json": json})
-    except ValueError as error:
-        outputs.fail(f"measure: {error}")
     if not card().is_there():
         outputs.fail(
             f"measure: a GPU is needed, torch {torch.__version__} sees none; nothing was timed", outputs.NOT_LOOKED

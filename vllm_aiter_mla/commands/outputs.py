@@ -7,7 +7,7 @@ import re
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -28,7 +28,6 @@ Exit status of every command:
 STDOUT = Path("-")
 WIDTH, COLUMN = 80, 32
 """Columns of a terminal; where a line's last column starts at the latest."""
-Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the outcome to this JSON file; - for stdout.")]
 
 
 @contextlib.contextmanager
@@ -60,39 +59,43 @@ def write(path: Path, text: str) -> None:
         fail(f"{path}: {error.strerror or error}")
 
 
-def check(paths: Mapping[str, Path | None]) -> None:
-    """Check before a run of minutes that its output can be written: path by option, None if it is not given.
-
-    Raises:
-        ValueError: names the first option and path that cannot be written; the folder of a file must exist.
-    """
-    for option, path in paths.items():
-        try:
-            reason = None if path in (None, STDOUT) else _problem(path)
-        except OSError as error:
-            reason = error.strerror
-        if reason is not None:
-            raise ValueError(f"{option} {path}: {reason}")
-
-
-def _problem(path: Path) -> str | None:
+def why_not_writable(path: Path | None) -> str | None:
+    """Return why an option's file cannot be written, or None; its folder must exist."""
+    if path is None or path == STDOUT:
+        return None
     if str(path).startswith("-"):
         return "an option in the place of a file; for a file of that name give ./ before it"
-    if is_device(path) or path.is_symlink():  # a link is replaced
-        path = path.parent if path.is_symlink() else path
-    elif path.is_dir():
-        return "is a folder"
-    elif not path.exists():
-        path = path.parent
-        if not path.is_dir():
-            return "its folder does not exist"
-    return None if os.access(path, os.W_OK) else "not writable"
+    try:
+        if is_device(path) or path.is_symlink():  # a link is replaced
+            path = path.parent if path.is_symlink() else path
+        elif path.is_dir():
+            return "is a folder"
+        elif not path.exists():
+            path = path.parent
+            if not path.is_dir():
+                return "its folder does not exist"
+        return None if os.access(path, os.W_OK) else "not writable"
+    except OSError as error:
+        return error.strerror
 
 
 def fail(message: str, status: int = WRONG) -> NoReturn:
     """End the command with one line on stderr and this exit status."""
     typer.echo(line(message), err=True)
     raise typer.Exit(status)
+
+
+def writable(context: typer.Context, option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """End the command before its minutes of work if it could not write the option's file."""
+    if (why := why_not_writable(path)) is not None:
+        fail(f"{context.info_name}: {option.opts[0]} {path}: {why}")
+    return path
+
+
+Json = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", callback=writable, help="Write the outcome to this JSON file; - for stdout."),
+]
 
 
 def printable(text: str) -> str:

@@ -51,10 +51,6 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
     Exit status: 0 if every MLA layer of the servers that live is engaged on every rank; 1 if not, or if none lives; 2
     if an option is wrong; 3 if there is no status file, or one that cannot be read.
     """
-    try:
-        outputs.check({"--json": json})
-    except ValueError as error:
-        outputs.fail(f"status: {error}")
     folder, bad = files.cache_folder(), list[str]()
     by_engine = status_of.record.by_engine(status_of.record.read_all(folder, "*", bad.append))
     engines = tuple(_engine(folder, name, ranks) for name, ranks in by_engine.items())

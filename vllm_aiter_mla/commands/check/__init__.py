@@ -45,7 +45,9 @@ def check(
         bool, typer.Option("--checkpoint", help="Run the engine over MODEL's own weights, not over random ones.")
     ] = False,
     json: outputs.Json = None,
-    html: Annotated[Path | None, typer.Option(help="Write the page of `report` to this file.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(callback=outputs.writable, help="Write the page of `report` to this file.")
+    ] = None,
     verbose: plans.Verbose = False,
 ) -> None:
     """Check everything about one model on this card.
@@ -61,7 +63,6 @@ def check(
     try:
         if html == outputs.STDOUT:
             raise ValueError("--html -: a file is needed, standard output has the table")
-        outputs.check({"--json": json, "--html": html})
         html_of = None if html is None else renderer()
         plans.check_words(model, context)
         asked = Context(

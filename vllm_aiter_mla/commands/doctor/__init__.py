@@ -27,10 +27,6 @@ def doctor(json: outputs.Json = None) -> None:
     Prints one line per check: ok, warning, problem or unknown, the finding, and what to do. Reads AITER's files and
     never imports AITER. Exit status: 1 with a problem, else 3 with something unknown, else 0.
     """
-    try:
-        outputs.check({"--json": json})
-    except ValueError as error:
-        outputs.fail(f"doctor: {error}")
     with Console(stderr=True).status("doctor looks at this machine"):
         checks = examine()
     with outputs.text_apart(json):

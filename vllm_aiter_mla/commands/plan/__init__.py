@@ -81,7 +81,6 @@ def plan(
     from vllm_aiter_mla.commands.plan import printout
 
     try:
-        outputs.check({"--json": json})
         check_words(model, context)
         source, variables = models.find(model), models.environment(env or [], os.environ)
         with Console(stderr=True).status("plan: vLLM builds its config"):

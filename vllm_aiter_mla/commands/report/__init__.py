@@ -21,7 +21,9 @@ def report(
             metavar="INPUT...", help="JSON of check, verify, measure, plan, a status file, or a folder of them."
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="File to write; - for stdout.")] = Path("report.html"),
+    out: Annotated[
+        Path, typer.Option("--out", "-o", callback=outputs.writable, help="File to write; - for stdout.")
+    ] = Path("report.html"),
 ) -> None:
     """Draw one HTML page from what the other commands wrote.
 
@@ -29,7 +31,6 @@ def report(
     with nothing written, if an input cannot be shown; else 0.
     """
     try:
-        outputs.check({"--out": out})
         text = renderer()(inputs)
         outputs.write(out, text)
     except ValueError as error:
