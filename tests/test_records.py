@@ -4,7 +4,7 @@ import json
 import math
 import os
 from dataclasses import fields, is_dataclass, replace
-from typing import get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -59,11 +59,13 @@ SETTINGS = st.builds(
 
 def values_of(kind):
     own = {str: TEXT, float: NUMBERS, int: st.integers(), bool: st.booleans(), type(None): st.none(),
-           JsonValue: JSON, Timed: timed(), Settings: SETTINGS}  # fmt: skip
+           JsonValue: JSON, Any: JSON, Timed: timed(), Settings: SETTINGS}  # fmt: skip
     if kind in own:
         return own[kind]
     if is_dataclass(kind):
         return records(kind)
+    if get_origin(kind) is Literal:
+        return st.sampled_from(get_args(kind))
     origin, inner = get_origin(kind), [values_of(one) for one in get_args(kind) if one is not ...]
     if origin is dict:
         return st.dictionaries(*inner, max_size=3)

@@ -9,13 +9,13 @@ import pytest
 from tests.check import planted_in_engines
 from tests.sandbox import check
 from vllm_aiter_mla.commands.check import steps
-from vllm_aiter_mla.commands.check.steps import Outcome
+from vllm_aiter_mla.commands.check.record import Step
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 NAMES = ("plan", "engine", "decode against prefill")
 
 
-def outcomes(folder: Path, mutation: str = "", ranks: int = 1, *typed: str) -> dict[str, Outcome]:
+def outcomes(folder: Path, mutation: str = "", ranks: int = 1, *typed: str) -> dict[str, Step]:
     asked = check.context(folder / "model", check.environment(folder / "inductor", mutation, ranks))
     asked.arguments += ("-tp", str(ranks), *typed)
     return {name: steps.STEPS[name](asked) for name in NAMES}

@@ -25,8 +25,8 @@ from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands import check as command
 from vllm_aiter_mla.commands import doctor, measure
 from vllm_aiter_mla.commands.check import child, engine, process, steps
-from vllm_aiter_mla.commands.check.record import CheckRun
-from vllm_aiter_mla.commands.check.steps import Context, Outcome
+from vllm_aiter_mla.commands.check.record import CheckRun, Step
+from vllm_aiter_mla.commands.check.steps import Context
 from vllm_aiter_mla.commands.doctor import Check
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import build, issues, model
@@ -80,18 +80,18 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return made
 
 
-def outcomes(**options: Any) -> dict[str, Outcome]:
-    return command.run(Context(model.find("deepseek-r1"), **options))
+def outcomes(**options: Any) -> dict[str, Step]:
+    return {step.name: step for step in command.run(Context(model.find("deepseek-r1"), **options))}
 
 
-def failed(found: dict[str, Outcome]) -> list[str]:
-    return [name for name, outcome in found.items() if outcome.status == "failed"]
+def failed(found: dict[str, Step]) -> list[str]:
+    return [name for name, step in found.items() if step.status == "failed"]
 
 
 def test_a_card_on_which_all_is_well_passes_every_step(card: dict[str, Any]) -> None:
     found = outcomes(strict=True)
-    assert {name: outcome.status for name, outcome in found.items()} == dict.fromkeys(steps.STEPS, "passed")
-    assert command.exit_status(found, on_cpu=False) == 0
+    assert {name: step.status for name, step in found.items()} == dict.fromkeys(steps.STEPS, "passed")
+    assert command.exit_status([*found.values()], on_cpu=False) == 0
 
 
 def a_problem_of_the_machine(card: dict[str, Any]) -> None:
@@ -220,7 +220,7 @@ def test_mutation_a_planted_fault_makes_its_own_step_fail(
     found = outcomes(strict=True)
     assert failed(found) == [step] or (plant is nothing_engaged and failed(found) == [step, "launches"])
     assert shown in found[step].detail
-    assert command.exit_status(found, on_cpu=False) == 1
+    assert command.exit_status([*found.values()], on_cpu=False) == 1
 
 
 def test_three_sides_the_controls_distance_from_today_is_reported_and_fails_nothing(card: dict[str, Any]) -> None:
@@ -337,7 +337,7 @@ def test_field_f5_a_plan_that_is_not_known_is_no_all_clear(card: dict[str, Any])
     card["plan"] = json.loads(json.dumps(made))
     found = outcomes(strict=True)
     assert (card["plan"]["outcome"], failed(found)) == ("unknown", ["plan"])
-    assert found["known issues"] == Outcome("skipped", "not looked up: the plan is not known")
+    assert found["known issues"] == Step("skipped", "not looked up: the plan is not known", name="known issues")
     others = {found[name].detail for name in steps.OF_A_SHAPE}
     assert others == {"the plan is not known"}
     assert found["decode against prefill"].status == "skipped"
@@ -355,7 +355,7 @@ def test_mutation_an_unknown_shape_that_is_looked_up_is_caught(
 def test_an_engine_that_needs_more_gpus_than_are_here_is_skipped(card: dict[str, Any]) -> None:
     card["plan"]["options"] |= {"tp": 8, "pp": 2}
     found = outcomes()
-    assert found["engine"] == Outcome("skipped", "one engine needs 16 GPUs; this machine has 8")
+    assert found["engine"] == Step("skipped", "one engine needs 16 GPUs; this machine has 8", name="engine")
     assert failed(found) == []
 
 
@@ -447,7 +447,7 @@ def test_a_card_on_which_vllm_is_faster_is_no_failure_and_has_an_exit_status_of_
     vllm_is_faster(card)
     found = outcomes()
     assert (found["engine"].status, failed(found)) == ("no gain", [])
-    assert command.exit_status(found, on_cpu=False) == command.NO_GAIN
+    assert command.exit_status([*found.values()], on_cpu=False) == command.NO_GAIN
     other_tokens(card)
     assert outcomes()["engine"].status == "failed"
 
@@ -488,7 +488,7 @@ def test_a_check_that_is_cut_off_leaves_the_steps_before(card: dict[str, Any], t
     assert [step.name for step in kept.steps] == ["machine", "plan", "known issues", "kernels", "timing"]
 
 
-def abort(context: Context) -> Outcome:
+def abort(context: Context) -> Step:
     """End the process as AITER's own checks do."""
     print("a check of AITER's failed", flush=True)
     os.abort()

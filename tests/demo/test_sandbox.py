@@ -32,7 +32,7 @@ def test_make_demo_plans_and_runs_its_engine_over_each_cache(monkeypatch):
 
     def engine_of(context):
         caches.append(context.plan.options.kv_cache_dtype)
-        return steps.Outcome("passed", "")
+        return steps.Step("passed", "")
 
     monkeypatch.setattr(model, "ask", ask)
     replaced = {"plan": steps.plan, "engine": engine_of, "decode against prefill": engine_of}

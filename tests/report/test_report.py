@@ -141,10 +141,10 @@ def test_field_o14_a_check_says_passed_or_not_and_what_was_skipped(
 ) -> None:
     doctor = [{"name": "gpu", "status": "ok", "detail": "gfx942"}]
     done = (
-        Step("machine", "passed", "", (), doctor),
-        Step("plan", "passed", "61/61", (), None),
-        Step("plan, fp8 cache", "passed", "61/61", (), None),
-        Step("timing", "skipped", "no GPU", (), None),
+        Step("passed", "", data=doctor, name="machine"),
+        Step("passed", "61/61", name="plan"),
+        Step("passed", "61/61", name="plan, fp8 cache"),
+        Step("skipped", "no GPU", name="timing"),
     )
     page = html_of([written("check.json", check_run(*done, status=status))])
     ((said, what, facts),) = glances(page)
@@ -251,8 +251,8 @@ def check_run(*done: Step, status: int | None) -> Any:
 
 
 def test_a_check_that_was_cut_off_shows_the_steps_that_ended(written: Write) -> None:
-    done = Step("plan", "failed", "a reason", (), None)
-    page = html_of([written("check.json", check_run(Step("machine", "passed", "a card", (), None), done, status=None))])
+    done = Step("failed", "a reason", name="plan")
+    page = html_of([written("check.json", check_run(Step("passed", "a card", name="machine"), done, status=None))])
     assert "The run was cut off after the step plan." in page
     assert "plan FAILED: a reason" in page
     assert html_of([written("none.json", check_run(status=None))])
@@ -260,7 +260,7 @@ def test_a_check_that_was_cut_off_shows_the_steps_that_ended(written: Write) -> 
 
 
 def test_a_check_without_a_gain_says_so(written: Write) -> None:
-    page = html_of([written("check.json", check_run(Step("engine", "no gain", "faster", (), None), status=4))])
+    page = html_of([written("check.json", check_run(Step("no gain", "faster", name="engine"), status=4))])
     assert "engine: no gain: faster" in page
 
 

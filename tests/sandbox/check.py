@@ -13,6 +13,7 @@ from tests.sandbox.model import TinyDeepseek, save_config
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import check as command
 from vllm_aiter_mla.commands.check import steps
+from vllm_aiter_mla.commands.check.record import CheckRun
 from vllm_aiter_mla.commands.check.steps import Context
 from vllm_aiter_mla.commands.plan import model as models
 from vllm_aiter_mla.commands.report.page import html_of
@@ -50,15 +51,14 @@ def main(html: Path | None = None) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="aiter-mla-") as work:
         asked = context(Path(work) / "model", environment(Path(work) / "inductor"))
-        found = command.run(asked)
+        found = list(command.run(asked))
         fp8 = replace(asked, arguments=(*asked.arguments, "--kv-cache-dtype", "fp8"), answers={})
         for name in ("plan", "engine", "decode against prefill"):
             print(f"{name}, fp8 cache ...", flush=True)
-            found[f"{name}, fp8 cache"] = steps.STEPS[name](fp8)
+            found.append(replace(steps.STEPS[name](fp8), name=f"{name}, fp8 cache"))
         status = command.exit_status(found, asked.on_cpu)
         command.show(TITLE, found, status)
         if html is not None:
-            record = command.record(TITLE, found, status)
-            files.write(Path(work) / "check.json", record)
+            files.write(Path(work) / "check.json", CheckRun(TITLE, status, tuple(found)))
             files.write_text(html, html_of([Path(work) / "check.json"]))
         return status

@@ -6,8 +6,9 @@ Each of the ``steps`` is printed as it ends, then a table and a line.
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,7 @@ from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands import plan as plans
 from vllm_aiter_mla.commands.check import child, steps
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
-from vllm_aiter_mla.commands.check.steps import Context, Outcome
+from vllm_aiter_mla.commands.check.steps import Context
 from vllm_aiter_mla.commands.plan import model as models
 from vllm_aiter_mla.commands.report import renderer
 from vllm_aiter_mla.commands.verify import Device
@@ -60,6 +61,7 @@ def check(
     are faster on this card: the flag gains nothing.
     """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    ended = list[Step]()
     try:
         if html == outputs.STDOUT:
             raise ValueError("--html -: a file is needed, standard output has the table")
@@ -70,15 +72,17 @@ def check(
             models.environment(env or [], os.environ), device is Device.cpu, strict, verbose, checkpoint,
         )  # fmt: skip
         with outputs.text_apart(json):
-            outcomes = run(asked, lambda so_far: _keep(json, record(model, so_far, None)))
+            for step in run(asked):
+                ended.append(step)
+                _keep(json, CheckRun(model, None, tuple(ended)))
     except (LookupError, ValueError) as error:
         outputs.fail(f"check: {error}")
     except models.NotKnownError as error:
         outputs.fail(f"check: {error}", outputs.NOT_LOOKED)
-    status = exit_status(outcomes, asked.on_cpu, require_all)
+    status = exit_status(ended, asked.on_cpu, require_all)
     with outputs.text_apart(json):
-        show(model, outcomes, status)
-    written = record(model, outcomes, status)
+        show(model, ended, status)
+    written = CheckRun(model, status, tuple(ended))
     if json is not None:
         outputs.write(json, files.text_of(written))
     if html is not None and html_of is not None:
@@ -95,69 +99,57 @@ def _keep(json: Path | None, so_far: CheckRun) -> None:
             files.write(json, so_far)
 
 
-def run(asked: Context, keep: Callable[[dict[str, Outcome]], None] = lambda so_far: None) -> dict[str, Outcome]:
-    """Run every step in order and print how each ended. A step that raises has failed, and the next one runs.
-
-    Args:
-        asked: what was asked for.
-        keep: called with the outcomes so far, after each step.
+def run(asked: Context) -> Iterator[Step]:
+    """Run every step in order, and print and yield how each ended. A step that raises has failed.
 
     Raises:
         ValueError: the model or an option is wrong: there is no plan, so no later step can run.
     """
-    outcomes: dict[str, Outcome] = {}
     for name, step in steps.STEPS.items():
         print(f"{name} ...", flush=True)
-        if name in steps.OF_A_SHAPE and (why := steps.without_a_shape(asked.plan)):
-            outcomes[name] = Outcome("skipped", why)
-            continue
         try:
-            outcomes[name] = child.run(name, asked) if name in steps.IN_A_PROCESS else step(asked)
+            if name in steps.OF_A_SHAPE and (why := steps.without_a_shape(asked.plan)):
+                ended = Step("skipped", why)
+            else:
+                ended = child.run(name, asked) if name in steps.IN_A_PROCESS else step(asked)
         except Exception as error:
             if isinstance(error, (ModuleNotFoundError, models.NotKnownError)) and name == "plan":
                 raise  # vLLM could not be asked here: no option is wrong
             if name == "plan":
                 raise ValueError(str(error)) from error
-            outcomes[name] = Outcome("failed", f"{type(error).__name__}: {error}")
-        for text in outcomes[name].lines:
+            ended = Step("failed", f"{type(error).__name__}: {error}")
+        for text in ended.lines:
             print(outputs.folded(f"  {outputs.line(text)}"))
-        keep(outcomes)
-    return outcomes
+        yield replace(ended, name=name)
 
 
-def exit_status(outcomes: dict[str, Outcome], on_cpu: bool, require_all: bool = False) -> int:
+def exit_status(ended: Sequence[Step], on_cpu: bool, require_all: bool = False) -> int:
     """Return 1 if a step failed, else 4 if one gains nothing, else 3 if nothing ran on a card as it should, else 0.
 
     ``require_all``: 3 if any step was skipped.
     """
-    states = {outcome.status for outcome in outcomes.values()}
+    states = {step.status for step in ended}
     if "failed" in states:
         return outputs.FINDING
     if "no gain" in states:
         return NO_GAIN
     if require_all and "skipped" in states:
         return outputs.NOT_LOOKED
-    ran = any(outcomes[name].status != "skipped" for name in steps.ON_THE_CARD if name in outcomes)
-    return outputs.FINE if ran or on_cpu else outputs.NOT_LOOKED
+    return outputs.FINE if on_cpu or _ran_on_the_card(ended) else outputs.NOT_LOOKED
 
 
-def record(model: str, outcomes: dict[str, Outcome], status: int | None) -> CheckRun:
-    """Return the record of the run; ``status`` is None while it goes on."""
-    steps_run = (
-        Step(name, outcome.status, outcome.detail, outcome.lines, files.plain(outcome.data))
-        for name, outcome in outcomes.items()
-    )
-    return CheckRun(model, status, tuple(steps_run))
+def _ran_on_the_card(ended: Sequence[Step]) -> bool:
+    return any(step.status != "skipped" for step in ended if step.name in steps.ON_THE_CARD)
 
 
-def show(model: str, outcomes: dict[str, Outcome], status: int) -> None:
+def show(model: str, ended: Sequence[Step], status: int) -> None:
     """Print the table, and what a reader takes away."""
     console = Console(markup=False, highlight=False, width=outputs.WIDTH)
     table = Table("step", "outcome", "finding", title=f"check {model}", title_justify="left", box=box.ASCII)
-    for name, outcome in outcomes.items():
-        table.add_row(name, outcome.status, outputs.line(outcome.detail))
+    for step in ended:
+        table.add_row(step.name, step.status, outputs.line(step.detail))
     console.print(table)
-    skipped = sum(outcome.status == "skipped" for outcome in outcomes.values())
+    skipped = sum(step.status == "skipped" for step in ended)
     last = f"every step that ran passed; {skipped} skipped" if skipped else "every step passed"
     if status == outputs.FINDING:
         last = "FAILED: do not switch the fast path on before the steps above pass"
@@ -165,6 +157,6 @@ def show(model: str, outcomes: dict[str, Outcome], status: int) -> None:
         last = "the flag gains nothing on this card: vLLM's own kernels are the fastest for this model; leave it off"
     if status == outputs.NOT_LOOKED:
         last = "nothing ran on a card: run this where vLLM serves (--device cpu runs what a CPU can run)"
-        if any(outcome.status != "skipped" for name, outcome in outcomes.items() if name in steps.ON_THE_CARD):
+        if _ran_on_the_card(ended):
             last = f"{skipped} skipped, and --require-all asks for every step"
     print(outputs.folded(f"check: {last}"))

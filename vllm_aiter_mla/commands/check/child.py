@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands.check import process, steps
-from vllm_aiter_mla.commands.check.steps import Context, Outcome
+from vllm_aiter_mla.commands.check.steps import Context, Step
 from vllm_aiter_mla.commands.plan.model import Source
 from vllm_aiter_mla.commands.plan.record import Plan
 
@@ -24,15 +24,15 @@ class Asked:
     on_cpu: bool
 
 
-def run(name: str, context: Context) -> Outcome:
+def run(name: str, context: Context) -> Step:
     """Run the step ``name``; it has failed if its process ends without an outcome."""
     with tempfile.TemporaryDirectory(prefix="aiter-mla-check-") as work:
         asked, outcome = Path(work) / "asked.json", Path(work) / "outcome.json"
         files.write(asked, Asked(context.plan, context.on_cpu))
         how, *last = process.run(__name__, (name, str(asked), str(outcome)))
         if outcome.is_file():
-            return files.part(Outcome, outcome, files.load(outcome))
-    return Outcome("failed", f"its process {how}", tuple(last))
+            return files.part(Step, outcome, files.load(outcome))
+    return Step("failed", f"its process {how}", tuple(last))
 
 
 def main(name: str, asked: str, outcome: str) -> None:

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The record of a run of ``check``."""
 
-from dataclasses import dataclass
-
-from pydantic import JsonValue
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from vllm_aiter_mla import files
 
+Status = Literal["passed", "failed", "warning", "skipped", "no gain"]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class Step:
-    """How one step ended; ``steps.Outcome`` explains the fields."""
+    """How one step ended."""
 
-    name: str
-    status: str
-    detail: str
-    lines: tuple[str, ...]
-    data: JsonValue  # as ``files.plain`` makes it; that of `plan`, `verify` and `measure` reads as their records
+    name: str = field(default="", kw_only=True)  # filled in by ``run``
+    # "failed" if the fast path must not be used as it is; "no gain" if nothing is wrong and vLLM's own kernels run;
+    # "skipped" if the step could not run here
+    status: Status
+    detail: str  # the finding in one line
+    lines: tuple[str, ...] = ()  # more lines for the reader
+    data: Any = None  # in a file as ``files.plain`` makes it; that of `plan`, `verify` and `measure` is their record
 
 
 @dataclass(frozen=True)

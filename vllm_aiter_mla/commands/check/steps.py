@@ -1,37 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of ``check``: each takes what is asked and what earlier steps found, and returns an outcome."""
+"""The steps of ``check``: each takes what is asked and what earlier steps found, and returns how it ended."""
 
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from vllm_aiter_mla import status
 from vllm_aiter_mla.admission import OVERFLOW, REMEDIES
 from vllm_aiter_mla.commands import doctor
 from vllm_aiter_mla.commands.check import engine as runs
+from vllm_aiter_mla.commands.check.record import Status, Step
 from vllm_aiter_mla.commands.plan import formulas
 from vllm_aiter_mla.commands.plan import model as models
 from vllm_aiter_mla.commands.plan.issues import has_fp8_cache, without_a_shape
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.compat.config import as_typed
 
-Status = Literal["passed", "failed", "warning", "skipped", "no gain"]
 VLLM_FASTER = "vllm_faster"
 NO_GPU = "no GPU"
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a step found."""
-
-    # "failed" if the fast path must not be used as it is; "no gain" if nothing is wrong and vLLM's own kernels run;
-    # "skipped" if the step could not run here
-    status: Status
-    detail: str  # the finding in one line
-    lines: tuple[str, ...] = ()  # more lines for the reader
-    data: Any = None  # for the JSON file and the page of ``report``
 
 
 @dataclass(slots=True)
@@ -53,20 +41,20 @@ class Context:
     answers: dict[runs.Side, Any] = field(default_factory=dict)
 
 
-StepFunction = Callable[[Context], Outcome]
+StepFunction = Callable[[Context], Step]
 
 
-def machine(context: Context) -> Outcome:
+def machine(context: Context) -> Step:
     """Run doctor's checks. A problem fails; what cannot be told from here does not."""
     checks = doctor.examine()
     found = {status: [check for check in checks if check.status == status] for status in ("problem", "unknown")}
     lines = tuple(f"{check.name}: {check.detail} -> {check.remedy}" for check in found["problem"])
     detail = f"{len(found['problem'])} problem, {len(found['unknown'])} unknown of {len(checks)} checks"
     data = [{"name": check.name, "status": check.status, "detail": check.detail} for check in checks]
-    return Outcome("failed" if found["problem"] else "passed", detail, lines, data)
+    return Step("failed" if found["problem"] else "passed", detail, lines, data)
 
 
-def plan(context: Context) -> Outcome:
+def plan(context: Context) -> Step:
     """Plan the model. It fails if no layer would engage, or if that is not known."""
     found = models.ask(context.source, context.arguments, context.arch, context.variables, context.verbose)
     context.plan = found
@@ -75,21 +63,21 @@ def plan(context: Context) -> Outcome:
     if outcome == "unknown":
         detail = f"not known whether layers would engage on {found.arch}"
     lines = tuple(f"{reason.code}: {reason.message} -> {REMEDIES[reason.code]}" for reason in found.reasons)
-    return Outcome("passed" if outcome in ("engaged", "some") else "failed", detail, lines, found)
+    return Step("passed" if outcome in ("engaged", "some") else "failed", detail, lines, found)
 
 
-def known_issues(context: Context) -> Outcome:
+def known_issues(context: Context) -> Step:
     """Say which known faults concern this shape, which are not the plugin's."""
     if why := without_a_shape(context.plan):
-        return Outcome("skipped", f"not looked up: {why}")
+        return Step("skipped", f"not looked up: {why}")
     found = context.plan.known_issues
     lines = tuple(f"{one.id}: {one.effect} ({one.state}) -> {one.remedy}: {one.link}" for one in found)
     if not found:
-        return Outcome("passed", "none for this card, cache, number of heads, number of drafts and these versions")
-    return Outcome("failed" if context.strict else "warning", f"{len(found)} for this shape", lines, found)
+        return Step("passed", "none for this card, cache, number of heads, number of drafts and these versions")
+    return Step("failed" if context.strict else "warning", f"{len(found)} for this shape", lines, found)
 
 
-def kernels(context: Context) -> Outcome:
+def kernels(context: Context) -> Step:
     """Verify the kernels at the model's shapes, up to its decode limit; small ones by eager replay on a CPU.
 
     A kernel that turns an fp8 overflow into NaN fails the step if the plan says that it would serve.
@@ -114,7 +102,7 @@ def kernels(context: Context) -> Outcome:
     try:
         run = session.Session(quick=True, **asked)
     except session.NotHereError:
-        return Outcome("skipped", NO_GPU)
+        return Step("skipped", NO_GPU)
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     for result in run.run():
         counts[result.status] += 1
@@ -136,16 +124,16 @@ def kernels(context: Context) -> Outcome:
     detail = ", ".join(f"{count} {status}" for status, count in counts.items()) + f" ({run.engine.name}; {ran})"
     failed = counts["failed"] or serving
     status: Status = "failed" if failed else "skipped" if run.status == NOTHING else "passed"
-    return Outcome(status, detail, lines, run.record())
+    return Step(status, detail, lines, run.record())
 
 
 TOKENS = (1, 8, 64, 256)
 
 
-def timing(context: Context) -> Outcome:
+def timing(context: Context) -> Step:
     """Time every kernel and rival on this card, at the model's heads. It fails if nothing of ours was timed."""
     if not has_gpu():
-        return Outcome("skipped", NO_GPU)
+        return Step("skipped", NO_GPU)
     from vllm_aiter_mla.commands import measure
 
     made = context.plan
@@ -159,10 +147,10 @@ def timing(context: Context) -> Outcome:
     lines += tuple(f"{name}: {why}" for name, why in record.wrong.items())
     ratios = {row.tokens: row.ratio for row in record.rows if row.ratio is not None}
     if record.wrong or record.stopped or not ratios:
-        return Outcome("failed", record.stopped or "a kernel is wrong, or none of ours was timed", lines, record)
+        return Step("failed", record.stopped or "a kernel is wrong, or none of ours was timed", lines, record)
     slower = [tokens for tokens, ratio in ratios.items() if ratio < 1]
     which = f"vLLM or a rival is faster at {slower}" if slower else "one of ours is the fastest at each"
-    return Outcome("passed", f"{len(ratios)} token counts; {which}", lines, record)
+    return Step("passed", f"{len(ratios)} token counts; {which}", lines, record)
 
 
 def weights_of(plan: Plan) -> str:
@@ -187,15 +175,15 @@ def too_few_gpus(plan: Plan) -> str:
     return f"one engine needs {needed} GPUs; this machine has {here}" if here < needed else ""
 
 
-def engine(context: Context) -> Outcome:
+def engine(context: Context) -> Step:
     """Run vLLM's engine on three sides: today, control and plugin; see ``check/engine.py``.
 
     It fails if plugin and control are further apart than rounding explains, or apart at all above the decode limit.
     """
     if not has_gpu() and not context.sandbox:
-        return Outcome("skipped", NO_GPU)
+        return Step("skipped", NO_GPU)
     if not context.sandbox and (short := too_few_gpus(context.plan)):
-        return Outcome("skipped", short)
+        return Step("skipped", short)
     layers = None if context.checkpoint else context.plan.layers.total
     # One dense layer and one with experts, where the model has both.
     random_layers = None if layers is None else min(layers, RANDOM_LAYERS)
@@ -219,7 +207,7 @@ def engine(context: Context) -> Outcome:
     return found
 
 
-def judge(answers: Mapping[runs.Side, Any], fp8_cache: bool) -> Outcome:
+def judge(answers: Mapping[runs.Side, Any], fp8_cache: bool) -> Step:
     """Compare the three sides. Only the plugin's distance from the control is judged; the control's is vLLM's own."""
     distances = {
         f"{one} against {other}": {
@@ -251,14 +239,14 @@ def judge(answers: Mapping[runs.Side, Any], fp8_cache: bool) -> Outcome:
         or (above_line if above["plugin"] > above["repeated"] else "")
     )
     if wrong:
-        return Outcome("failed", wrong, tuple(lines), data)
+        return Step("failed", wrong, tuple(lines), data)
     counts = [[sum(getattr(one, of) for one in found.values()) for of in ("tokens_equal", "tokens")]
               for found in (ours, vllms)]  # fmt: skip
     (equal, tokens), (same, _) = counts
     detail = f"plugin against control: {equal} of {tokens} tokens equal; control against today: {same} of {tokens}"
     if no_gain:
-        return Outcome("no gain", f"{detail}; vLLM's own kernels were the fastest for every layer", tuple(lines), data)
-    return Outcome("passed", f"{detail}; every MLA layer engaged", tuple(lines), data)
+        return Step("no gain", f"{detail}; vLLM's own kernels were the fastest for every layer", tuple(lines), data)
+    return Step("passed", f"{detail}; every MLA layer engaged", tuple(lines), data)
 
 
 def shown(found: runs.Figures) -> str:
@@ -287,29 +275,29 @@ def above_the_limit(answers: Mapping[runs.Side, Any]) -> tuple[dict[str, float],
     )
 
 
-def decode_against_prefill(context: Context) -> Outcome:
+def decode_against_prefill(context: Context) -> Step:
     """Compare each generated token's log-probability with prefill of the same text, on each side.
 
     A decode kernel that is broken with the flag off too gives equal tokens on all sides; prefill runs another kernel.
     """
     if not context.answers:
-        return Outcome("skipped", "the engine did not run")
+        return Step("skipped", "the engine did not run")
     worst = {side: runs.decode_against_prefill(answer) for side, answer in context.answers.items()}
     detail = ", ".join(f"{side}: {value:.2g}" for side, value in worst.items()) + " on average"
     wrong = [side for side, value in worst.items() if not value <= runs.DECODE_AGAINST_PREFILL]
     if not wrong:
-        return Outcome("passed", detail, data=worst)
+        return Step("passed", detail, data=worst)
     whose = "only the fast path differs" if wrong == ["plugin"] else "vLLM's own decode is wrong here"
-    return Outcome("failed", f"{detail}; {whose}", data=worst)
+    return Step("failed", f"{detail}; {whose}", data=worst)
 
 
-def launches(context: Context) -> Outcome:
+def launches(context: Context) -> Step:
     """Count the kernels of one decode step on each side. It fails if fewer are saved than planned."""
     counts = {side: answer["launches"] for side, answer in context.answers.items()}
     if not has_gpu() or not counts:
-        return Outcome("skipped", "the engine did not run" if has_gpu() else NO_GPU)
+        return Step("skipped", "the engine did not run" if has_gpu() else NO_GPU)
     if 0 in counts.values():
-        return Outcome("failed", "torch's profiler saw no kernel", data=counts)
+        return Step("failed", "torch's profiler saw no kernel", data=counts)
     records = context.answers["plugin"]["status"]
     layers = max((len(record.engaged) for record in records), default=0) or 1
     ran = {kernel.partition("-")[0] for record in records for kernel in record.engaged.values()}
@@ -320,7 +308,7 @@ def launches(context: Context) -> Outcome:
     saved = (counts["control"] - counts["plugin"]) / layers
     each = ", ".join(f"{side} {count}" for side, count in counts.items())
     detail = f"{each}: {saved:.1f} fewer a layer than the control, planned {promised}"
-    return Outcome("passed" if saved >= promised else "failed", detail, data=counts)
+    return Step("passed" if saved >= promised else "failed", detail, data=counts)
 
 
 STEPS: dict[str, StepFunction] = {
