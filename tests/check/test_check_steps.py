@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -24,7 +25,7 @@ from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands import check as command
 from vllm_aiter_mla.commands import doctor, measure
-from vllm_aiter_mla.commands.check import child, engine, process, steps
+from vllm_aiter_mla.commands.check import engine, process, steps
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.check.steps import Context
 from vllm_aiter_mla.commands.doctor import Check
@@ -72,7 +73,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(steps.doctor, "examine", lambda: made["checks"])
     monkeypatch.setattr(model, "ask", lambda *_: issues.looked_up(plans.parsed(made["plan"])))
     # In this process, where the card is made up; tests/rehearsal runs the real ones.
-    monkeypatch.setattr(child, "run", lambda name, context: steps.STEPS[name](context))
+    monkeypatch.setattr(process, "call", lambda step, context: step(context))
     monkeypatch.setattr(session, "Session", lambda **asked: made.update(asked=asked) or made["run"])
     RehearsalCard().install(monkeypatch)
     monkeypatch.setattr(measure, "run", lambda *_: made["measured"])
@@ -494,21 +495,29 @@ def abort(context: Context) -> Step:
     os.abort()
 
 
-def test_a_step_whose_process_aborts_has_failed_and_says_its_last_lines(tmp_path: Path) -> None:
+def test_a_step_whose_process_aborts_has_failed_and_says_its_last_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its process is real; what it runs is planted by a ``sitecustomize`` of its own."""
     (tmp_path / "sitecustomize.py").write_text(
-        f"import {steps.__name__}, {__name__}\n{steps.__name__}.STEPS['kernels'] = {__name__}.abort\n"
+        f"import {steps.__name__}, {__name__}\n{steps.__name__}.kernels = {__name__}.abort\n"
     )
     context = Context(model.find("deepseek-r1"))
     context.plan = plans.parsed(made_up_plan())
     path = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[2])))
-    with mock.patch.dict(os.environ, PYTHONPATH=path):
-        found = child.run("kernels", context)
+    monkeypatch.setattr(steps, "STEPS", {"kernels": steps.kernels})
+    monkeypatch.setenv("PYTHONPATH", path)
+    (found,) = command.run(context)
     assert (found.status, "SIGABRT" in found.detail) == ("failed", True)
     assert "a check of AITER's failed" in found.lines
 
 
+def test_a_process_answers_with_records_and_whole_numbers_as_they_are() -> None:
+    plan = plans.parsed(made_up_plan())
+    assert process.call(dict, {3: plan}) == {3: plan}
+
+
 def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "TIMEOUT_S", 0.2)
-    (how,) = process.run("http.server", ("0", "--bind", "127.0.0.1"))
-    assert "0.2 s" in how
+    with pytest.raises(process.EndedError, match=r"0\.2 s"):
+        process.call(time.sleep, 60)

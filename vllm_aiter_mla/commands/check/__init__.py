@@ -20,7 +20,7 @@ from rich.table import Table
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands import plan as plans
-from vllm_aiter_mla.commands.check import child, steps
+from vllm_aiter_mla.commands.check import process, steps
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.check.steps import Context
 from vllm_aiter_mla.commands.plan import model as models
@@ -111,7 +111,10 @@ def run(asked: Context) -> Iterator[Step]:
             if name in steps.OF_A_SHAPE and (why := steps.without_a_shape(asked.plan)):
                 ended = Step("skipped", why)
             else:
-                ended = child.run(name, asked) if name in steps.IN_A_PROCESS else step(asked)
+                ended = process.call(step, asked) if name in steps.IN_A_PROCESS else step(asked)
+        except process.EndedError as error:
+            how, *last = error.args
+            ended = Step("failed", f"its process {how}", tuple(last))
         except Exception as error:
             if isinstance(error, (ModuleNotFoundError, models.NotKnownError)) and name == "plan":
                 raise  # vLLM could not be asked here: no option is wrong

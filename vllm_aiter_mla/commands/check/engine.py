@@ -3,17 +3,13 @@
 
 ``today`` has the user's options and the flag off. ``control`` is today plus the options that the gate adds when the
 flag is on: vLLM compiles the same graphs, and nothing of the plugin runs. ``plugin`` has the flag on.
-
-``python -m vllm_aiter_mla.commands.check.engine REQUEST ANSWER`` runs one engine, in a process of its own.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -171,7 +167,7 @@ def mixed_up(added: Mapping[str, Any], compiled: Mapping[Side, Mapping[str, Any]
 
 def run(
     folder: Path, arguments: Sequence[str], side: Side, environment: Mapping[str, str],
-    random_layers: int | None, limit: int | None = None, added: Mapping[str, Any] | None = None,
+    random_layers: int | None, limit: int, added: Mapping[str, Any],
 ) -> Any:  # fmt: skip
     """Run one engine in a process of its own.
 
@@ -181,8 +177,8 @@ def run(
         side: which of the three engines; see the top of this file.
         environment: variables over this process's.
         random_layers: how many layers of random weights to draw; None loads the checkpoint.
-        limit: the decode limit in tokens, for a prefill above it; None leaves that out.
-        added: for the control, ``added`` of the plugin's answer.
+        limit: the decode limit in tokens, for a prefill above it.
+        added: for the control, ``added`` of the plugin's answer; else nothing.
 
     Returns:
         ``scenarios`` {name: requests of steps}, ``prefill`` {name: requests of log-probabilities}, ``above`` the
@@ -195,29 +191,23 @@ def run(
             cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="aiter-mla-check-") as work:
-        request, answer = Path(work) / "request.json", Path(work) / "answer.json"
-        asked = {
-            "folder": str(folder), "arguments": arguments, "side": side, "random_layers": random_layers,
-            "limit": limit, "added": added or {},
-        }  # fmt: skip
-        request.write_text(json.dumps(asked), encoding="utf-8")
         # A status file of another server must not be taken for this one's, and no graph of a broken run be kept.
-        cache = Path(work) / "cache"
+        cache = Path(work)
         _share_model_notes(cache, environment)
         own = {"VLLM_CACHE_ROOT": str(cache), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         full = {**os.environ, **environment, **own}
         full.pop(status.record.RUN, None)
-        how, *last = process.run("vllm_aiter_mla.commands.check.engine", (str(request), str(answer)), full)
-        if not answer.is_file():
-            raise RuntimeError("\n".join((f"vLLM's engine, {side}: its process {how}; its last lines:", *last)))
-        found = json.loads(answer.read_text(encoding="utf-8"))
+        asked = (str(folder), arguments, side, random_layers, limit, added)
+        try:
+            found = process.call(answer, *asked, environment=full)
+        except process.EndedError as error:
+            how, *last = error.args
+            said = "\n".join((f"vLLM's engine, {side}: its process {how}; its last lines:", *last))
+            raise RuntimeError(said) from error
         bad = list[str]()
         found["status"] = status.record.read_all(cache / "aiter_mla", "*", bad.append)
     if bad:
         raise RuntimeError("; ".join(bad))
-    for requests in found["scenarios"].values():  # JSON has no integer keys
-        for index, steps in enumerate(requests):
-            requests[index] = [(token, {int(id_): p for id_, p in probs.items()}) for token, probs in steps]
     return found
 
 
@@ -226,27 +216,28 @@ def _share_model_notes(cache: Path, environment: Mapping[str, str]) -> None:
     root = environment.get("VLLM_CACHE_ROOT") or os.environ.get("VLLM_CACHE_ROOT") or "~/.cache/vllm"
     notes = Path(root).expanduser() / "modelinfos"
     notes.mkdir(parents=True, exist_ok=True)
-    cache.mkdir()
     (cache / notes.name).symlink_to(notes.resolve(), target_is_directory=True)
 
 
-def main(request: str, answer: str) -> None:
-    """Run one engine and write its answer."""
+def answer(
+    folder: str, arguments: Sequence[str], side: Side, random_layers: int | None, limit: int,
+    added: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Run one engine in this process; return what ``run`` returns, but for ``status``."""
     from vllm_aiter_mla.commands.compat import engine as compat_engine
     from vllm_aiter_mla.commands.compat.offline import load_plugins, serve_options
     from vllm_aiter_mla.compat import config as compat_config
 
-    asked = json.loads(Path(request).read_text(encoding="utf-8"))
     load_plugins()
-    parsed = serve_options([asked["folder"], *asked["arguments"]])
-    setattr(parsed.compilation_config.pass_config, FLAG_FIELD, asked["side"] == "plugin")
-    compat_config.set_options(parsed.compilation_config, asked["added"])
+    parsed = serve_options([folder, *arguments])
+    setattr(parsed.compilation_config.pass_config, FLAG_FIELD, side == "plugin")
+    compat_config.set_options(parsed.compilation_config, added)
     own = dict((parsed.additional_config or {}).get(NAMESPACE, {}))
     own.pop("enabled", None)
     parsed.additional_config = {**(parsed.additional_config or {}), NAMESPACE: own}
     left_out = compat_engine.leave_out(parsed)
-    parsed.model = asked["folder"]
-    engine = compat_engine.start(parsed, asked["random_layers"])
+    parsed.model = folder
+    engine = compat_engine.start(parsed, random_layers)
     scenarios = {name: compat_engine.generate(engine, requests) for name, requests in SCENARIOS.items()}
     prefill = {}
     for name, requests in SCENARIOS.items():
@@ -254,16 +245,11 @@ def main(request: str, answer: str) -> None:
         texts = [prompt + [token for token, _ in steps] for (_, prompt, *_), steps in pairs]
         prefill[name] = compat_engine.prompt_logprobs(engine, texts)
     budget, longest = engine.vllm_config.scheduler_config.max_num_batched_tokens, engine.model_config.max_model_len - 8
-    long = above_limit(asked["limit"], budget, longest) if asked["limit"] else []
+    long = above_limit(limit, budget, longest)
     above = [compat_engine.prompt_logprobs(engine, long) for _ in range(2)]
     launches = compat_engine.launches_of_a_step(engine, SCENARIOS["concurrent"])
-    found = {
+    return {
         "scenarios": scenarios, "prefill": prefill, "above": above, "launches": launches,
         "compiled": compat_config.gates_options(engine.vllm_config.compilation_config),
         "added": compat_config.added_options(engine.vllm_config), "left_out": left_out,
     }  # fmt: skip
-    Path(answer).write_text(json.dumps(found), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -192,7 +192,7 @@ def engine(context: Context) -> Step:
 
     def answer(side: runs.Side, added: Mapping[str, Any] | None = None) -> Any:
         print(f"  vLLM's engine, {side} ...", flush=True)  # each takes a minute or more
-        return runs.run(folder, arguments, side, variables, random_layers, context.plan.limit, added)
+        return runs.run(folder, arguments, side, variables, random_layers, context.plan.limit, added or {})
 
     # A GPU holds one engine at a time. The plugin's engine says what the control gets besides the user's options.
     with context.source.folder() as folder, ThreadPoolExecutor(1 if has_gpu() else 2) as pool:
