@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
+import pkgutil
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -24,8 +24,8 @@ from tests.support.statuses import record_of
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands import check as command
-from vllm_aiter_mla.commands import doctor, measure
-from vllm_aiter_mla.commands.check import engine, process, steps
+from vllm_aiter_mla.commands import doctor, measure, process
+from vllm_aiter_mla.commands.check import engine, steps
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.check.steps import Context
 from vllm_aiter_mla.commands.doctor import Check
@@ -51,7 +51,7 @@ ANSWER = {
 def made_up_plan(**changes: Any) -> dict[str, Any]:
     """A plan of 61 layers that engage on a gfx942, its fields replaced by ``changes``."""
     made = build.build(plans.made_up_answer(), plans.ABOUT, model.environment((NO_CUSTOM_AR,), {}))
-    found: dict[str, Any] = json.loads(json.dumps(made))
+    found: dict[str, Any] = json.loads(files.text_of(made))
     found["reasons"], found["layers"]["engaged"] = [], found["layers"]["mla"]
     return found | {"outcome": "engaged", "heads_per_rank": 16} | changes
 
@@ -73,7 +73,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(steps.doctor, "examine", lambda: made["checks"])
     monkeypatch.setattr(model, "ask", lambda *_: issues.looked_up(plans.parsed(made["plan"])))
     # In this process, where the card is made up; tests/rehearsal runs the real ones.
-    monkeypatch.setattr(process, "call", lambda step, context: step(context))
+    monkeypatch.setattr(process, "call", lambda step, context: pkgutil.resolve_name(step)(context))
     monkeypatch.setattr(session, "Session", lambda **asked: made.update(asked=asked) or made["run"])
     RehearsalCard().install(monkeypatch)
     monkeypatch.setattr(measure, "run", lambda *_: made["measured"])
@@ -333,9 +333,9 @@ def test_a_model_without_mla_fails_its_plan_and_runs_nothing_on_the_card(card: d
 def test_field_f5_a_plan_that_is_not_known_is_no_all_clear(card: dict[str, Any]) -> None:
     """vLLM could not build the layers here: no step takes their missing shape for one."""
     answer = plans.made_up_answer()
-    skip, facts = Skip("not_known", "no such kernel"), answer.model | {"listed_layers": 61}
+    skip, facts = Skip("not_known", "no such kernel"), replace(answer.model, listed_layers=61)
     made = build.build(replace(answer, model=facts, layers=[], skip=skip), plans.ABOUT, model.environment((), {}))
-    card["plan"] = json.loads(json.dumps(made))
+    card["plan"] = json.loads(files.text_of(made))
     found = outcomes(strict=True)
     assert (card["plan"]["outcome"], failed(found)) == ("unknown", ["plan"])
     assert found["known issues"] == Step("skipped", "not looked up: the plan is not known", name="known issues")
@@ -514,10 +514,10 @@ def test_a_step_whose_process_aborts_has_failed_and_says_its_last_lines(
 
 def test_a_process_answers_with_records_and_whole_numbers_as_they_are() -> None:
     plan = plans.parsed(made_up_plan())
-    assert process.call(dict, {3: plan}) == {3: plan}
+    assert process.call("builtins:dict", {3: plan}) == {3: plan}
 
 
 def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "TIMEOUT_S", 0.2)
     with pytest.raises(process.EndedError, match=r"0\.2 s"):
-        process.call(time.sleep, 60)
+        process.call("time:sleep", 60)

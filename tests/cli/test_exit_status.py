@@ -28,8 +28,7 @@ def doctor_finds(status):
 def plan_says(outcome):
     def plant(monkeypatch, folder):
         made = build.build(plans.made_up_answer(), plans.ABOUT, model.environment((), {}))
-        answer = plans.parsed(json.loads(json.dumps(made)) | {"outcome": outcome})
-        monkeypatch.setattr(model, "ask", lambda *_: answer)
+        monkeypatch.setattr(model, "ask", lambda *_: replace(made, outcome=outcome))
 
     return plant
 

@@ -45,7 +45,7 @@ def test_remedy_every_code_has_exactly_one() -> None:
 def test_remedy_line_and_log_and_plan_say_the_same(code: str) -> None:
     assert status.line.of(skipped(code)) == f"0/1: {code}: why -> {REMEDIES[code]}"
     assert str(Skip(code, "why")).endswith(f" -> {REMEDIES[code]}"), "of the gate's line"
-    planned = plans.parsed(build.build(plans.made_up_answer(), plans.ABOUT, model.environment((), {})))
+    planned = build.build(plans.made_up_answer(), plans.ABOUT, model.environment((), {}))
     text = printout.text(replace(planned, reasons=(Reason(build.level(code), code, "why"),)))
     assert f"{code}: why\n    -> {REMEDIES[code]}" in text
 

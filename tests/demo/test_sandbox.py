@@ -28,7 +28,7 @@ def test_make_demo_plans_and_runs_its_engine_over_each_cache(monkeypatch):
 
     def ask(source, arguments, *_):
         answer = plans.made_up_answer(kv_cache_dtype="fp8" if "fp8" in arguments else "auto")
-        return plans.parsed(build.build(answer, plans.ABOUT, model.environment((), {})))
+        return build.build(answer, plans.ABOUT, model.environment((), {}))
 
     def engine_of(context):
         caches.append(context.plan.options.kv_cache_dtype)

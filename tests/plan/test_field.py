@@ -42,7 +42,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Types a command line on a machine without a card; one process answers for gfx942."""
 
     def ask(source: Any, arguments: Any, *_: Any) -> Any:
-        return issues.looked_up(model.plan_of(source, plans.worker("gfx942", ()).ask(source, tuple(arguments))))
+        return issues.looked_up(plans.worker("gfx942", ()).ask(source, tuple(arguments))[0])
 
     monkeypatch.setattr(model, "ask", ask)
 
@@ -113,7 +113,7 @@ def test_field_f6_its_remedy_ends_the_warning() -> None:
     found = {}
     for env in ((), (variable,)):
         made = build.build(plans.made_up_answer(), plans.ABOUT, model.environment(env, {}))
-        found[env] = [one.id for one in issues.looked_up(plans.parsed(json.loads(json.dumps(made)))).known_issues]
+        found[env] = [one.id for one in issues.looked_up(made).known_issues]
     assert ("aiter#4888" in found[()], "aiter#4888" in found[(variable,)]) == (True, False)
 
 
@@ -121,7 +121,7 @@ def test_field_a_variable_that_no_plan_knows_is_passed_on_with_a_note() -> None:
     typed = ("VLLM_ROCM_USE_AITER_MHA=0", "VLLM_ROCM_USE_AITR=1")
     variables = model.environment(typed, {})
     assert [variables[one.partition("=")[0]] for one in typed] == [("0", "--env"), ("1", "--env")]
-    notes = build.build(plans.made_up_answer(), plans.ABOUT, variables)["assumptions"]
+    notes = build.build(plans.made_up_answer(), plans.ABOUT, variables).assumptions
     passed = [note for note in notes if "passed on" in note]
     assert [note.partition(" ")[0] for note in passed] == list(typed)
     assert "did you mean VLLM_ROCM_USE_AITER?" in passed[1]

@@ -44,8 +44,7 @@ def run_verify(folder: Path) -> Path:
 def write_plan(folder: Path) -> Path:
     """A plan of an engine that is skipped for two reasons, from an answer of vLLM's that is made up."""
     plan = build.build(plans.made_up_answer(dcp=2, kv_cache_dtype="fp8_e5m2"), plans.ABOUT, model.environment((), {}))
-    plan["model"] |= {"name": "a model"}
-    files.write(folder / "plan.json", plan | files.stamp("plan"))
+    files.write(folder / "plan.json", replace(plan, model=replace(plan.model, name="a model")))
     return folder / "plan.json"
 
 

@@ -1,12 +1,14 @@
 """The process that plan asks, for many plans: each is made in a fork, because vLLM keeps much of a config.
 
-``python -m tests.support.plan_child gfx950`` reads a request a line. Each plan gets ``decision``: limit and code of the
-gate's last answer, as ``gate.apply`` returned them. A request may name a bug to plant.
+``python -m tests.support.plan_child gfx950`` reads a request a line and answers with a pickle: the plan, or why there
+is none, and ``decision``: limit and code of the gate's last answer, as ``gate.apply`` returned them. A request may name
+a bug to plant.
 """
 
 import gc
 import json
 import os
+import pickle
 import sys
 import traceback
 from contextlib import nullcontext, suppress
@@ -19,6 +21,7 @@ from vllm_aiter_mla import gate
 from vllm_aiter_mla.admission import LayerView, Skip
 from vllm_aiter_mla.commands.compat import offline, rocm_config
 from vllm_aiter_mla.commands.plan import answer, build, kernels
+from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.compat import release
 from vllm_aiter_mla.settings import Settings
 
@@ -67,32 +70,35 @@ def applied(config: Any) -> Any:
     return decisions[-1]
 
 
-def planned(request: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
+def planned(request: dict[str, Any], about: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
     """Return the plan with the gate's decision."""
     bug = BUGS.get(request.pop("bug"))
     with mock.patch.object(*bug) if bug else nullcontext():
         made = answer.answer(Path(request["folder"]), request["arguments"])
-        found = build.build(made, about, request["variables"])
+        variables = {name: (value, origin) for name, (value, origin) in request["variables"].items()}
+        found = build.build(made, about, variables)
     last = decisions[-1] if decisions else None
     skip = last.code if isinstance(last, Skip) else None
-    return found | {"decision": {"limit": last if skip is None else None, "skip": skip}}
+    return found, {"limit": last if skip is None else None, "skip": skip}
 
 
 def main(arch: str) -> None:
     """Answer requests until stdin ends."""
-    out = os.fdopen(os.dup(1), "w")
+    out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # vLLM logs to stdout
     gate.apply = applied
     about = answer.start(arch)
     warm()
     for line in sys.stdin:
         if os.fork() == 0:
+            found: Any
             try:
                 found = planned(json.loads(line), about)
             except BaseException as error:  # without an answer the test would wait for ever
                 traceback.print_exc()
-                found = build.failure(error)
-            print(json.dumps(found), file=out, flush=True)
+                found = build.failure(error), {}
+            pickle.dump(found, out)
+            out.flush()
             os._exit(0)
         os.wait()
 

@@ -3,6 +3,7 @@
 import atexit
 import functools
 import json
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ from vllm_aiter_mla.admission import ConfigView, LayerView
 from vllm_aiter_mla.commands.compat import offline, rocm_config
 from vllm_aiter_mla.commands.plan import model
 from vllm_aiter_mla.commands.plan.answer import Answer, Given
-from vllm_aiter_mla.commands.plan.record import Plan
+from vllm_aiter_mla.commands.plan.record import Model, Plan
 from vllm_aiter_mla.settings import Settings
 
 ARCH = "gfx950"
@@ -27,22 +28,23 @@ class Worker:
     def __init__(self, arch: str, env: tuple[str, ...]) -> None:
         self.variables, self._cache = model.environment(env, {}), tempfile.TemporaryDirectory()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.plan_child", arch], text=True, stderr=subprocess.DEVNULL,
+            [sys.executable, "-m", "tests.support.plan_child", arch], stderr=subprocess.DEVNULL,
             # vLLM sets its logging up for each config, and nobody reads it.
             env=model.child_environment(self.variables, self._cache.name) | {"VLLM_CONFIGURE_LOGGING": "0"},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         atexit.register(self.close)
 
-    def ask(self, source: model.Source, arguments: tuple[str, ...], bug: str = "") -> dict[str, Any]:
-        """Return the plan, or ``failed``, with what was asked of the gate in ``decision``."""
+    def ask(self, source: model.Source, arguments: tuple[str, ...], bug: str = "") -> tuple[Plan, dict[str, Any]]:
+        """Return the plan, or raise why there is none, and what was asked of the gate: its ``decision``."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with source.folder() as folder:
             request = {"folder": str(folder), "arguments": arguments, "variables": self.variables, "bug": bug}
-            print(json.dumps(request), file=self._process.stdin, flush=True)
-            found: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return found
+            self._process.stdin.write(f"{json.dumps(request)}\n".encode())
+            self._process.stdin.flush()
+            found, decision = pickle.load(self._process.stdout)
+        return model.plan_of(source, found), decision
 
     def close(self) -> None:
         self._process.kill()
@@ -56,15 +58,13 @@ worker = functools.cache(Worker)
 @functools.cache
 def planned(name: str, *arguments: str, arch: str = ARCH, env: tuple[str, ...] = (), bug: str = "") -> dict[str, Any]:
     """The plan of the model ``name`` as ``plan --json`` prints it."""
-    source = model.find(name)
-    answer = worker(arch, env).ask(source, arguments, bug)
-    plan: dict[str, Any] = json.loads(files.text_of(model.plan_of(source, answer)))
-    return plan | {name: answer[name] for name in ("decision",) if name in answer}
+    plan, decision = worker(arch, env).ask(model.find(name), arguments, bug)
+    return {**json.loads(files.text_of(plan)), "decision": decision}
 
 
 def ask(source: model.Source, arguments: Any, arch: str, variables: Any, verbose: bool) -> Plan:
     """Answer for ``model.ask`` by the process of all tests, whatever the card and the variables."""
-    return model.plan_of(source, worker(ARCH, ()).ask(source, tuple(arguments)))
+    return worker(ARCH, ()).ask(source, tuple(arguments))[0]
 
 
 def parsed(plan: dict[str, Any]) -> Plan:
@@ -78,10 +78,7 @@ ABOUT = {"arch": "gfx942", "made_up": True, "vllm": "0.32.0", "on": dict.fromkey
 
 def made_up_answer(**changes: Any) -> Answer:
     """An answer of vLLM's about 61 layers, where the gate declines; ``changes`` are fields of the engine's view."""
-    view, facts = replace(ConfigView(), **changes), {
-        "architecture": "DeepseekV3ForCausalLM", "is_mla": True, "dtype": "bfloat16", "layers": 61,
-        "max_position": 4096, "listed_layers": 61,
-    }  # fmt: skip
+    view, facts = replace(ConfigView(), **changes), Model("DeepseekV3ForCausalLM", True, "bfloat16", 61, 4096, 61)
     options = {"tp": 8, "pp": 1, "dp": 1, "max_num_seqs": 256, "max_num_batched_tokens": 16384, "block_size": 16,
                "num_drafts": 0, "kv_cache_dtype": view.kv_cache_dtype, "dcp": view.dcp, "pcp": view.pcp,
                "enforce_eager": view.enforce_eager, "mode": view.mode}  # fmt: skip

@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_aiter_mla import files
-from vllm_aiter_mla.commands import outputs
+from vllm_aiter_mla.commands import outputs, process
 from vllm_aiter_mla.commands import plan as plans
-from vllm_aiter_mla.commands.check import process, steps
+from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.check.steps import Context
 from vllm_aiter_mla.commands.plan import model as models
@@ -111,7 +111,8 @@ def run(asked: Context) -> Iterator[Step]:
             if name in steps.OF_A_SHAPE and (why := steps.without_a_shape(asked.plan)):
                 ended = Step("skipped", why)
             else:
-                ended = process.call(step, asked) if name in steps.IN_A_PROCESS else step(asked)
+                of_its_own = name in steps.IN_A_PROCESS
+                ended = process.call(f"{steps.__name__}:{step.__name__}", asked) if of_its_own else step(asked)
         except process.EndedError as error:
             how, *last = error.args
             ended = Step("failed", f"its process {how}", tuple(last))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_aiter_mla import status
-from vllm_aiter_mla.commands.check import process
+from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.compat.config import as_typed
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
 
@@ -199,7 +199,7 @@ def run(
         full.pop(status.record.RUN, None)
         asked = (str(folder), arguments, side, random_layers, limit, added)
         try:
-            found = process.call(answer, *asked, environment=full)
+            found = process.call(f"{__name__}:answer", *asked, environment=full)
         except process.EndedError as error:
             how, *last = error.args
             said = "\n".join((f"vLLM's engine, {side}: its process {how}; its last lines:", *last))

@@ -41,9 +41,6 @@ class Context:
     answers: dict[runs.Side, Any] = field(default_factory=dict)
 
 
-StepFunction = Callable[[Context], Step]
-
-
 def machine(context: Context) -> Step:
     """Run doctor's checks. A problem fails; what cannot be told from here does not."""
     checks = doctor.examine()
@@ -311,7 +308,7 @@ def launches(context: Context) -> Step:
     return Step("passed" if saved >= promised else "failed", detail, data=counts)
 
 
-STEPS: dict[str, StepFunction] = {
+STEPS: dict[str, Callable[[Context], Step]] = {
     "machine": machine,
     "plan": plan,
     "known issues": known_issues,

@@ -18,6 +18,7 @@ from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands.compat import offline, rocm_config
 from vllm_aiter_mla.commands.plan import card
 from vllm_aiter_mla.commands.plan import model as models
+from vllm_aiter_mla.commands.plan.record import Model
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import release
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE, Settings, near_misses
@@ -44,7 +45,7 @@ class Answer:
     """What vLLM decides for one model and one set of options."""
 
     given: Given
-    model: dict[str, Any]  # see ``model_facts``
+    model: Model  # with what ``model_facts`` knows
     engine: dict[str, Any]  # see ``engine_facts``
     layers: list[tuple[rocm_config.LayerKind, int]]  # counted, the most frequent first; empty without MLA
     skip: Skip | None = None  # the error that the layers raise
@@ -134,12 +135,12 @@ def answer(folder: Path, arguments: Sequence[str]) -> Answer:
         ValueError: vLLM does not take the model or an option.
         NotKnownError: vLLM raises an error of its own before it is configured.
     """
-    given, engine, model, layers = None, None, dict[str, Any](), []
+    given, engine, layers = None, None, []
     try:
         args, given = engine_args(folder, arguments)
         config = rocm_config.finished_config(args)
         model, engine = model_facts(config.model_config), engine_facts(config)
-        layers = rocm_config.mla_layers(config) if model["is_mla"] else []
+        layers = rocm_config.mla_layers(config) if model.is_mla else []
         engine["options"]["block_size"] = config.cache_config.block_size
     except (Exception, SystemExit) as error:
         if given is None or engine is None:
@@ -192,8 +193,8 @@ def _with_its_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {said} ({Path(at.filename).name}:{at.lineno} in {at.name})"
 
 
-def model_facts(model: Any) -> dict[str, Any]:
-    """Return the facts of a ``ModelConfig``.
+def model_facts(model: Any) -> Model:
+    """Return what a ``ModelConfig`` says, without notes and layers.
 
     Raises:
         ValueError: it is too large to be built.
@@ -201,14 +202,14 @@ def model_facts(model: Any) -> dict[str, Any]:
     layers, positions = model.get_total_num_hidden_layers(), model.max_model_len
     if layers > MOST_LAYERS or positions > MOST_POSITIONS:
         raise ValueError(f"{layers} layers and {positions} positions are more than is built here")
-    return {
-        "architecture": str(model.architecture),
-        "is_mla": bool(model.use_mla),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "layers": layers,
-        "max_position": getattr(model.hf_text_config, "max_position_embeddings", None) or positions,
-        "listed_layers": len(compat_config.mla_layers(model)),
-    }
+    return Model(
+        architecture=str(model.architecture),
+        is_mla=bool(model.use_mla),
+        dtype=str(model.dtype).removeprefix("torch."),
+        layers=layers,
+        max_position=getattr(model.hf_text_config, "max_position_embeddings", None) or positions,
+        listed_layers=len(compat_config.mla_layers(model)),
+    )
 
 
 def engine_facts(config: Any) -> dict[str, Any]:

@@ -1,16 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan as plain containers, for ``--json`` and for the page alike; and the process that makes it.
+"""The record of a plan, from what vLLM answers."""
 
-``python -m vllm_aiter_mla.commands.plan.build [gfx942|gfx950]`` reads one request as JSON and prints the plan as JSON,
-or ``failed``: why there is none. It is a process of its own because vLLM keeps much of a platform and of a config.
-"""
-
-import json
-import os
-import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -21,7 +14,7 @@ from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.compat.offline import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
 from vllm_aiter_mla.commands.compat.rocm_config import LayerKind
 from vllm_aiter_mla.commands.plan import answer as answers
-from vllm_aiter_mla.commands.plan import formulas, kernels
+from vllm_aiter_mla.commands.plan import formulas, kernels, record
 from vllm_aiter_mla.commands.plan import model as models
 from vllm_aiter_mla.commands.plan.answer import Answer
 from vllm_aiter_mla.kernels import vllm_own
@@ -35,7 +28,7 @@ MOST = {"max_num_seqs": 2**20, "max_num_batched_tokens": 2**30, "block_size": 2*
         LIMIT_FIELD: 2**30}  # fmt: skip
 
 
-def build(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+def build(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[str, str]]) -> record.Plan:
     """Return the plan. Kernels and figures are those of the most frequent kind of layer.
 
     Args:
@@ -56,7 +49,7 @@ def build(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[s
     limit = engine["gate"]["limit"] if engine["gate"] else admission.decode_limit(*asked)
     kinds = [_Planned(about["arch"], settings, engine, *layer, limit) for layer in answer.layers]
     main = kinds[0] if kinds else None
-    total = sum(kind.count for kind in kinds) or model["listed_layers"]
+    total = sum(kind.count for kind in kinds) or model.listed_layers
     against = engine_reasons(answer)
     engaged = 0 if against else sum(kind.count for kind in kinds if not kind.reasons)
     # Another attention implementation follows from what stops the engine.
@@ -65,30 +58,26 @@ def build(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[s
     formats: Counter[str] = Counter()
     for kind in kinds:
         formats[kind.built.format] += kind.count
-    return {
-        "plugin": __version__,
-        "vllm": about["vllm"],
-        "model": model | {"notes": answer.given.notes, "kinds": [kind.sizes() for kind in kinds]},
-        "arch": about["arch"],
-        "options": engine["options"] | {"dtype": model["dtype"], "settings": asdict(settings)},
-        "environment": {name: (str(int(on)), "default") for name, on in about["on"].items()} | dict(variables),
-        "heads_per_rank": main.view.num_heads if main else 0,
-        "absorb_weight": main.built.format if main else None,
-        "absorb_weights": dict(formats),
-        "limit": limit,
+    drafts = sum(kind.count for kind in kinds if kind.built.draft)
+    return record.Plan(
+        plugin=__version__,
+        vllm=about["vllm"],
+        model=replace(model, notes=tuple(answer.given.notes), kinds=tuple(kind.sizes() for kind in kinds)),
+        arch=about["arch"],
+        options=record.Options(**engine["options"], dtype=model.dtype, settings=settings),
+        environment={name: (str(int(on)), "default") for name, on in about["on"].items()} | dict(variables),
+        heads_per_rank=main.view.num_heads if main else 0,
+        absorb_weight=main.built.format if main else None,
+        absorb_weights=dict(formats),
+        limit=limit,
         **_graph(engine, limit),
-        "outcome": _outcome(reasons, engaged, total),
-        "layers": {
-            "mla": total,
-            "drafts": sum(kind.count for kind in kinds if kind.built.draft),
-            "total": model["layers"],
-            "engaged": engaged,
-        },
-        "reasons": [{"scope": level(reason.code), **asdict(reason)} for reason in reasons],
-        "kernels": [asdict(span) for span in main.spans] if main else None,
-        "figures": _figures(model, main, limit, engine["view"].enforce_eager) if main else None,
-        "assumptions": _assumptions(answer, about, variables, main),
-    }
+        outcome=_outcome(reasons, engaged, total),
+        layers=record.Layers(total, drafts, model.layers, engaged),
+        reasons=tuple(record.Reason(level(reason.code), reason.code, reason.message) for reason in reasons),
+        kernels=main.spans if main else None,
+        figures=_figures(model, main, limit, engine["view"].enforce_eager) if main else None,
+        assumptions=tuple(_assumptions(answer, about, variables, main)),
+    )
 
 
 class _Planned:
@@ -105,15 +94,13 @@ class _Planned:
         self.decision, self.spans = kernels.planned(arch, settings, self.view, built.format, block, limit)
         self.reasons += [self.decision.skip] if self.decision.skip else []
 
-    def sizes(self) -> dict[str, Any]:
+    def sizes(self) -> record.Kind:
         """Return the layer's sizes, with its heads over all ranks."""
-        view = self.view
-        heads, nope, rope, latent, v = view.sizes
-        return {
-            "count": self.count, "heads": heads * self.tp, "is_sparse": view.is_sparse, "nope": nope,
-            "rope": rope, "latent": latent, "v": v, "has_rope": self.built.has_rope, "method": self.built.method,
-            "weight": self.built.weight,
-        }  # fmt: skip
+        built, (heads, nope, rope, latent, v) = self.built, self.view.sizes
+        return record.Kind(
+            self.count, heads * self.tp, self.view.is_sparse, nope, rope, latent, v, built.has_rope, built.method,
+            built.weight,
+        )  # fmt: skip
 
 
 def engine_reasons(answer: Answer) -> list[Skip]:
@@ -158,55 +145,48 @@ def _layer_reasons(kinds: list[_Planned], total: int, engine_codes: set[str]) ->
 
 
 def _graph(engine: dict[str, Any], limit: int) -> dict[str, Any]:
-    """Return which integration would run, what the gate adds, vLLM's compile ranges, and its captured sizes.
-
-    The first ``inside`` ranges are those that the passes would rewrite. Each range is one more compile of the model.
-    """
+    """Return which integration would run, what the gate adds, vLLM's compile ranges, and its captured sizes."""
     view, sizes = engine["view"], engine["captures"]
     cut = why_not_passes(view)
     compiled = view.mode == "VLLM_COMPILE" and not view.enforce_eager
-    ranges = engine["ranges"] if compiled else []
+    ranges = tuple(engine["ranges"] if compiled else ())
     passes = engine["gate"] is not None and engine["gate"]["integration"] == "passes"
     no_graph = "--enforce-eager" if view.enforce_eager else "CUDA graphs are off"
     return {
         "integration": engine["gate"]["integration"] if engine["gate"] else integration_of(view),
         "added": engine["gate"]["added"] if engine["gate"] else {},
-        "why_not_passes": None if cut is None else asdict(cut),
-        "compile_ranges": {
-            "ranges": ranges,
-            "inside": sum(admission.within_limit(end, limit) for _, end in ranges) if passes else 0,
-            "note": "" if compiled else "none: vLLM compiles no graph with these options",
-        },
-        "captures": {
-            "inside": [size for size in sizes if size <= limit],
-            "outside": [size for size in sizes if size > limit],
-            "note": "" if sizes else f"none: {no_graph}",
-        },
+        "why_not_passes": None if cut is None else record.Cause(cut.code, cut.message),
+        "compile_ranges": record.Ranges(
+            ranges,
+            sum(admission.within_limit(end, limit) for _, end in ranges) if passes else 0,
+            "" if compiled else "none: vLLM compiles no graph with these options",
+        ),
+        "captures": record.Captures(
+            tuple(size for size in sizes if size <= limit),
+            tuple(size for size in sizes if size > limit),
+            "" if sizes else f"none: {no_graph}",
+        ),
     }
 
 
-def _figures(model: dict[str, Any], planned: _Planned, limit: int, eager: bool) -> dict[str, Any]:
+def _figures(model: record.Model, planned: _Planned, limit: int, eager: bool) -> record.Figures:
     stored = 1 if planned.fp8_cache else formulas.ACT
     heads, nope, rope, latent, _ = planned.view.sizes
-    table: dict[int, dict[str, Any]] = {}
+    table: dict[int, dict[str, record.Cost]] = {}
     for tokens in sorted({1, min(64, limit), limit}):
         step = formulas.Step(tokens, heads, nope, rope, latent, stored, FORMATS[planned.built.format].bytes)
         table[tokens] = {
-            name: {
-                "launches": [asdict(launch) for launch in launches],
-                "launches_per_step": len(launches) * planned.count,
-                "bytes": formulas.moved(launches),
-            }
+            name: record.Cost(launches, len(launches) * planned.count, formulas.moved(launches))
             for name, launches in formulas.paths(step, eager).items()
         }
-    return {
-        "layers": planned.count,
-        "by_tokens": table,
+    return record.Figures(
+        planned.count,
+        table,
         # Of the largest prepared query up to the limit; layers run one after the other, so one of them is alive.
-        "q_prepared_bytes": limit * heads * (latent + rope) * stored,
+        q_prepared_bytes=limit * heads * (latent + rope) * stored,
         # The contiguous cos and sin that the AITER path keeps, once per rotary table and rank.
-        "table_halves_bytes": model["max_position"] * rope * formulas.ACT,
-    }
+        table_halves_bytes=model.max_position * rope * formulas.ACT,
+    )
 
 
 def _assumptions(
@@ -256,24 +236,17 @@ def _defaults(answer: Answer, about: dict[str, Any], variables: Mapping[str, tup
             yield f"{name} is unset: {state}, the default of vLLM {release}; plan {other} it by --env {name}={value}"
 
 
-def failure(error: BaseException) -> dict[str, Any]:
-    """Return what is answered in place of a plan; ``model.plan_of`` raises it again."""
-    is_unknown = isinstance(error, models.NotKnownError)
-    said = str(error) if is_unknown or isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    return {"failed": said, "is_unknown": is_unknown}
-
-
-def main(arch: str = "") -> None:
-    """Answer the request on stdin: ``folder`` of the model's config, ``arguments`` of `vllm serve`, ``variables``."""
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # vLLM logs to stdout
+def answer(folder: Path, arguments: Sequence[str], arch: str, variables: Mapping[str, tuple[str, str]]) -> Any:
+    """Return the plan, made in this process, or the error that ``model.ask`` raises."""
     try:
-        asked, about = json.load(sys.stdin), answers.start(arch)
-        found = build(answers.answer(Path(asked["folder"]), asked["arguments"]), about, asked["variables"])
+        about = answers.start(arch)
+        return build(answers.answer(folder, arguments), about, variables)
     except Exception as error:
-        found = failure(error)
-    print(json.dumps(found), file=out)
+        return failure(error)
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def failure(error: BaseException) -> Exception:
+    """Return an error as it crosses from a process to another."""
+    if isinstance(error, models.NotKnownError):
+        return error
+    return ValueError(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")

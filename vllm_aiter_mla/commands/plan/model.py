@@ -4,24 +4,23 @@
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla import files
+from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.compat.offline import USE_AITER, VARIABLES
 from vllm_aiter_mla.commands.plan import issues
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.settings import NAMESPACE
 
 EXAMPLES = Path(__file__).parent / "models"
-CHILD = "vllm_aiter_mla.commands.plan.build"
+ANSWER = "vllm_aiter_mla.commands.plan.build:answer"
 CONFIGS = ("config.json", "params.json")
 """Names of a model's config: the second is Mistral's."""
 # The plan makes no connection, leaves no file, and sees the plugin where VLLM_PLUGINS leaves it out.
@@ -187,22 +186,22 @@ def ask(source: Source, arguments: Sequence[str], arch: str, variables: Mapping[
         if find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
     with source.folder() as folder, tempfile.TemporaryDirectory() as cache:
-        done = subprocess.run(
-            [sys.executable, "-m", CHILD, arch], env=child_environment(variables, cache), text=True, encoding="utf-8",
-            input=json.dumps({"folder": str(folder), "arguments": list(arguments), "variables": variables}),
-            stdout=subprocess.PIPE, stderr=None if verbose else subprocess.DEVNULL,
-        )  # fmt: skip
-    if not done.stdout:
-        raise ValueError(f"vLLM ended with status {done.returncode}; --verbose shows its log")
-    return issues.looked_up(plan_of(source, json.loads(done.stdout)))
+        try:
+            found = process.call(
+                ANSWER, folder, arguments, arch, variables, environment=child_environment(variables, cache),
+                log=2 if verbose else subprocess.DEVNULL,  # 2 is stderr
+            )  # fmt: skip
+        except process.EndedError as error:
+            raise ValueError(f"vLLM {error.args[0]}; --verbose shows its log") from error
+    return issues.looked_up(plan_of(source, found))
 
 
-def plan_of(source: Source, answer: dict[str, Any]) -> Plan:
-    """Return the record of a process's answer, or raise what it failed with, as :func:`ask` does."""
-    if "failed" in answer:
-        raise (NotKnownError if answer["is_unknown"] else ValueError)(answer["failed"])
+def plan_of(source: Source, found: Plan | Exception) -> Plan:
+    """Return a process's answer with the place of its config, or raise what it failed with."""
+    if isinstance(found, Exception):
+        raise found
     named = {name: getattr(source, name) for name in ("name", "source", "basis", "assumed")}
-    return files.part(Plan, Path(CHILD), answer | {"model": answer["model"] | named})
+    return replace(found, model=replace(found.model, **named))
 
 
 def child_environment(variables: Mapping[str, Any], cache: str) -> dict[str, str]:

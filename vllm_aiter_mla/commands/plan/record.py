@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a plan, which crosses from the process that makes it and is what ``plan --json`` prints.
+"""The record of a plan, which is what ``plan --json`` prints.
 
 Imports no torch. ``schemas.json`` says what the fields mean.
 """
@@ -31,7 +31,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Model:
-    """What was planned for; the last four fields say where its config comes from (``model.Source``)."""
+    """What was planned for; the last four fields say where its config comes from, as ``model.Source`` does."""
 
     architecture: str
     is_mla: bool
@@ -39,8 +39,8 @@ class Model:
     layers: int
     max_position: int
     listed_layers: int
-    notes: tuple[str, ...]
-    kinds: tuple[Kind, ...]  # the most frequent first
+    notes: tuple[str, ...] = ()  # how the config was read
+    kinds: tuple[Kind, ...] = ()  # the most frequent first
     name: str = ""
     source: str = ""
     basis: str = ""
