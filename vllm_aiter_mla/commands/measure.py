@@ -50,14 +50,14 @@ class Weights(StrEnum):
 
 @dataclass(frozen=True)
 class Row:
-    """The figures of one size; ``row_of`` explains them."""
+    """The figures of one size."""
 
     tokens: int
     heads: int
-    kind: str
-    us: dict[str, float]
-    untimed: dict[str, str]
-    ratio: float | None
+    kind: str  # "fp8" or "bf16": the type of the query and the cache
+    us: dict[str, float]  # median microseconds a call by kernel, among them ``RIVALS``, which never serve
+    untimed: dict[str, str]  # why a kernel was not timed: it does not take the call, cannot run here, or is wrong
+    ratio: float | None  # the fastest rival's time over that of our fastest kernel: above 1 ours is faster
 
 
 @dataclass(frozen=True)
@@ -182,12 +182,7 @@ def rows_of(
 
 
 def row_of(tokens: int, heads: int, kind: str, us: Mapping[str, float], untimed: Mapping[str, str]) -> Row:
-    """Return the figures of one size: T tokens, N heads, and "fp8" or "bf16", the type of the query and the cache.
-
-    ``us`` has median microseconds a call by kernel, among them ``RIVALS``, which never serve. ``untimed`` says why a
-    kernel was not timed: it does not take the call, cannot run here, or is wrong. ``ratio`` is the fastest rival's time
-    over that of our fastest kernel: above 1 ours is faster. None without both.
-    """
+    """Return the figures of one size with their ratio, which is None without a kernel of ours or vLLM's own."""
     ours = [one for name, one in us.items() if name not in RIVALS]
     theirs = [one for name, one in us.items() if name in RIVALS]
     ratio = min(theirs) / min(ours) if ours and RIVALS[0] in us else None

@@ -17,11 +17,7 @@ SIMILAR = 0.75
 
 
 def check(words: Sequence[str], own: Iterable[str] = ()) -> None:
-    """Check the names of the options among the words, up to "--".
-
-    Args:
-        words: what follows MODEL.
-        own: names of the command's own options.
+    """Check the names of the options among the words after MODEL, up to "--"; ``own`` are the command's own options.
 
     Raises:
         ValueError: an option is neither vLLM's nor the command's and looks like one that is; names both.

@@ -14,7 +14,6 @@ from typing import Annotated, NoReturn
 import typer
 
 from vllm_aiter_mla import files
-from vllm_aiter_mla.files import is_device
 
 FINE, FINDING, WRONG, NOT_LOOKED = range(4)
 """Exit statuses of every command: all is well; something was found; an option or a file is wrong; nobody could look."""
@@ -66,7 +65,7 @@ def why_not_writable(path: Path | None) -> str | None:
     if str(path).startswith("-"):
         return "an option in the place of a file; for a file of that name give ./ before it"
     try:
-        if is_device(path) or path.is_symlink():  # a link is replaced
+        if files.is_device(path) or path.is_symlink():  # a link is replaced
             path = path.parent if path.is_symlink() else path
         elif path.is_dir():
             return "is a folder"

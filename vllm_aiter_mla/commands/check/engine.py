@@ -129,12 +129,9 @@ def decode_against_prefill(answer: Mapping[str, Any]) -> float:
 
 
 def above_limit(limit: int, budget: int, longest: int) -> list[list[int]]:
-    """Return prompts that one step prefills together in more than ``limit`` tokens; none if ``budget`` has no room.
+    """Return prompts that one step prefills together in more tokens than the decode limit.
 
-    Args:
-        limit: the decode limit in tokens.
-        budget: tokens of a step at most.
-        longest: tokens of a prompt at most.
+    A step has at most ``budget`` tokens and a prompt at most ``longest``. None if the budget has no room.
     """
     total = limit + 8
     if total > budget:
@@ -152,9 +149,7 @@ def apart(one: Sequence[Sequence[float]], two: Sequence[Sequence[float]]) -> flo
 def mixed_up(added: Mapping[str, Any], compiled: Mapping[Side, Mapping[str, Any]]) -> str:
     """Return how the sides are not what their names say, or "": a comparison would then hide what the flag does.
 
-    Args:
-        added: the options that the gate changed, from the plugin's engine.
-        compiled: the options that the gate may change, as each engine had them.
+    ``added`` and ``compiled`` are those of the answers, see ``run``; ``added`` is the plugin's.
     """
     on_today = [name for name, value in added.items() if compiled["today"][name] == value]
     if on_today:

@@ -95,9 +95,7 @@ def with_layers(args: Any, layers: int) -> dict[str, Any]:
 def start(parsed: Any, random_layers: int | None) -> Any:
     """Start vLLM's ``LLMEngine`` from parsed options of ``vllm serve``.
 
-    Args:
-        parsed: the options.
-        random_layers: draw the weights of so many layers; None loads the checkpoint.
+    It draws the weights of ``random_layers`` layers; None loads the checkpoint.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine

@@ -87,30 +87,27 @@ def _refuse(message: str) -> NoReturn:
 
 
 def engine_args(parsed: Any, folder: Path) -> tuple[Any, list[str]]:
-    """Return vLLM's ``AsyncEngineArgs`` of parsed options, and how the config in ``folder`` is read if not as usual."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
+    """Return vLLM's ``AsyncEngineArgs`` of parsed options, and how the config in ``folder`` is read if not as usual.
 
-    args = AsyncEngineArgs.from_cli_args(parsed)
-    return args, _without_its_own_code(args, folder)
-
-
-def _without_its_own_code(args: Any, folder: Path) -> list[str]:
-    """Read a config whose class is Python code of a checkpoint that is not here by its fields, and say so."""
+    A config whose class is Python code of a checkpoint that is not here is read by its fields.
+    """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.transformers_utils import config as configs
     from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
+    args = AsyncEngineArgs.from_cli_args(parsed)
     if not (fields := config_of(folder)):
         if args.config_format != "auto":
-            return []
+            return args, []
         args.config_format = "mistral"  # vLLM takes it by the names of the checkpoint's files
-        return ["params.json is read as by --config-format mistral"]
+        return args, ["params.json is read as by --config-format mistral"]
     place = str((fields.get("auto_map") or {}).get("AutoConfig", "")).partition(".")[0]
     if args.trust_remote_code and place and (folder / f"{place}.py").is_file():
-        return []
+        return args, []
     kind, args.trust_remote_code = fields.get("model_type"), False
     if kind in configs._CONFIG_REGISTRY or kind in CONFIG_MAPPING or args.config_format != "auto":
-        return []
+        return args, []
 
     class AsItStands(ConfigParserBase):
         def parse(self, model: Any, *_: Any, **__: Any) -> tuple[dict[str, Any], Any]:
@@ -118,7 +115,8 @@ def _without_its_own_code(args: Any, folder: Path) -> list[str]:
 
     configs.register_config_parser("aiter_mla_as_it_stands")(AsItStands)
     args.config_format = "aiter_mla_as_it_stands"
-    return [f"neither vLLM nor transformers has a config class for {kind!r}: its fields were read as they stand"]
+    note = f"neither vLLM nor transformers has a config class for {kind!r}: its fields were read as they stand"
+    return args, [note]
 
 
 def config_of(folder: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
+from typing import get_args
 from unittest import mock
 
 import typer
@@ -17,8 +18,6 @@ from rich.console import Console
 from vllm_aiter_mla import __version__, files
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.doctor.checks import CHECKS, Check, CheckFunction, Env, Status
-
-STATUSES: tuple[Status, ...] = ("ok", "warning", "problem", "unknown")
 
 
 def doctor(json: outputs.Json = None) -> None:
@@ -70,7 +69,9 @@ def show(checks: Sequence[Check]) -> None:
         detail = f"{' '.join(check.detail.split())}{remedy}"
         typer.echo(outputs.folded(outputs.line(f"{check.status:<8} {check.name:<{width}}  {detail}")))
     counts = Counter(check.status for check in checks)
-    typer.echo(f"vllm-aiter-mla {__version__}: " + ", ".join(f"{counts[status]} {status}" for status in STATUSES))
+    typer.echo(
+        f"vllm-aiter-mla {__version__}: " + ", ".join(f"{counts[status]} {status}" for status in get_args(Status))
+    )
 
 
 def name_of(check: CheckFunction) -> str:

@@ -125,11 +125,7 @@ def _check_what_is_named(parsed: Any, folder: Path) -> None:
 
 
 def answer(folder: Path, arguments: Sequence[str]) -> Answer:
-    """Return what vLLM decides.
-
-    Args:
-        folder: holds ``config.json``.
-        arguments: of ``vllm serve``. The plugin is switched on where they do not.
+    """Return what vLLM decides for the config in ``folder`` and these options, with the plugin switched on.
 
     Raises:
         ValueError: vLLM does not take the model or an option.

@@ -31,10 +31,7 @@ MOST = {"max_num_seqs": 2**20, "max_num_batched_tokens": 2**30, "block_size": 2*
 def build(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[str, str]]) -> record.Plan:
     """Return the plan. Kernels and figures are those of the most frequent kind of layer.
 
-    Args:
-        answer: of vLLM.
-        about: the card, vLLM's version and its switches.
-        variables: value and origin of each variable that is set.
+    ``about`` is what ``answer.start`` says, ``variables`` has value and origin of each that is set.
 
     Raises:
         ValueError: a number that no engine comes near.

@@ -65,13 +65,8 @@ def planned(
 ) -> tuple[Decision, tuple[KernelSpan, ...]]:
     """Return the decision of a start that times nothing, and its spans cut where another variant of a kernel runs.
 
-    Args:
-        arch: the card.
-        settings: the plugin's options.
-        view: the layer, with the heads of one rank.
-        format: of its absorb weight, by the name of ``kernels.absorb``.
-        block_size: tokens in a block of the KV cache.
-        limit: the decode limit in tokens.
+    ``view`` has the heads of one rank. ``format`` is that of its absorb weight, by the name of ``kernels.absorb``.
+    ``block_size`` counts the tokens in a block of the KV cache, ``limit`` those of the largest decode step.
     """
     backends = PlannedBackends(arch, settings)
     shape = shape_of(view, format, block_size, backends.platform)

@@ -170,12 +170,7 @@ def environment(given: Sequence[str], process: Mapping[str, str]) -> dict[str, t
 def ask(source: Source, arguments: Sequence[str], arch: str, variables: Mapping[str, Any], verbose: bool) -> Plan:
     """Return the plan of ``source``, made by vLLM in a process of its own.
 
-    Args:
-        source: the model's config.
-        arguments: of ``vllm serve``.
-        arch: card to plan for; "" for this machine's.
-        variables: value and origin of each variable that is set.
-        verbose: vLLM's log goes to stderr.
+    ``arch`` is the card to plan for, "" for this machine's. ``variables`` has value and origin of each that is set.
 
     Raises:
         ModuleNotFoundError: torch or vLLM is not installed.
