@@ -18,14 +18,14 @@ PACKAGE = Path(files.__file__).parent
 
 
 def test_a_stamp_names_schema_versions_time_and_host():
-    stamp = files.stamp("status")[files.KEY]
-    assert set(stamp) == {"schema", "schema_version", "plugin", "vllm", "aiter", "time", "host"}
-    assert (stamp["schema"], stamp["schema_version"]) == ("vllm-aiter-mla/status", 3)
-    assert (stamp["plugin"], stamp["host"]) == (__version__, os.uname().nodename)
+    stamp = files.stamp("status")
+    assert set(vars(stamp)) == {"schema", "schema_version", "plugin", "vllm", "aiter", "time", "host"}
+    assert (stamp.schema, stamp.schema_version) == ("vllm-aiter-mla/status", 3)
+    assert (stamp.plugin, stamp.host) == (__version__, os.uname().nodename)
     now = datetime.now(UTC)
-    assert timedelta(0) <= now - datetime.fromisoformat(stamp["time"]) < timedelta(minutes=1)
+    assert timedelta(0) <= now - datetime.fromisoformat(stamp.time) < timedelta(minutes=1)
     vllm = pytest.importorskip("vllm")
-    assert stamp["vllm"].partition("+")[0] == vllm.__version__.partition("+")[0], "under another distribution's name"
+    assert stamp.vllm.partition("+")[0] == vllm.__version__.partition("+")[0], "under another distribution's name"
     assert files._version("no-such-distribution") is None
     assert files._distributions("no_such_package") == ()
 

@@ -54,7 +54,9 @@ def run(argv: Sequence[str]) -> int:
     if options.worker:
         print(json.dumps(compile_target(options.worker, options.fp8_type)))
         return 0
-    reports = [run_worker(name, options.fp8_type) | files.stamp("isa", 1) for name in options.arch or aot.TARGETS]
+    reports = [
+        run_worker(name, options.fp8_type) | {files.KEY: files.stamp("isa", 1)} for name in options.arch or aot.TARGETS
+    ]
     print("\n\n".join(map(text, reports)))
     if options.json is not None:
         files.write(options.json, reports)

@@ -386,8 +386,8 @@ def about() -> dict[str, str]:
         torch, card = json.loads(done.stdout)
     else:
         torch, card = f"unknown: {(done.stderr.strip().splitlines() or ['no error was printed'])[-1]}", "unknown"
-    stamp = files.stamp("serving", 1)[files.KEY]
-    versions = {name: str(stamp[name]) for name in ("vllm", "aiter", "plugin", "time")}
+    stamp = files.stamp("serving", 1)
+    versions = {name: str(getattr(stamp, name)) for name in ("vllm", "aiter", "plugin", "time")}
     steering = " ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if STEERING.match(name))
     return {"card": card, "torch": torch, **versions, "environment of the servers": steering or "none set"}
 
@@ -435,7 +435,7 @@ def run(argv: Sequence[str]) -> int:
     if given.json:
         record = {"tool": f"serving {given.what}", "about": facts, "status": "; ".join(said[PLUGIN])}
         record |= {"added": added, **measured}
-        files.write(given.json, record | files.stamp("serving", 1))
+        files.write(given.json, record | {files.KEY: files.stamp("serving", 1)})
     return 0 if valid else 1
 
 

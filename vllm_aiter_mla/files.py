@@ -50,28 +50,35 @@ def cache_folder() -> Path:
     return Path(os.path.expanduser(os.environ.get("VLLM_CACHE_ROOT", default)), "aiter_mla")
 
 
-def stamp(schema: str, version: int | None = None) -> dict[str, Any]:
-    """Return the stamp under its key, to merge into a record: ``record | stamp("status")``.
+@dataclass(frozen=True)
+class Stamp:
+    """Where a record comes from, as its field ``evidence``."""
+
+    schema: str  # "vllm-aiter-mla/", then the name of the record's layout
+    schema_version: int  # it grows when a field goes or changes its meaning
+    plugin: str  # this and the next two are versions, None where not installed
+    vllm: str | None
+    aiter: str | None
+    time: str  # UTC, ISO 8601
+    host: str
+
+
+def stamp(schema: str, version: int | None = None) -> Stamp:
+    """Return the stamp of the moment.
 
     Args:
-        schema: name of the record's layout in ``schemas.json``, which has the fields and the version of each. The
-            version grows when a field goes or changes its meaning.
+        schema: name of the record's layout in ``schemas.json``, which has the fields and the version of each.
         version: of a layout of the checkout's tools, which is not in the wheel's file.
-
-    Returns:
-        ``{"evidence": {...}}`` with ``schema`` (its name after "vllm-aiter-mla/"), ``schema_version``, ``plugin``,
-        ``vllm`` and ``aiter`` (versions, null where not installed), ``time`` (UTC, ISO 8601) and ``host``.
     """
-    found = {
-        "schema": f"vllm-aiter-mla/{schema}",
-        "schema_version": version or schemas()[schema]["version"],
-        "plugin": __version__,
-        "vllm": _version("vllm") or _version(*_distributions("vllm")),
-        "aiter": _version(*AITER),
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "host": socket.gethostname(),
-    }
-    return {KEY: found}
+    return Stamp(
+        schema=f"vllm-aiter-mla/{schema}",
+        schema_version=version or schemas()[schema]["version"],
+        plugin=__version__,
+        vllm=_version("vllm") or _version(*_distributions("vllm")),
+        aiter=_version(*AITER),
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        host=socket.gethostname(),
+    )
 
 
 @functools.cache
@@ -80,22 +87,9 @@ def schemas() -> dict[str, dict[str, Any]]:
     return json.loads((Path(__file__).parent / "schemas.json").read_text(encoding="utf-8"))
 
 
-@dataclass(frozen=True)
-class Stamp:
-    """Where a record comes from; ``stamp`` explains the fields."""
-
-    schema: str
-    schema_version: int
-    plugin: str
-    vllm: str | None
-    aiter: str | None
-    time: str
-    host: str
-
-
 def stamped(schema: str) -> Any:
     """Return the field ``evidence`` of a record: its default is the stamp of the moment."""
-    return field(default_factory=lambda: Stamp(**stamp(schema)[KEY]), metadata={"schema": schema})
+    return field(default_factory=lambda: stamp(schema), metadata={"schema": schema})
 
 
 def schema_of(cls: type) -> str:

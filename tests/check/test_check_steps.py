@@ -296,7 +296,7 @@ def test_a_known_issue_is_of_the_heads_and_rows_from_its_first_to_its_last(issue
         plan["captures"]["inside"] = []
         plan["environment"] |= {issue["switch"]: ("1", "--env")} if "switch" in issue else {}
         made = plans.parsed(plan)
-        with mock.patch.object(issues.files, "stamp", return_value={files.KEY: {"aiter": None}}):
+        with mock.patch.object(issues.files, "stamp", return_value=SimpleNamespace(aiter=None)):
             return issues.applies(issue, made)
 
     assert all(concerns(heads, rows) for heads in (few, many) for rows in (first, last))
@@ -307,7 +307,7 @@ def test_a_known_issue_is_of_the_heads_and_rows_from_its_first_to_its_last(issue
 def test_a_known_issue_of_one_aiter_is_found_by_the_installed_version(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, issue = plans.parsed(of_shape(32, 0, "fp8", arch="gfx950")), ISSUES["vllm#46997"]
     for version, concerned in (("0.1.16.post2", True), ("0.1.24.post1", False), (None, True)):
-        monkeypatch.setattr(issues.files, "stamp", lambda *_, version=version: {files.KEY: {"aiter": version}})
+        monkeypatch.setattr(issues.files, "stamp", lambda *_, version=version: SimpleNamespace(aiter=version))
         assert issues.applies(issue, plan) is concerned
 
 

@@ -307,7 +307,7 @@ def test_a_folder_with_what_a_crash_leaves_and_other_records_shows_its_status(
     (tmp_path / "status-1-0.json").write_bytes(files["status"].read_bytes())
     alone = html_of([tmp_path])
     our_files.write(tmp_path / "first-call-1.json", FirstCall("1-a"))
-    our_files.write(tmp_path / "doctor.json", our_files.stamp("doctor"))
+    our_files.write(tmp_path / "doctor.json", {our_files.KEY: our_files.stamp("doctor")})
     assert html_of([tmp_path]) == alone
 
 

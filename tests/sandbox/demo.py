@@ -159,7 +159,7 @@ def main(options: Options, console: Console | None = None) -> int:
     console.print(f"demo: {'every bound holds' if ok else 'A BOUND IS MISSED'}", style="green" if ok else "red")
     record = {"runs": [outcome.as_dict() for outcome in outcomes], "ok": ok, "versions": outcomes[0].result.versions}
     if options.json is not None:
-        files.write(options.json, record | files.stamp("demo", 1))
+        files.write(options.json, record | {files.KEY: files.stamp("demo", 1)})
         console.print(f"figures written to {options.json}")
     if options.keep is not None:
         _keep(options.keep, outcomes, record)
@@ -240,7 +240,7 @@ def _scenario_table(outcomes: list[Outcome]) -> Table:
 
 def _keep(folder: Path, outcomes: list[Outcome], record: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    files.write(folder / "demo.json", record | files.stamp("demo", 1))
+    files.write(folder / "demo.json", record | {files.KEY: files.stamp("demo", 1)})
     for number, outcome in enumerate(outcomes):
         for state, result in (("today", outcome.today), ("control", outcome.base), ("plugin", outcome.result)):
-            files.write(folder / f"run{number}-{state}.json", asdict(result) | files.stamp("engine", 1))
+            files.write(folder / f"run{number}-{state}.json", asdict(result) | {files.KEY: files.stamp("engine", 1)})

@@ -92,7 +92,7 @@ def count(target: aot.Target, name: str, tokens: list[int], path: Path | None) -
 def write(path: Path | None, target: aot.Target, rows: list[Any], name: str) -> None:
     """Write the records of ``rows`` to ``path``, if there is one."""
     if path is not None:
-        files.write(path, {"target": target.name, "rows": rows} | files.stamp(name, 1))
+        files.write(path, {"target": target.name, "rows": rows} | {files.KEY: files.stamp(name, 1)})
 
 
 if __name__ == "__main__":

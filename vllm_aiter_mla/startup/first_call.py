@@ -68,7 +68,7 @@ def _lock_of(path: Path) -> Path:
 
 def path_of(folder: Path, family: str, arch: str, engine: str | None, rank: int) -> Path:
     """Return the marker of one rank for this build of AITER or Triton, this card and this plugin."""
-    stamp = files.stamp("first-call")[files.KEY]
-    release = stamp["aiter"] if family == "AITER" else stopwatch.triton_release()
-    about = f"{family} {release} {arch} {stamp['host']} {files.fingerprint()}"
+    stamp = files.stamp("first-call")
+    release = stamp.aiter if family == "AITER" else stopwatch.triton_release()
+    about = f"{family} {release} {arch} {stamp.host} {files.fingerprint()}"
     return folder / f"first-call-{hashlib.sha256(about.encode()).hexdigest()[:16]}-{engine or 0}-{rank}.json"

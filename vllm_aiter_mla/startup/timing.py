@@ -282,8 +282,8 @@ def write(folder: Path, key: Mapping[str, Any], rounds: Rounds) -> None:
 
 def about() -> dict[str, str | None]:
     """Return ``machine`` with driver, plugin, vLLM, AITER and host: if one differs, the figures may differ too."""
-    stamp = files.stamp("measured")[files.KEY]
-    versions = {name: stamp[name] for name in ("plugin", "vllm", "aiter", "host")}
+    stamp = files.stamp("measured")
+    versions = {name: getattr(stamp, name) for name in ("plugin", "vllm", "aiter", "host")}
     return stopwatch.machine() | {"driver": _driver()} | versions
 
 

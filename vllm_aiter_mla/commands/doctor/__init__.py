@@ -32,7 +32,7 @@ def doctor(json: outputs.Json = None) -> None:
         show(checks)
     if json is not None:
         record = {"plugin": __version__, "exit": exit_status(checks), "checks": [asdict(check) for check in checks]}
-        outputs.write(json, files.text_of(record | files.stamp("doctor")))
+        outputs.write(json, files.text_of(record | {files.KEY: files.stamp("doctor")}))
     raise typer.Exit(exit_status(checks))
 
 

@@ -313,7 +313,7 @@ def vllm_version() -> str | None:
             return None
     except (ImportError, ValueError):
         return None
-    return files.stamp("doctor")[files.KEY]["vllm"] or release.vllm_version()
+    return files.stamp("doctor").vllm or release.vllm_version()
 
 
 def _package(point: importlib.metadata.EntryPoint) -> str:

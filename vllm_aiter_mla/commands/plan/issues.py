@@ -49,7 +49,7 @@ def applies(issue: Mapping[str, Any], plan: Plan) -> bool:
         return False
     if any(not issue[name][0] <= value <= issue[name][1] for name, value in numbers.items() if name in issue):
         return False
-    releases = {"vllm": plan.vllm, "aiter": files.stamp("plan")[files.KEY]["aiter"]}
+    releases = {"vllm": plan.vllm, "aiter": files.stamp("plan").aiter}
     if any(not _within(issue[name], release) for name, release in releases.items() if name in issue):
         return False
     if "switch" in issue and plan.environment[issue["switch"]][0].lower() not in ("1", "true"):
