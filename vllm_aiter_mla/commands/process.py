@@ -37,7 +37,8 @@ def call(
         try:
             done = subprocess.run(
                 [sys.executable, "-m", __name__, function, str(asked), str(answer)], env=environment, text=True,
-                errors="replace", stdout=log, stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=False,
+                errors="replace", stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, timeout=TIMEOUT_S,
+                check=False,
             )  # fmt: skip
             code, last = done.returncode, (done.stdout or "").splitlines()[-LAST_LINES:]
             how = f"ended with status {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
