@@ -119,17 +119,6 @@ class EagerEngine:
             segment.run()
         return made
 
-    def on_side_stream(self, run: Callable[[], None]) -> None:
-        """Run on a stream of its own, ordered after what was enqueued; a CPU has only one."""
-        run()
-
-    def synchronize(self) -> None:
-        """Wait for the device; a CPU is never behind."""
-
-    def allocations(self) -> int:
-        """Return how often memory was asked for; not counted here, because a repeated call makes temporaries."""
-        return 0
-
     def memory(self) -> tuple[int, int]:
         """Return the bytes that tensors hold, and the bytes in use outside torch's allocator (0 on a CPU)."""
         gc.collect()
@@ -172,18 +161,6 @@ class GraphEngine(EagerEngine):
             found = Recording()
             found.syncs.append(launches.first_line(error))
             return found
-
-    def on_side_stream(self, run: Callable[[], None]) -> None:
-        """Run on a new stream between two waits."""
-        card().on_side_stream(run)
-
-    def synchronize(self) -> None:
-        """Wait for everything on the GPU."""
-        card().synchronize()
-
-    def allocations(self) -> int:
-        """Return how many blocks torch's allocator has handed out; 0 if the allocator does not count."""
-        return card().allocations()
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes of tensors, and the bytes that code, other libraries and other processes use."""

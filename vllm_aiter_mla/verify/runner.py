@@ -13,10 +13,10 @@ import torch
 
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import KernelBackend
+from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.verify import launches, layer, oracles
 from vllm_aiter_mla.verify.cases import Eager, Item, Replay, Step
 from vllm_aiter_mla.verify.engine import EagerEngine
-from vllm_aiter_mla.verify.launches import first_line
 from vllm_aiter_mla.verify.layer import Batch, Buffers
 from vllm_aiter_mla.verify.oracles import Expected
 from vllm_aiter_mla.verify.results import Finding, Result
@@ -40,7 +40,7 @@ def run_case(item: Item, backend: KernelBackend, engine: EagerEngine) -> Result:
                 if result.findings:
                     break
     except Exception as error:
-        result.add([Finding("runs", f"{type(error).__name__}: {first_line(error)}")], at)
+        result.add([Finding("runs", f"{type(error).__name__}: {launches.first_line(error)}")], at)
     result.seconds = time.monotonic() - started
     return result
 
@@ -82,7 +82,7 @@ class _Run:
         step = layer.build(self.buffers, self.backend, size)
         step.run()  # the first call of a size compiles its kernels
         outputs = dict(step.outputs)
-        self.engine.synchronize()
+        card().synchronize()
         found = []
         for segment in step.segments:
             if segment.captured:
@@ -120,12 +120,12 @@ class _Run:
         for (what, _), tensor in taken.outputs.items():
             if what == "query":
                 tensor.fill_(POISON)
-        if step.side:
-            self.engine.on_side_stream(taken.run)
+        if step.side and self.engine.graphs:
+            card().on_side_stream(taken.run)
         else:
             taken.run()
         self.result.replays += not eager
-        self.engine.synchronize()
+        card().synchronize()
         self.result.checks += 1
         found = expected.check(taken.outputs)
         if self.item.digest:
@@ -162,12 +162,12 @@ class _Run:
 
     def _many(self, captured: layer.Step, times: int) -> list[Finding]:
         """Replay ``times`` times. If nothing eager runs between the graphs, nobody may ask for memory."""
-        asked = self.engine.allocations()
+        asked = card().allocations()
         for _ in range(times):
             captured.run()
-        self.engine.synchronize()
+        card().synchronize()
         self.result.replays += times
-        more = self.engine.allocations() - asked
+        more = card().allocations() - asked
         if len(captured.segments) > len(captured.graphs) or not more:
             return []
         return [Finding("memory", f"{times} replays asked {more} times for memory")]
