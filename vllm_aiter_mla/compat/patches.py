@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this plugin changes in vLLM when it is loaded: three patches, each with its symptom and when it can go.
 
-``PATCHES`` lists them. Each is idempotent. ``apply_all`` never raises: a
-failure is kept, and the gate skips the engine because of it. Importing this file imports no vLLM.
+``PATCHES`` lists them. Each is idempotent. ``apply_all`` never raises: a failure is kept, and the gate skips the engine
+because of it. Importing this file imports no vLLM.
 """
 
 import dataclasses
@@ -11,8 +11,8 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Annotated, Any, NamedTuple
 
@@ -356,26 +356,23 @@ def within(worker: Any, method: str, context: Callable[[], AbstractContextManage
     setattr(worker, method, call)
 
 
-def after(worker: Any, method: str, then: Callable[[Any], None], failed: Callable[[Any], None] | None = None) -> None:
+def after(worker: Any, method: str, then: Callable[[Any], None], failed: Callable[[Any], None]) -> None:
     """Call ``then(worker)`` after each call of a method of this one worker.
 
     An exception of ``then`` passes: this function cannot know whether the fast path may go on. If the method raises,
     ``failed(worker)`` is called instead, which must not raise.
     """
-    inner = getattr(worker, method)
 
-    @wraps(inner)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def followed() -> Iterator[None]:
         try:
-            result = inner(*args, **kwargs)
+            yield
         except Exception:
-            if failed is not None:
-                failed(worker)
+            failed(worker)
             raise
         then(worker)
-        return result
 
-    setattr(worker, method, call)
+    within(worker, method, followed)
 
 
 PATCHES: dict[str, Callable[..., None]] = {
