@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin's log lines, and messages between the ranks of one engine.
-
-The lines go through a child of the logger "vllm", the only name for which vLLM configures handlers. The ranks are those
-of the engine's tensor-parallel and pipeline groups: another data-parallel engine may not start, and waiting would hang.
-"""
+"""The plugin's log lines, through a child of the logger "vllm", the only name for which vLLM configures handlers."""
 
 import contextlib
 import logging
