@@ -34,7 +34,7 @@ class Unchecked(AiterBackend):
     def bind(self, operands: DecodeInputs) -> Binding:
         cache = operands.kv_cache if operands.kv_cache.dim() == 3 else operands.kv_cache.squeeze(1)
         kernel = kernel_for(cache.shape[1], 512, 64, operands.num_heads, operands.slot_mapping.shape[0])
-        route = Route(kernel, "as-is", Numerics("aiter"))
+        route = Route(kernel, None, Numerics("aiter"))
         return Binding(partial(self._run, route, [operands.nope_dim, operands.rope_dim], 0, {}))
 
 

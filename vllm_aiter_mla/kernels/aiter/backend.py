@@ -8,7 +8,7 @@ import torch
 
 from vllm_aiter_mla.kernels.aiter import contract
 from vllm_aiter_mla.kernels.aiter.op import Op, load_op
-from vllm_aiter_mla.kernels.aiter.route import PER_HEAD_TOKENS, KernelName, Route, apply_view, route_of
+from vllm_aiter_mla.kernels.aiter.route import PER_HEAD_TOKENS, KernelName, Route, route_of
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend, KernelCaptureError
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
@@ -67,7 +67,7 @@ class AiterBackend(KernelBackend):
         self, route: Route, widths: list[int], room: int, options: dict[str, Any], inputs: DecodeInputs
     ) -> torch.Tensor:
         # Fresh, as it must not overlap an operand.
-        query = inputs.new_query(padded=room > 0)
+        query, cache = inputs.new_query(padded=room > 0), inputs.kv_cache
         q_out = query[:, :room] if room else query
         cos, sin = self.halves(inputs.cos_sin_cache)
         # Tensor.split goes through Python and takes twice as long.
@@ -75,8 +75,8 @@ class AiterBackend(KernelBackend):
         # The scales go over as they are: AITER takes the reciprocal itself. It leaves q_pe un-rotated.
         self._op(
             inputs.weight.product(q_nope, options), q_pe, inputs.kv_c, inputs.k_pe,
-            apply_view(inputs.kv_cache, route.view), q_out, inputs.slot_mapping, inputs.k_scale, inputs.q_scale,
-            inputs.positions, cos, sin, inputs.is_neox, True, route.honours_all_rows,
+            cache if route.view is None else cache.view(route.view), q_out, inputs.slot_mapping, inputs.k_scale,
+            inputs.q_scale, inputs.positions, cos, sin, inputs.is_neox, True, route.honours_all_rows,
         )  # fmt: skip
         return query
 

@@ -14,7 +14,6 @@ from vllm_aiter_mla.kernels.backend import Numerics
 from vllm_aiter_mla.kernels.platform import Platform
 
 KernelName = Literal["per-head", "opt", "general"]
-CacheView = Literal["as-is", "tokens", "one-block"]
 
 LATENT, ROPE = 512, 64  # the widths both fast kernels are written for
 PER_HEAD_TOKENS = 256  # the per-head kernel serves fewer tokens than this
@@ -27,8 +26,8 @@ class Route:
     """How a call reaches one of AITER's kernels."""
 
     kernel: KernelName  # the AITER kernel that will run
-    # How the cache is handed over. "tokens" is [slots, 1, 576], "one-block" [1, slots, 576]: the same bytes and slots.
-    view: CacheView
+    # How the cache is handed over: [slots, 1, 576] or [1, slots, 576], the same bytes and slots; None: as it is
+    view: tuple[int, int, int] | None
     numerics: Numerics  # the roundings of that kernel, for the reference
 
     @property
@@ -63,26 +62,17 @@ def route_of(
     The first view that leads to the kernel ``wanted`` is taken; if none does, one that leads to the other fast kernel.
     The last choice is general, which neither clamps nor fills padded rows.
     """
-    latent = kv_cache.shape[2] - rope
-    slots = kv_cache.shape[0] * kv_cache.shape[1]
+    blocks, block_size, width = kv_cache.shape
+    latent = width - rope
 
-    def through(view: CacheView, block: int) -> Route:
+    def through(block: int, view: tuple[int, int, int] | None) -> Route:
         kernel = kernel_for(block, latent, rope, heads, tokens)
         return Route(kernel, view, Numerics("aiter", truncates_cache_rope(kernel, platform.arch, kv_cache.dtype)))
 
-    routes = [through("as-is", kv_cache.shape[1])]
+    routes = [through(block_size, None)]
     if kv_cache.is_contiguous():
-        routes.append(through("tokens", 1))
+        routes.append(through(1, (-1, 1, width)))
         if kv_cache.numel() < STRIDE_LIMIT:  # the whole cache is one block's stride
-            routes.append(through("one-block", slots))
+            routes.append(through(blocks * block_size, (1, -1, width)))
     serving = [route for route in routes if route.honours_all_rows]
     return next((route for route in serving if route.kernel == wanted), (serving or routes)[0])
-
-
-def apply_view(kv_cache: torch.Tensor, view: CacheView) -> torch.Tensor:
-    """Return the cache as the route hands it over; no copy, no allocation."""
-    if view == "tokens":
-        return kv_cache.view(-1, 1, kv_cache.shape[2])
-    if view == "one-block":
-        return kv_cache.view(1, -1, kv_cache.shape[2])
-    return kv_cache
