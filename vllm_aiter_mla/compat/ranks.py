@@ -6,17 +6,14 @@ Another data-parallel engine is not asked: it may not start, and waiting would h
 
 from typing import Any
 
+import torch
+
 
 def exchange(mine: Any) -> tuple[int, list[Any]]:
     """Return this rank's place and what each rank of the engine handed over, in the order of ranks.
 
     Every rank of the engine has to call it. It uses vLLM's CPU groups, no device. Without groups: ``(0, [mine])``.
     """
-    import torch
-
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized():
-        return 0, [mine]
     from vllm.distributed import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
@@ -29,8 +26,6 @@ def exchange(mine: Any) -> tuple[int, list[Any]]:
 def _gathered(mine: Any, group: Any) -> list[Any]:
     if group.world_size == 1:
         return [mine]
-    import torch
-
     found: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(found, mine, group=group.cpu_group)
     return found
