@@ -203,7 +203,6 @@ def synthetic_inputs(
     seed: int = 20260,
     *,
     padded: int | None = PADDED,
-    table: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
     large: bool = False,
 ) -> DecodeInputs:
@@ -214,7 +213,6 @@ def synthetic_inputs(
         tokens: T, 0 included.
         seed: of the generator on the CPU that is used by default: the same values on every device.
         padded: the row without a slot, the last one if there are fewer rows; None: each row has one.
-        table: the rotary table; 4 * T rows by default.
         generator: where to draw from, on its own device.
         large: let the cache claim to span 2 GiB, so that Triton runs the variant for such caches.
     """
@@ -227,9 +225,8 @@ def synthetic_inputs(
     def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(size, generator=draw, device=home) * scale).to(shape.act).to(device)
 
-    if table is None:
-        angles = torch.rand(4 * max(tokens, 1), shape.rope // 2, generator=draw, device=home) * 6.283
-        table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(shape.act).to(device)
+    angles = torch.rand(4 * max(tokens, 1), shape.rope // 2, generator=draw, device=home) * 6.283
+    table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(shape.act).to(device)
     blocks = max(3, -(-tokens // shape.block_size) + 1)
     slots = torch.randperm(blocks * shape.block_size, generator=draw, device=home)[:tokens]
     if padded is not None:
