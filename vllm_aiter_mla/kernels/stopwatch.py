@@ -66,22 +66,18 @@ def record(run: Run, calls: Sequence[DecodeInputs]) -> Replay:
         kept[:] = [run(inputs) for inputs in calls]
 
     replay = card().record(make)
-    return lambda: replay_us(replay, ahead=len(kept) < FEW_CALLS) / len(kept)
+
+    def timed() -> float:
+        if len(kept) < FEW_CALLS:
+            replay()  # keeps the device busy while the host launches what is timed
+        return card().time_us(replay) / len(kept)
+
+    return timed
 
 
 def looped(run: Run, calls: Sequence[DecodeInputs]) -> Replay:
     """Make the calls one by one without a graph, as a step does that is not captured: the host's time counts."""
-    return lambda: replay_us(lambda: [run(inputs) for inputs in calls]) / len(calls)
-
-
-def replay_us(run: Callable[[], object], ahead: bool = False) -> float:
-    """Return the microseconds of ``run``.
-
-    With ``ahead`` it runs once before, so that the device is busy while the host launches what is timed.
-    """
-    if ahead:
-        run()
-    return card().time_us(run)
+    return lambda: card().time_us(lambda: [run(inputs) for inputs in calls]) / len(calls)
 
 
 def interleaved(
