@@ -143,7 +143,7 @@ def operands(target: aot.Target, case: Case) -> tuple[DecodeInputs, torch.Tensor
 def beyond(stored: torch.dtype, scale: float) -> torch.Tensor:
     """A row of 64 values: around fp8's largest and the edge of its overflow, far above, infinite, NaN. bfloat16."""
     flavour = formats.FLAVOURS[stored]
-    edges = (torch.tensor([flavour.max, flavour.overflow_from]) * scale).to(torch.bfloat16)
+    edges = (torch.tensor([flavour.max, flavour.last]) * scale).to(torch.bfloat16)
     near = (edges.view(torch.int16)[:, None] + torch.arange(-2, 3)).to(torch.int16).view(torch.bfloat16).flatten()
     values = torch.cat([near, -near, torch.tensor([1e4, -1e4, 1e30, -1e30, 3e38, -3e38], dtype=torch.bfloat16)])
     row = torch.ones(64, dtype=torch.bfloat16)

@@ -21,15 +21,14 @@ class Fp8Flavour:
 
     dtype: torch.dtype  # torch's type
     max: float  # largest finite value
-    overflow_from: float  # magnitude at which a non-saturating, round-to-nearest-even cast stops giving ``max``
-    overflow_from_is_max: bool  # whether that very magnitude still rounds to ``max`` (a tie to an even mantissa)
+    last: float  # largest float32 that a non-saturating, round-to-nearest-even cast turns into ``max``
     nan: int  # byte of a NaN
 
 
 # e4m3fn (gfx950, sm90): 448 has mantissa 110, so the tie 464 rounds down to it; there is no 480.
-E4M3FN = Fp8Flavour(torch.float8_e4m3fn, 448.0, 464.0, True, 0x7F)
+E4M3FN = Fp8Flavour(torch.float8_e4m3fn, 448.0, 464.0, 0x7F)
 # e4m3fnuz (gfx942): 240 has mantissa 111, so the tie 248 rounds up, which is NaN's encoding.
-E4M3FNUZ = Fp8Flavour(torch.float8_e4m3fnuz, 240.0, 248.0, False, 0x80)
+E4M3FNUZ = Fp8Flavour(torch.float8_e4m3fnuz, 240.0, 248.0 - 2**-16, 0x80)
 FLAVOURS = {flavour.dtype: flavour for flavour in (E4M3FN, E4M3FNUZ)}
 
 
@@ -55,10 +54,8 @@ def round_overflowing(x: torch.Tensor, flavour: Fp8Flavour) -> torch.Tensor:
 
     torch's own CPU casts treat overflow differently for the two flavours, so it is handled here.
     """
-    magnitude = x.abs()
-    finite = magnitude <= flavour.overflow_from if flavour.overflow_from_is_max else magnitude < flavour.overflow_from
     rounded = x.clamp(-flavour.max, flavour.max).to(flavour.dtype).view(torch.uint8)
-    return torch.where(finite, rounded, torch.full_like(rounded, flavour.nan)).view(flavour.dtype)
+    return torch.where(x.abs() <= flavour.last, rounded, flavour.nan).view(flavour.dtype)
 
 
 def quantise_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
