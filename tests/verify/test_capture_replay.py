@@ -17,7 +17,7 @@ from vllm_aiter_mla.verify import session
 from vllm_aiter_mla.verify.cases import REAL, SMALL, Item, Replay, cases, variants
 from vllm_aiter_mla.verify.runner import run_case
 
-LIMIT, DRAFTS = session.CPU_LIMIT, (0, 1, 3)
+LIMIT, DRAFTS = session.SIZES["cpu"][1], (0, 1, 3)
 ON_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; torch sees none here"),

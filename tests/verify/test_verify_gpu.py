@@ -43,8 +43,9 @@ def test_verify_gpu_status_is_read_from_the_graph():
 def test_verify_gpu_a_planted_fault_is_caught_and_the_right_back_end_passes(monkeypatch, fault):
     engine = session.engine_here()
     fp8 = variants(True, detect_platform().fp8, quick=True)[0]
-    (case,) = (case for case in cases(session.CPU_LIMIT) if case.name == fault.case)
-    item = Item("reference", case, fp8, REAL, session.CPU_LIMIT, soak=40)
+    limit = session.SIZES["cpu"][1]
+    (case,) = (case for case in cases(limit) if case.name == fault.case)
+    item = Item("reference", case, fp8, REAL, limit, soak=40)
     assert run_case(item, fault.right(), engine).status == "passed"
     wrong = run_case(replace(item, case=replace(case, **fault.change())), fault.plant(monkeypatch), engine)
     assert fault.oracle in {finding.oracle for finding in wrong.findings}

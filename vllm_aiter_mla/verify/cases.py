@@ -35,12 +35,9 @@ class Geometry:
 SMALL = Geometry(heads=2, nope=32, rope=16, latent=32, v=16, block_size=8, blocks=3, max_position=509)
 # DeepSeek's widths at 16 heads a rank (128 heads on 8 ranks).
 REAL = Geometry(heads=16, nope=128, rope=64, latent=512, v=128, block_size=64, blocks=3, max_position=4099)
-
-
 # DeepSeek's widths, which AITER's kernels want, and otherwise as little as the cases need: an emulator runs a card's
 # code thousands of times slower than the card.
 TINY = replace(REAL, heads=2, block_size=16, max_position=509)
-TINY_LIMIT, TINY_REPLAYS = LIMITS[0], 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,24 +15,15 @@ from vllm_aiter_mla.kernels.platform import detect_platform
 from vllm_aiter_mla.serving.backends import AITER_KERNELS, Backends
 from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.verify import FAILED, NOTHING, PASSED
-from vllm_aiter_mla.verify.cases import (
-    REAL,
-    SMALL,
-    TINY,
-    TINY_LIMIT,
-    TINY_REPLAYS,
-    Geometry,
-    Item,
-    cases,
-    variants,
-)  # fmt: skip
+from vllm_aiter_mla.verify.cases import LIMITS, REAL, SMALL, TINY, Geometry, Item, cases, variants
 from vllm_aiter_mla.verify.engine import EagerEngine, GraphEngine
 from vllm_aiter_mla.verify.results import Result, Verification
 from vllm_aiter_mla.verify.runner import run_case
 
-# Of vLLM's default server, which reaches both of AITER's kernels; 12, no power of two, is a capture size of its own.
-CPU_LIMIT, GPU_LIMIT = 12, 1024
-CPU_REPLAYS, GPU_REPLAYS, QUICK_REPLAYS = 1000, 5000, 100
+# What runs where nothing else is asked for: a layer, the last capture size, and replays of a long run. 1024 is vLLM's
+# default and reaches both of AITER's kernels; 12, no power of two, is a capture size of its own.
+SIZES = {"cpu": (SMALL, 12, 1000), "gpu": (REAL, 1024, 5000), "emulator": (TINY, LIMITS[0], 4)}
+QUICK_REPLAYS = 100
 
 
 class NotHereError(RuntimeError):
@@ -89,10 +80,9 @@ class Session:
     def __post_init__(self) -> None:
         self.engine = engine_here(self.device)
         graphs = self.engine.graphs
-        limit, replays = (GPU_LIMIT, GPU_REPLAYS) if graphs else (CPU_LIMIT, CPU_REPLAYS)
-        replays = QUICK_REPLAYS if self.quick else replays
-        limit, replays = (TINY_LIMIT, TINY_REPLAYS) if self.small else (limit, replays)
-        limit, replays = limit if self.limit is None else self.limit, self.replays or replays
+        geometry, limit, replays = SIZES["emulator" if self.small else "gpu" if graphs else "cpu"]
+        geometry, limit = self.geometry or geometry, limit if self.limit is None else self.limit
+        replays = self.replays or (min(replays, QUICK_REPLAYS) if self.quick else replays)
         # A case or variant that is asked for by name runs, however long it takes.
         quick = self.quick or self.small
         every = [case for case in cases(limit) if self.only or case.quick or not quick]
@@ -105,7 +95,6 @@ class Session:
         self.missing = {name: reason for name, reason in found.items() if isinstance(reason, str)}
         if self.device == "gpu" and set(self.backend) & set(self.missing):
             raise NotHereError("; ".join(f"back end {name}: {reason}" for name, reason in self.missing.items()))
-        geometry = self.geometry or (TINY if self.small else REAL if graphs else SMALL)
         self.items = [
             Item(name, case, variant, geometry, limit, seed, replays, self.small)
             for seed in range(self.seed, self.seed + self.repeat)
