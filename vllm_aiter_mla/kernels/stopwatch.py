@@ -81,20 +81,24 @@ def looped(run: Run, calls: Sequence[DecodeInputs]) -> Replay:
 
 
 def interleaved(
-    replays: Mapping[str, Replay], rounds: int, before: Callable[[], None] = lambda: None
-) -> dict[str, list[float]]:
-    """Return microseconds per call by name, one figure a round; each round replays each once, so a drift meets all.
+    runs: Mapping[str, Run], calls: Sequence[DecodeInputs], timed: Callable[[Run, Sequence[DecodeInputs]], Replay],
+    budget: Budget,
+) -> dict[str, list[float]] | None:  # fmt: skip
+    """Return microseconds per call by name, one figure a round; None once the budget is spent.
 
-    Args:
-        replays: what is timed, by name.
-        rounds: that count; ``DISCARDED`` more are run first.
-        before: called before each round; what it raises ends the timing.
+    Each round replays each once, so a drift meets all. ``timed`` is ``record`` or ``looped``; its work costs no budget.
     """
+    replays = {name: timed(run, calls) for name, run in runs.items()}
     samples: dict[str, list[float]] = {name: [] for name in replays}
-    for _ in range(DISCARDED + rounds):
-        before()
-        for name, replay in replays.items():
-            samples[name].append(replay())
+    started = card().now()
+    try:
+        for _ in range(DISCARDED + ROUNDS):
+            if card().now() - started > budget.left:
+                return None
+            for name, replay in replays.items():
+                samples[name].append(replay())
+    finally:
+        budget.left -= card().now() - started
     return {name: values[DISCARDED:] for name, values in samples.items()}
 
 
@@ -182,25 +186,15 @@ def time_shape(
     weights = cold_weights(weight, resident)
     rounds: Rounds = {}
 
-    def check() -> None:
-        if card().now() - started > budget.left:
-            raise OverBudgetError(f"more than the {BUDGET_S:g} s that it may take, before one token count was timed")
-
     for tokens in sorted(counts, key=lambda count: (count not in FIRST_TIMED, count)):
         calls = calls_of(shape, weights, tokens, resident)
-        timed = record if graphs else looped
-        replays = {name: timed(run, calls) for name, run in _loaded(backends, calls[0], pad).items()}
-        started = card().now()
-        try:
-            check()
-            rounds[tokens] = interleaved(replays, ROUNDS, check)
-        except OverBudgetError:
-            if not rounds:
-                raise
+        found = interleaved(_loaded(backends, calls[0], pad), calls, record if graphs else looped, budget)
+        if found is not None:
+            rounds[tokens] = found
+        elif rounds:
             break
-        finally:
-            budget.left -= card().now() - started
-            del replays  # their results, before the next ones need memory
+        else:
+            raise OverBudgetError(f"more than the {BUDGET_S:g} s that it may take, before one token count was timed")
     return dict(sorted(rounds.items()))
 
 
