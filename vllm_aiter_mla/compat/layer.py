@@ -228,17 +228,8 @@ def rope_and_write(
 ) -> None:  # fmt: skip
     """Rotate q_pe [T, N, R] and k_pe [T, R] in place and write the KV rows, in one launch.
 
-    Args:
-        positions: [T] int64.
-        q_pe: rotated in place in rows with a slot; other rows depend on vLLM's release.
-        k_pe: rotated in place in rows with a slot.
-        kv_c: [T, L].
-        cos_sin_cache: [max_position, R].
-        is_neox: pairing of the rotation.
-        slots: [T] int64, -1 for a row without a KV row.
-        kv_cache: [blocks, block_size, L+R], the activation dtype, or an fp8 cache as uint8.
-        kv_cache_dtype: as the layer has it, in vLLM's spelling.
-        k_scale: one float32, dequantisation scale of the cache.
+    Operands are those of ``DecodeInputs``, but for a slot for each row, an fp8 cache as uint8, and its dtype in vLLM's
+    spelling. Rows without a slot: k_pe stays as it is, and q_pe depends on vLLM's release.
     """
     _ops().concat_and_cache_mla_rope_fused(
         positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox, slots, kv_cache, kv_cache_dtype, k_scale

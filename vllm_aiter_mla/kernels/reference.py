@@ -80,8 +80,7 @@ def rotate(
 
     Args:
         x: [..., R] activation dtype.
-        cos: [..., R/2] float32, broadcastable; likewise ``sin``.
-        sin: see ``cos``.
+        cos, sin: [..., R/2] float32, broadcastable.
         is_neox: True pairs (i, i + R/2), False pairs (2i, 2i+1).
         dtype: float32, in which products of 16-bit values are exact, or the activation dtype.
 

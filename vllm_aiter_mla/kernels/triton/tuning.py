@@ -51,11 +51,7 @@ def path_of(folder: Path, card: str, triton: str) -> Path:
 def load(folders: Sequence[Path], card: str, triton: str, arch: str) -> tuple[Mapping[str, Ranges], str]:
     """Return the chosen tiles by ``key_of`` of the first folder that has the file, and what was left out and why.
 
-    Args:
-        folders: the machine's own first.
-        card: name of this card.
-        triton: release of this Triton.
-        arch: architecture of this card.
+    The machine's own folder comes first. ``card`` and ``triton`` are as in ``TunedTiles``.
     """
     for path in (path_of(folder, card, triton) for folder in folders):
         try:
