@@ -134,7 +134,8 @@ def test_an_inheriting_platform_is_hooked_without_touching_its_base(monkeypatch,
     config = gate_support.modelless_config()
     monkeypatch.setattr(gate, "apply", seen.append)
     monkeypatch.setattr(_Plain, "calls", [], raising=False)
-    patches.hook_platform(plugin.apply_gate, _Derived)
+    monkeypatch.setattr("vllm.platforms._current_platform", _Derived())
+    patches.hook_platform(plugin.apply_gate)
     _Plain.check_and_update_config("base")
     assert seen == []
     _Derived.apply_config_platform_defaults(config)

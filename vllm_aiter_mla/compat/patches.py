@@ -216,7 +216,7 @@ _noted: dict[int, tuple[weakref.ref[Any], Given]] = {}
 _nesting = threading.local()  # one post-init of a config calls the other hooked method; each thread builds its own
 
 
-def hook_platform(gate: Callable[[Any], None], platform_cls: type | None = None) -> None:
+def hook_platform(gate: Callable[[Any], None]) -> None:
     """Call ``gate`` for every ``VllmConfig``, between vLLM's defaults and its compile ranges.
 
     Symptom: vLLM has no plugin hook between these two.
@@ -227,16 +227,10 @@ def hook_platform(gate: Callable[[Any], None], platform_cls: type | None = None)
     ``check_and_update_config``, compile ranges, splitting ops. The first method is wrapped to note what the user did
     not give: later ``None`` has become ``False``. The second is wrapped to call the gate. If another plugin has wrapped
     it since, it is wrapped again, and the gate runs once, after all wrappers.
-
-    Args:
-        gate: called with the config.
-        platform_cls: class to wrap; the current platform's by default.
     """
-    if platform_cls is None:
-        from vllm.platforms import current_platform
+    from vllm.platforms import current_platform
 
-        platform_cls = type(current_platform)
-    cls = platform_cls
+    cls = type(current_platform)
 
     def prepare(vllm_config: Any) -> None:
         note(vllm_config.compilation_config, given(vllm_config.compilation_config))
