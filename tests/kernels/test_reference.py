@@ -25,7 +25,7 @@ flavours = pytest.mark.parametrize("flavour", FLAVOURS, ids=lambda flavour: str(
 def operands(tokens=5, seed=0, **changes):
     """A small random call; row 1 is padded where there is one."""
     shape = replace(LayerShape(2, 8, BF16, BF16, 4, False, latent=16, rope=8), **changes)
-    return synthetic_inputs(shape, tokens, seed, padded=1)
+    return synthetic_inputs(shape, tokens, padded=1, generator=torch.Generator().manual_seed(seed))
 
 
 def fresh(call, **changes):

@@ -13,7 +13,7 @@ from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 VECTOR_BYTES = 16  # of the widest memory access; where a tensor starts within it is part of a call's key
 
 # Of synthetic operands.
-TOKENS = 7
+TOKENS, SEED = 7, 20260
 PADDED = 3  # the row without a slot, in the middle
 PATTERN = 0x35  # the scratch cache is filled with this byte; a finite number in every type
 K_SCALE, Q_SCALE = 0.053, 0.047  # not powers of two; with them no rotated element overflows fp8
@@ -200,7 +200,6 @@ def _wrong_dtypes(inputs: DecodeInputs) -> Iterator[str]:
 def synthetic_inputs(
     shape: LayerShape,
     tokens: int = TOKENS,
-    seed: int = 20260,
     *,
     padded: int | None = PADDED,
     generator: torch.Generator | None = None,
@@ -211,15 +210,14 @@ def synthetic_inputs(
     Args:
         shape: the layer; on the device "meta" the operands have no memory.
         tokens: T, 0 included.
-        seed: of the generator on the CPU that is used by default: the same values on every device.
         padded: the row without a slot, the last one if there are fewer rows; None: each row has one.
-        generator: where to draw from, on its own device.
+        generator: where to draw from, on its own device; by default on the CPU: the same values on every device.
         large: let the cache claim to span 2 GiB, so that Triton runs the variant for such caches.
     """
     width, device = shape.latent + shape.rope, torch.device(shape.device)
     draw, home = None, device
     if device.type != "meta":
-        draw = torch.Generator().manual_seed(seed) if generator is None else generator
+        draw = torch.Generator().manual_seed(SEED) if generator is None else generator
         home = draw.device
 
     def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
