@@ -15,7 +15,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options."""
     group = parser.getgroup("aiter-mla", "capture/replay verification of vllm-aiter-mla")
     group.addoption(OPTION, action="store_true", help="also run the capture/replay cases of vllm-aiter-mla")
-    group.addoption("--aiter-mla-seed", type=int, default=0, help="seed of the cases' data")
     group.addoption("--aiter-mla-quick", action="store_true", help="fewer variants, short long runs")
 
 
@@ -26,8 +25,8 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
         return
     from vllm_aiter_mla.verify.session import Session
 
-    seed, quick = config.getoption("--aiter-mla-seed"), config.getoption("--aiter-mla-quick")
-    run = Session(seed=seed, quick=quick, again=("--quick",) * quick)
+    quick = config.getoption("--aiter-mla-quick")
+    run = Session(quick=quick, again=("--quick",) * quick)
 
     def add(name: str, **kwargs: Any) -> None:
         items.append(VerifyItem.from_parent(session, name=name, nodeid=f"aiter-mla-verify::{name}", **kwargs))
