@@ -16,9 +16,8 @@ from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.triton.tiles import MXFP4_ARCH
 
 Key = tuple[Any, ...]
-Gemm = Callable[..., torch.Tensor]
 
-GEMMS: dict[str, Gemm] = {}
+GEMMS: dict[str, Callable[..., torch.Tensor]] = {}
 """vLLM's calls of AITER's batched GEMMs, by weight format; ``backends.Backends`` fills it on an AMD card. They are
 vLLM's functions, the same for every engine of the process."""
 FP8_GROUP = 128  # values of a query row that share a scale; vLLM's group_size

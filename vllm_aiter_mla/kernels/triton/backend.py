@@ -15,9 +15,8 @@ from vllm_aiter_mla.kernels.platform import CARDS
 from vllm_aiter_mla.kernels.reference import TRITON
 from vllm_aiter_mla.kernels.stopwatch import Ranges, name_at
 from vllm_aiter_mla.kernels.triton import interpreted, tiles, tuning
-from vllm_aiter_mla.kernels.triton.tiles import BLOCK_K, MXFP4_ARCH, Tile, tile_for
+from vllm_aiter_mla.kernels.triton.tiles import BLOCK_K, INT32_SPAN, MXFP4_ARCH, Tile, tile_for
 
-INT32_SPAN = 1 << 31
 FORMATS = ("plain", "fp8", "mxfp4")  # of the absorbed weight, which the kernel can read
 # Rows that any program addresses with one 32-bit offset: the largest block_t or rope_rows of the table.
 BLOCK_ROWS = 128

@@ -14,15 +14,12 @@ from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.triton import interpreted
 from vllm_aiter_mla.kernels.triton.kernel import decode_prep_kernel
-from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, Tile
+from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, INT32_SPAN, Tile
 
 # Releases of Triton whose compiled kernels are launched as ``Direct`` does.
 RELEASES = ("3.6", "3.7", "3.8", "3.9")
-# Beyond it, of bytes or elements, Triton takes 64-bit offsets.
-NEAR = 1 << 31
 # Of the operands of ``Launch``, those that Triton specialises on: 16-byte alignment, and whether offsets fit 32 bits.
 SPECIALISED = (0, 1, 4, 6, 7, 8, 11)
-Specialised = tuple[tuple[bool, bool], ...]
 
 
 def current_arch() -> str:
@@ -90,11 +87,11 @@ class Launch:
         self._named = self._constants | {"num_warps": tile.num_warps, "num_stages": 1, "enable_fp_fusion": FP_FUSION}
         if card().rocm is not None and not interpreted():
             self._named["matrix_instr_nonkdim"] = tile.mfma
-        classes = tuple((stride == 1, stride % 16 == 0, stride < NEAR) for stride in self._strides)
+        classes = tuple((stride == 1, stride % 16 == 0, stride < INT32_SPAN) for stride in self._strides)
         kept = (inputs.q, inputs.k_pe, inputs.kv_c, self._weight, inputs.kv_cache, inputs.cos_sin_cache)
         dtypes = (*(tensor.dtype for tensor in kept), inputs.out_dtype)
         self._kind = (inputs.q.device, tile, dtypes, classes, tuple(self._constants.values()))
-        self._compiled: dict[Specialised, Direct | None] = {}
+        self._compiled: dict[tuple[tuple[bool, bool], ...], Direct | None] = {}
 
     def __call__(self, inputs: DecodeInputs) -> torch.Tensor:
         """Run the kernel once on the current stream. The caller has checked the operands.
@@ -115,7 +112,7 @@ class Launch:
             inputs.k_pe, inputs.kv_c, inputs.slot_mapping, inputs.k_scale, inputs.kv_cache,
         )  # fmt: skip
         pointers: list[Any] = [None if tensor is None else tensor.data_ptr() for tensor in operands]
-        specialised = tuple((pointers[k] % 16 == 0, _reach(operands[k]) < NEAR) for k in SPECIALISED)
+        specialised = tuple((pointers[k] % 16 == 0, _reach(operands[k]) < INT32_SPAN) for k in SPECIALISED)
         direct = self._compiled.get(specialised)
         if direct is not None and direct(self._arguments(pointers)):
             return out

@@ -8,6 +8,7 @@ Neither torch nor Triton is imported here: the kernel compiles without torch, an
 from dataclasses import dataclass
 
 NO_LIMIT = 1 << 31
+INT32_SPAN = 1 << 31  # of bytes or elements: from here on Triton takes 64-bit offsets
 LEAST_TOKENS = 16  # of a block, by the matrix instructions
 
 
