@@ -132,6 +132,5 @@ class KernelBackend(ABC):
         """Return how many leading rows of q_prepared are defined."""
         return inputs.num_tokens
 
-    def warm_up(self, template: DecodeInputs, token_counts: Iterable[int]) -> tuple[object, ...]:
-        """Compile, outside capture, what graphs of ``token_counts`` rows of that layer need; return it."""
-        return ()
+    def warm_up(self, template: DecodeInputs, token_counts: Iterable[int]) -> None:  # noqa: B027  most need nothing
+        """Compile, outside capture, what graphs of ``token_counts`` rows of a layer need; ``bind`` takes its row."""

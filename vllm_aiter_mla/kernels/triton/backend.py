@@ -85,37 +85,21 @@ class TritonBackend(KernelBackend):
         spans = (*others, (start, tiles.NO_LIMIT, label))  # the last one has no end
         return tuple(min(last, max(first, known[label].block_t + 1)) for first, last, label in spans)
 
-    def warm_up(self, template: DecodeInputs, token_counts: Iterable[int]) -> tuple[Tile, ...]:
+    def warm_up(self, template: DecodeInputs, token_counts: Iterable[int]) -> None:
         """Compile and load every variant that captures of ``token_counts`` rows need. Call it outside capture.
 
         One launch per distinct tile, on the first row of ``template`` with no slot: it reads one row, writes a fresh
         query and no byte of the cache. One row is enough because T, S and the table's length are not specialised on.
         What decides a variant is the tile, the dtypes, the strides' and pointers' alignment and the constants of the
-        layer: the row shares them with every batch of its layer.
-
-        Args:
-            template: operands of the layer with the strides they will have, at least one row.
-            token_counts: the T of every graph that will be captured; 0 needs nothing.
-
-        Returns:
-            The distinct tiles, in the order of the first T that needs each.
-
-        Raises:
-            ValueError: ``refuse`` has a reason against the template's layer, or the template has no row.
+        layer: the row shares them with every batch of its layer. ``template`` has the strides that serving has.
         """
-        if (reason := self.refuse(template)) is not None:
-            raise ValueError(f"triton: {reason}")
-        if template.num_tokens == 0:
-            raise ValueError("triton: a template with at least one row expected, got none")
         from vllm_aiter_mla.kernels.triton import launcher
 
         rows = {name: getattr(template, name)[:1] for name in ("q", "k_pe", "kv_c", "positions")}
         one = replace(template, slot_mapping=template.slot_mapping[:0], **rows)
         arch = launcher.current_arch()
-        needed = tuple(dict.fromkeys(self.tile(arch, template, tokens=n) for n in token_counts if n > 0))
-        for tile in needed:
+        for tile in {self.tile(arch, template, tokens=n) for n in token_counts if n > 0}:
             launcher.Launch(one, tile)(one)
-        return needed
 
 
 def refused_on(arch: str, inputs: DecodeInputs) -> str | None:
