@@ -42,8 +42,7 @@ def view_of(vllm_config: Any, settings: Settings) -> ConfigView:
         kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
         integration=settings.integration,
         kernel=settings.kernel,
-        **_model_facts(vllm_config.model_config),
-        **(platform_facts(vllm_config) if vllm_config.model_config and vllm_config.model_config.use_mla else {}),
+        **_model_facts(vllm_config),
     )
 
 
@@ -285,8 +284,9 @@ def why_not_chainable(compilation: Any) -> Skip | None:
     return None
 
 
-def _model_facts(model: Any) -> dict[str, Any]:
+def _model_facts(vllm_config: Any) -> dict[str, Any]:
     """What depends on the model; for one without MLA nothing of vLLM's attention is imported."""
+    model = vllm_config.model_config
     if model is None or not model.use_mla:
         return {"is_mla": False, "missing": release.missing_capabilities()}
     from vllm_aiter_mla.compat.layer import missing_names
@@ -298,6 +298,7 @@ def _model_facts(model: Any) -> dict[str, Any]:
         "model_dtype": str(model.dtype).removeprefix("torch."),
         "op_schema": release.op_differences(fused=False),
         "fused_op": release.op_differences(fused=True),
+        **platform_facts(vllm_config),
     }
 
 
