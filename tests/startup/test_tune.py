@@ -198,10 +198,10 @@ def test_every_tuned_tile_that_may_serve_is_tried_by_the_check(arch, lasts, data
     inputs = synthetic_inputs(replace(command.shape_of(16, "bf16", "bf16"), device="meta"), tokens=1)
     backend = TritonBackend({tuning.key_of(inputs): tuple(spans)})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launcher, "current_arch", lambda: arch)
+        patch.setattr(TritonBackend, "arch", arch)
         counts = backend.tried_counts(inputs)
-    tried = {backend.tile(arch, inputs, count).label for count in counts}
-    assert tried == {backend.tile(arch, inputs, count).label for count in (*range(1, 302), 1 << 20)}
+        tried = {backend.tile(inputs, count).label for count in counts}
+        assert tried == {backend.tile(inputs, count).label for count in (*range(1, 302), 1 << 20)}
     assert counts[-1] > known[spans[-1][2]].block_t, "a second block of the last"
 
 

@@ -181,12 +181,12 @@ def without_kernels(layer: StubLayer) -> Iterator[None]:
 @contextmanager
 def triton_card() -> Iterator[None]:
     """Let the Triton back end take the CPU for a gfx950, and stop before HIP's launch."""
-    from vllm_aiter_mla.kernels.triton import backend, launcher
+    from vllm_aiter_mla.kernels.triton import backend
 
     with (
         mock.patch.dict(backends.FACTORIES, {"triton": lambda platform, settings: backend.TritonBackend()}),
         mock.patch.object(backend, "interpreted", return_value=True),
-        mock.patch.object(launcher, "current_arch", return_value=ARCH),
+        mock.patch.object(backend.TritonBackend, "arch", ARCH),
         triton_driver.installed(aot.TARGETS[ARCH], lambda *args: None),
     ):
         yield

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from tests.support.bare_layer import bare_layer
 from tools import aot
+from vllm_aiter_mla.commands.plan.kernels import PlannedBackends
 from vllm_aiter_mla.kernels import absorb
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.device import card
@@ -23,13 +24,14 @@ from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.triton import backend, kernel, launcher, tiles
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 from vllm_aiter_mla.serving import backends
+from vllm_aiter_mla.settings import Settings
 
 
 @pytest.fixture
 def on_any_device(monkeypatch):
     """Let the checks past the device, as under the interpreter."""
     monkeypatch.setattr(backend, "interpreted", lambda: True)
-    monkeypatch.setattr(launcher, "current_arch", lambda: "gfx942")
+    monkeypatch.setattr(TritonBackend, "arch", "gfx942")
 
 
 class Recorder:
@@ -70,6 +72,12 @@ def test_a_triton_that_cannot_be_imported_is_a_reason_with_its_error(monkeypatch
     monkeypatch.delattr(f"{backend.__package__}.launcher")
     reason = TritonBackend().bind(operands())
     assert (type(error).__name__ in reason, str(error) in reason) == (True, True)
+    shape = LayerShape(16, 128, torch.bfloat16, torch.bfloat16, 64, False, device="meta")
+    named = {"triton": lambda *_: TritonBackend()}
+    points, offers = backends.Backends(Settings(kernel="triton"), Platform("gfx942"), named).offers(shape, 512)
+    assert offers["triton"].declines == dict.fromkeys(points, reason), "a start asks every back end"
+    _, planned = PlannedBackends("gfx942", Settings()).offers(shape, 512)
+    assert not planned["triton"].declines, "plan looks at no Triton of this machine"
 
 
 def far_rows(inputs):
@@ -125,12 +133,12 @@ TAKEN = [
 
 @pytest.mark.parametrize(("arch", "case", "reason"), [*DECLINED, *((*taken, "None") for taken in TAKEN)])
 def test_triton_backend_declines_what_its_kernel_cannot_do_alone(on_any_device, monkeypatch, arch, case, reason):
-    monkeypatch.setattr(launcher, "current_arch", lambda: arch)
+    monkeypatch.setattr(TritonBackend, "arch", arch)
     assert str(TritonBackend().refuse(operands(**case))).startswith(reason)
 
 
 def test_triton_backend_declines_a_format_that_its_kernel_cannot_read(on_any_device, monkeypatch):
-    monkeypatch.setattr(launcher, "current_arch", lambda: "gfx950")
+    monkeypatch.setattr(TritonBackend, "arch", "gfx950")
     monkeypatch.setitem(absorb.FORMATS, "mxfp5", absorb.FORMATS["mxfp4"])
     inputs = operands(**MXFP4)
     assert TritonBackend().refuse(inputs) is None
@@ -177,7 +185,7 @@ def test_what_is_remembered_of_a_call_is_all_that_the_triton_checks_depend_on(on
 
 def test_triton_backend_answers_for_a_layer_before_there_is_a_batch(monkeypatch):
     """A layer asks with operands without memory; on a GPU as under the interpreter."""
-    monkeypatch.setattr(launcher, "current_arch", lambda: "gfx942")
+    monkeypatch.setattr(TritonBackend, "arch", "gfx942")
     shape = LayerShape(16, 128, torch.bfloat16, torch.bfloat16, 16, False, device="meta")
     assert TritonBackend().refuse(synthetic_inputs(shape, tokens=1)) is None
 

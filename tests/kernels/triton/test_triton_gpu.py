@@ -17,7 +17,6 @@ pytest.importorskip("triton")
 
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.platform import CARDS
-from vllm_aiter_mla.kernels.triton import launcher
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 
 pytestmark = [
@@ -32,7 +31,7 @@ INSIDE_SANITIZER = "TRITON_TESTS_IN_SANITIZER"
 
 
 def on_gpu(case):
-    native = str(CARDS.get(launcher.current_arch())).removeprefix("torch.")
+    native = str(CARDS.get(TritonBackend().arch)).removeprefix("torch.")
     return build(replace(case, cache=native if case.cache.startswith("float8") else case.cache), device="cuda")
 
 

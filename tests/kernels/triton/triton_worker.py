@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -114,12 +115,12 @@ def self_checked(arch, limit, weight, bad=None, mutation=None, cache="bfloat16")
     key = (weight,) if weight in ("plain", "mxfp4") else ("fp8", getattr(torch, weight))
     stored = getattr(torch, cache)
     shape = LayerShape(HEADS, 128, stored, stored, 1, False, latent=64, rope=16, weight=key)
-    launcher.Launch, launcher.current_arch, before = bound, lambda: arch, launcher.current_arch
+    launcher.Launch = bound
     try:
-        with planted(mutation):
+        with planted(mutation), mock.patch.object(type(BACKEND), "arch", arch):
             found = self_check(BACKEND, shape, limit)
     finally:
-        launcher.Launch, launcher.current_arch = _LAUNCH, before
+        launcher.Launch = _LAUNCH
     figures = {name: getattr(found, name) for name in ("ok", "message", "writes_nan")}
     return figures | {"launched": launched[1:]}
 

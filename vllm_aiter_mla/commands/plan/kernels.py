@@ -47,11 +47,12 @@ class _PlannedTriton(triton.TritonBackend):
         super().__init__()
         self._arch = arch
 
+    @property
+    def arch(self) -> str:
+        return self._arch
+
     def bind(self, inputs: DecodeInputs) -> Binding | str:
-        reason = triton.refused_on(self._arch, inputs)
-        if reason is not None:
-            return reason
-        return Binding(_never, tiles.tile_for(self._arch, inputs.num_tokens, inputs.num_heads).label)
+        return triton.refused_on(self.arch, inputs) or Binding(_never, self.tile(inputs, inputs.num_tokens).label)
 
 
 class _PlannedVLLM(ReferenceBackend):

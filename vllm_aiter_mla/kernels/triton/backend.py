@@ -40,10 +40,15 @@ class TritonBackend(KernelBackend):
     def __init__(self, chosen: Mapping[str, Ranges] | None = None) -> None:
         self._chosen = dict(chosen or {})
 
-    def tile(self, arch: str, inputs: DecodeInputs, tokens: int) -> Tile:
-        """Return the tile of calls like ``inputs`` with ``tokens`` rows, on a card of ``arch``."""
+    @property
+    def arch(self) -> str:
+        """The architecture that the kernel is compiled for: gfx942, gfx950, sm90, ..., or "interpreter"."""
+        return "interpreter" if interpreted() else card().arch
+
+    def tile(self, inputs: DecodeInputs, tokens: int) -> Tile:
+        """Return the tile of calls like ``inputs`` with ``tokens`` rows."""
         label = name_at(self._chosen.get(tuning.key_of(inputs), ()), tokens)
-        return tile_for(arch, tokens, inputs.num_heads) if label is None else tiles.allowed(arch)[label]
+        return tile_for(self.arch, tokens, inputs.num_heads) if label is None else tiles.allowed(self.arch)[label]
 
     def tuned(self, inputs: DecodeInputs) -> str:
         """See the base class: tiles by tokens, as in "16x64/4w 1..32"."""
@@ -67,21 +72,17 @@ class TritonBackend(KernelBackend):
         except Exception as error:  # Triton is absent, or it is here and broken
             return f"Triton cannot be imported: {type(error).__name__}: {error}"
 
-        arch = launcher.current_arch()
-        if (reason := refused_on(arch, inputs)) is not None:
+        if (reason := refused_on(self.arch, inputs)) is not None:
             return reason
-        tile = self.tile(arch, inputs, inputs.num_tokens)
+        tile = self.tile(inputs, inputs.num_tokens)
         return Binding(launcher.Launch(inputs, tile), tile.label, TRITON)
 
     def tried_counts(self, inputs: DecodeInputs) -> tuple[int, ...]:
         """See the base class: one for each tile."""
-        from vllm_aiter_mla.kernels.triton import launcher
-
-        arch = launcher.current_arch()
         chosen = self._chosen.get(tuning.key_of(inputs), ())
         if not chosen:
-            return tiles.tried_counts(arch, inputs.num_heads)
-        known, (*others, (start, _, label)) = tiles.allowed(arch), chosen
+            return tiles.tried_counts(self.arch, inputs.num_heads)
+        known, (*others, (start, _, label)) = tiles.allowed(self.arch), chosen
         spans = (*others, (start, tiles.NO_LIMIT, label))  # the last one has no end
         return tuple(min(last, max(first, known[label].block_t + 1)) for first, last, label in spans)
 
@@ -97,8 +98,7 @@ class TritonBackend(KernelBackend):
 
         rows = {name: getattr(template, name)[:1] for name in ("q", "k_pe", "kv_c", "positions")}
         one = replace(template, slot_mapping=template.slot_mapping[:0], **rows)
-        arch = launcher.current_arch()
-        for tile in {self.tile(arch, template, tokens=n) for n in token_counts if n > 0}:
+        for tile in {self.tile(template, tokens=n) for n in token_counts if n > 0}:
             launcher.Launch(one, tile)(one)
 
 

@@ -22,11 +22,6 @@ RELEASES = ("3.6", "3.7", "3.8", "3.9")
 SPECIALISED = (0, 1, 4, 6, 7, 8, 11)
 
 
-def current_arch() -> str:
-    """Return the architecture of the current GPU: gfx942, gfx950, sm90, ..., or "interpreter"."""
-    return "interpreter" if interpreted() else card().arch
-
-
 def programs(tokens: int, heads: int, slots: int, latent: int, tile: Tile) -> tuple[int, int, int, int]:
     """Return how many programs of each kind the one-dimensional grid has, in its order: the kernel's docstring."""
     width, blocks = tile.columns(latent)
