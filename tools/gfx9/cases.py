@@ -25,9 +25,9 @@ from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.formats import MXFP4_GROUP
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.platform import CARDS
 from vllm_aiter_mla.kernels.triton import launcher
 
-FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 Q_SCALE, K_SCALE, W_SCALE = 0.0061, 0.0137, 0.0625
 # With ties. Rotated values are the product below: 157.5 / 128, so that a tie goes to the greater number. Latents are
 # multiples of 1/128, so that they lie halfway from 2 on, which fp8 has to hold.
@@ -88,7 +88,7 @@ def operands(target: aot.Target, case: Case) -> tuple[DecodeInputs, torch.Tensor
     g = torch.Generator().manual_seed(case.seed)
     variant, t, n = case.variant, case.tokens, case.variant.heads
     p, r, latent = aot.NOPE, aot.ROPE, aot.LATENT
-    stored = FP8[target.name] if variant.quantised else torch.bfloat16
+    stored = CARDS[target.name] if variant.quantised else torch.bfloat16
 
     def grid(scale: int, *shape: int) -> torch.Tensor:
         return (torch.randint(-8, 9, shape, generator=g) / scale).to(torch.bfloat16)
@@ -173,7 +173,7 @@ def weight(target: aot.Target, case: Case, grid: Callable[..., torch.Tensor], g:
     if variant.weight == "fp8":
         codes = torch.zeros(n, latent, p)
         codes[heads] = grid(1, len(heads), latent, p).float()
-        return AbsorbWeight("fp8", codes.to(FP8[target.name]), torch.tensor([W_SCALE]))
+        return AbsorbWeight("fp8", codes.to(CARDS[target.name]), torch.tensor([W_SCALE]))
     major_l = variant.weight_major == "L"
     whole = torch.zeros((n, p + V_WIDTH, latent) if major_l else (latent, n, p + V_WIDTH), dtype=torch.bfloat16)
     w = whole[:, :p] if major_l else whole[..., :p].permute(1, 2, 0)

@@ -14,7 +14,6 @@ import numpy as np
 from tools.gfx9 import numbers
 from tools.gfx9.operand import Operands
 from tools.gfx9.parse import Fault, Instruction
-from tools.gfx9.vector import FNUZ
 from tools.gfx9.wave import ALL, Wave
 
 # Element type: bits, and how [registers, 64] uint32 become float32 [registers, 64, elements of a register].
@@ -22,8 +21,8 @@ ELEMENTS: dict[str, tuple[int, Callable[[np.ndarray, str], np.ndarray]]] = {
     "bf16": (16, lambda raw, arch: numbers.from_bf16(_split(raw, np.uint16))),
     "f16": (16, lambda raw, arch: _split(raw, np.float16).astype(np.float32)),
     # Both sources e4m3; a modifier that says otherwise is refused. Which k a lane holds cannot matter: A and B agree.
-    "f8f6f4": (8, lambda raw, arch: numbers.fp8_values(FNUZ[arch])[_split(raw, np.uint8)]),
-    "fp8": (8, lambda raw, arch: numbers.fp8_values(FNUZ[arch])[_split(raw, np.uint8)]),
+    "f8f6f4": (8, lambda raw, arch: numbers.fp8_values(arch)[_split(raw, np.uint8)]),
+    "fp8": (8, lambda raw, arch: numbers.fp8_values(arch)[_split(raw, np.uint8)]),
     "fp4": (4, lambda raw, arch: numbers.FP4[raw[..., None] >> NIBBLES & np.uint32(15)]),
 }
 NAME = re.compile(r"v_mfma_f32_(16x16|32x32)x(\d+)_(bf16|f16|fp8_fp8|f8f6f4)(?:_1k)?")

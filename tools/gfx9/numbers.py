@@ -6,6 +6,10 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
+
+from vllm_aiter_mla.kernels import formats
+from vllm_aiter_mla.kernels.platform import CARDS
 
 Array = Any  # np.ndarray or a numpy scalar that stands for 64 equal lanes
 # The 16 values of e2m1.
@@ -113,32 +117,14 @@ def from_bf16(bits: Array) -> Array:
 
 
 @lru_cache(maxsize=2)
-def fp8_values(fnuz: bool) -> Array:
-    """The 256 values of e4m3fnuz (bias 8, 0x80 is NaN) or e4m3fn (bias 7, 0x7f and 0xff are NaN). float32."""
-    codes = np.arange(256)
-    exponents, mantissas = codes >> 3 & 15, codes & 7
-    bias = 8 if fnuz else 7
-    normal = (8 + mantissas) * 2.0 ** (exponents - bias - 3)
-    values = np.where(exponents == 0, mantissas * 2.0 ** (1 - bias - 3), normal)
-    values = np.where(codes >= 128, -values, values)
-    values[codes == 0x80 if fnuz else codes & 0x7F == 0x7F] = np.nan
-    return values.astype(np.float32)
+def fp8_values(arch: str) -> Array:
+    """The 256 values of the card's e4m3. float32."""
+    return torch.arange(256, dtype=torch.uint8).view(CARDS[arch]).float().numpy()
 
 
-def fp8_bits(x: Array, fnuz: bool, saturate: bool) -> Array:
-    """float32 to fp8, nearest even, in uint32. Overflow gives the largest value if ``saturate``, else a NaN."""
-    wide = np.broadcast_to(np.asarray(x, np.float64), (64,))
-    finite = fp8_values(fnuz)[:128]
-    finite = finite[~np.isnan(finite)].astype(np.float64)
-    # Midpoints; past the largest value the next step decides what overflows.
-    middle = np.append((finite[1:] + finite[:-1]) / 2, (3 * finite[-1] - finite[-2]) / 2)
-    size = np.abs(wide)
-    code = np.searchsorted(middle, size, side="left")
-    on_tie = (code < len(middle)) & (size == middle[np.minimum(code, len(middle) - 1)])
-    code = np.where(on_tie & (code & 1 == 1), code + 1, code)
-    nan = 0x80 if fnuz else 0x7F
-    signed = np.where(np.signbit(wide) & ~((code == 0) & fnuz), code | 0x80, code)
-    top = np.where(np.signbit(wide), (len(finite) - 1) | 0x80, len(finite) - 1)
-    # Only a finite value saturates into range by choice of the mode; so does an infinity.
-    signed = np.where(code >= len(finite), top if saturate else nan, signed)
-    return np.where(np.isnan(wide), nan, signed).astype(np.uint32)
+def fp8_bits(x: Array, arch: str, saturate: bool) -> Array:
+    """float32 to the card's e4m3, nearest even, in uint32 [64]. Overflow gives the largest value or a NaN."""
+    flavour = formats.FLAVOURS[CARDS[arch]]
+    values = torch.from_numpy(np.broadcast_to(np.asarray(x, np.float32), (64,)).copy())
+    stored = formats.round_saturating(values, flavour, True) if saturate else formats.round_overflowing(values, flavour)
+    return stored.view(torch.uint8).numpy().astype(np.uint32)

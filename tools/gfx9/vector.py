@@ -22,7 +22,6 @@ Array = Any
 U, U64 = np.uint32, np.uint64
 FOUR, FIVE, SIX = np.uint32(15), np.uint32(31), np.uint64(63)
 LOW24, EIGHT = np.uint32(0xFFFFFF), np.int32(8)
-FNUZ = {"gfx942": True, "gfx950": False}
 
 
 def _wide(x: Array) -> Array:
@@ -305,8 +304,7 @@ def _to_fp8(i: Instruction, ops: Operands) -> Run:
     target, a, b = ops.reg(0, "v", 1), ops.read(i.operands[1], "f32"), ops.read(i.operands[2], "f32")
 
     def run(w: Wave) -> None:
-        fnuz = FNUZ[w.arch]
-        low, up = (numbers.fp8_bits(read(w), fnuz, w.saturate) for read in (a, b))
+        low, up = (numbers.fp8_bits(read(w), w.arch, w.saturate) for read in (a, b))
         w.put_half(target, low | up << U(8), bool(high))
 
     return run
