@@ -99,7 +99,7 @@ def _count(layer: Any, captured: Sequence[Callable[[], Any]], called: Sequence[C
 
     from tools.counting import counter as counting
 
-    counter, sizes = counting.Counter(counting.KERNELS), counting.sizes
+    counter, sizes = counting.Counter(), counting.sizes
 
     def quantised(absorbed: torch.Tensor, q_pe: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         shape = (*absorbed.shape[:-1], absorbed.shape[-1] + q_pe.shape[-1])

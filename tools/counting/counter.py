@@ -49,16 +49,12 @@ class Counter(TorchDispatchMode):
     """Record each op that runs under it as an ``Event``.
 
     A view costs nothing. An op that fills new storage is one launch and one allocation for each new buffer. An op of
-    ``BODIES`` is entered; one that ``kernels`` names is one launch with the bytes its function computes, whatever the
+    ``BODIES`` is entered; one that ``KERNELS`` names is one launch with the bytes its function computes, whatever the
     CPU does inside it.
-
-    Args:
-        kernels: by the op's qualified name, the bytes of one launch of it, from the op's arguments.
     """
 
-    def __init__(self, kernels: dict[str, Bytes]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.kernels = kernels
         self.events: list[Event] = []
         self.captured = False
         self._paused = False
@@ -107,7 +103,7 @@ class Counter(TorchDispatchMode):
                 result = func.redispatch(_CPU, *args, **kwargs)
             self.note(name)
             return result
-        if bytes_of := self.kernels.get(name):
+        if bytes_of := KERNELS.get(name):
             self.note(name, 1, 0, bytes_of(*args, **kwargs))
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
