@@ -1,6 +1,6 @@
 """Time the host's work for one layer: Python and dispatch of our op beside those of vLLM's own ops, kernels stubbed.
 
-    python tools/host_cost.py [--rounds N] [--json FILE]
+    python tools/host_cost.py [--rounds N]
 
 Rows are by our kernel. That of AITER returns at once; the Triton kernel is called up to the C launch. Two last lines
 time that call on its own, the allocation of the query included: through the compiled kernel's own launcher, as served,
@@ -18,15 +18,14 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tools.common import Parser, aligned, guarded, positive, writable
-from vllm_aiter_mla import files
+from tools.common import Parser, aligned, guarded, positive
 
 CALLS, MOST, LAUNCH_US = 25, 1.0, 12.0
 KERNELS = ("aiter", "triton")
@@ -59,12 +58,10 @@ class Row:
 
 
 def run(argv: Sequence[str]) -> int:
-    parser = Parser(__doc__, "host_cost.py [--rounds N] [--json FILE]")
+    parser = Parser(__doc__, "host_cost.py [--rounds N]")
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     positive("--rounds", options.rounds)
-    writable({"--json": options.json})
     rows = measure(options.rounds)
     show(rows)
     missed, (launch_us, dispatched_us) = misses(rows), launch(options.rounds)
@@ -72,10 +69,6 @@ def run(argv: Sequence[str]) -> int:
     print(f"the same through Triton's dispatch: {dispatched_us:.1f} us")
     if launch_us > LAUNCH_US:
         missed.append(f"call of the Triton kernel: {launch_us:.1f} us")
-    if options.json:
-        each = [asdict(row) | {"ratio": row.ratio} for row in rows]
-        record = {"rows": each, "launch_us": launch_us, "dispatched_us": dispatched_us, "missed": missed}
-        files.write(options.json, record | {files.KEY: files.stamp("host_cost", 1)})
     print("\n".join(f"MISSED: {line}" for line in missed) or "ours takes at most vLLM's own time in every row")
     return 1 if missed else 0
 
