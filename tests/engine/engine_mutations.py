@@ -172,18 +172,6 @@ def the_op_writes_no_kv_row() -> None:
     plugin.spoil(reference, "scatter_rows", lambda inner, cache, slots, rows: None)
 
 
-def raise_when_told():
-    """Let every kernel raise once the file exists that the environment names."""
-    import os
-    from pathlib import Path
-
-    from tests.support.planted import raising
-    from vllm_aiter_mla.serving import ops
-
-    told = Path(os.environ["AITER_MLA_TEST_TRIGGER"])
-    plugin.spoil(ops, "prepared_query", raising(RuntimeError("planted")), when=lambda *_: told.exists())
-
-
 def the_last_decode_row_reads_another_head() -> None:
     """One row of each decode step attends with the query of the next head: the others hide it in a mean."""
     from vllm_aiter_mla.serving import ops
