@@ -5,20 +5,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import vllm._custom_ops  # noqa: F401  loads vLLM's own library before the sandbox fills its gaps
-
-from tests.sandbox import gpu_ops
 from tests.support.made_up_clock import Named
-from vllm_aiter_mla import plugin
+from tests.support.worker import Worker, layer_in, ours
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving import backends
-
-plugin.register()
-gpu_ops.register()
-
-from tests.support.worker import Worker, layer_in, ours  # noqa: E402  reads the ops at its import
 
 
 class Aborting(Named):

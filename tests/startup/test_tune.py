@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from tests.passes.stubs import Sizes, StubLayer
 from tests.rehearsal import faults
-from tests.sandbox import gpu_ops
 from tests.sandbox.interpreter import Recorded
 from tests.sandbox.rehearsal_card import RehearsalCard, Scenario, TritonLaunch
 from tests.support import worker
@@ -50,7 +49,6 @@ def card(monkeypatch, said):
         monkeypatch.setitem(backends.FACTORIES, name, lambda *_: "not installed")
     sizes = Sizes(p=128, r=64, latent=512)  # as `measure` has them
     monkeypatch.setattr(worker, "layer_of", lambda: StubLayer(NAME, sizes, torch.bfloat16))
-    gpu_ops.register()
     return RehearsalCard(Scenario(us=US)).install(monkeypatch)
 
 

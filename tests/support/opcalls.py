@@ -4,14 +4,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import vllm._custom_ops  # noqa: F401  loads vLLM's own library before the sandbox fills its gaps
 from vllm.config import CUDAGraphMode
 from vllm.utils.torch_utils import _encode_layer_name
 
 from tests.passes.stubs import BLOCKS, Batch, Sizes, StubLayer, forward
+from tests.sandbox import gpu_ops
+from vllm_aiter_mla import plugin
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.formats import is_fp8
 from vllm_aiter_mla.serving import ops
 
+plugin.register()
+gpu_ops.register()
 NAME = "model.layers.0.attn"
 SIZES = Sizes()
 Q_PREP, ATTENTION = "mla_decode_q_prep", ("mla_attention_with_prepared_q", "mla_attention_with_rope")
