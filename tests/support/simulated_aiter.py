@@ -1,11 +1,11 @@
-"""Inputs, a YaRN table, and a way to watch a process die."""
+"""Inputs of the simulated AITER, and a way to watch a process die."""
 
 import faulthandler
-import math
 import os
 import resource
 import signal
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
@@ -50,11 +50,7 @@ def inputs(
 
 def twin(operands: DecodeInputs) -> DecodeInputs:
     """The same operands over a copy of the cache, bytes and strides alike."""
-    storage = operands.kv_cache.untyped_storage().clone()
-    copy = torch.empty(0, dtype=operands.kv_cache.dtype)
-    old = operands.kv_cache
-    copy.set_(storage, old.storage_offset(), old.shape, old.stride())
-    return replace(operands, kv_cache=copy)
+    return replace(operands, kv_cache=deepcopy(operands.kv_cache))
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -64,23 +60,6 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one dtype and shape are the same, bit by bit."""
     return a.dtype == b.dtype and torch.equal(raw(a), raw(b))
-
-
-def yarn_table(positions: int, rope: int = 64, factor: float = 40.0, act: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """[positions, rope] cos beside sin of DeepSeek's YaRN (base 10000, 4096 original positions, beta 32 and 1).
-
-    The formula of the YaRN paper: frequencies above ``beta_fast`` turns stay, below ``beta_slow`` are divided by
-    ``factor``, a linear ramp lies between; DeepSeek's two mscale terms cancel (both 0.707), hence magnitude 1.
-    """
-    inverse = 10000.0 ** -(torch.arange(0, rope, 2, dtype=torch.float64) / rope)
-
-    def dimension(turns: float) -> float:
-        return rope * math.log(4096 / (turns * 2 * math.pi)) / (2 * math.log(10000.0))
-
-    low, high = math.floor(dimension(32)), math.ceil(dimension(1))
-    ramp = ((torch.arange(rope // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
-    angles = torch.arange(positions, dtype=torch.float64)[:, None] * (inverse * (1 - ramp) + inverse / factor * ramp)
-    return torch.cat([angles.cos(), angles.sin()], dim=-1).to(act)
 
 
 def fate(action: Callable[[], object]) -> str:
