@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.sandbox.simulated_aiter.execute import encode
 from vllm_aiter_mla.kernels import absorb, formats, reference
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -41,20 +42,31 @@ def test_rope_is_the_rotation_by_position_times_frequency(is_neox: bool) -> None
     np.testing.assert_allclose(got.double().numpy(), wanted, rtol=0, atol=2e-6)
 
 
+ROUNDINGS = {
+    "saturating": lambda x, dtype: formats.round_saturating(x, formats.FLAVOURS[dtype]),
+    "overflowing": lambda x, dtype: formats.round_overflowing(x, formats.FLAVOURS[dtype]),
+    "simulated": encode,
+}
+
+
 @flavours
-def test_quantisation_takes_the_nearest_code_and_the_even_one_of_two(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_quantisation_takes_the_nearest_code_and_the_even_one_of_two(dtype: torch.dtype, name: str) -> None:
     codes = np.arange(127 if dtype == torch.float8_e4m3fn else 128)  # the positive finite ones, in order
     levels = e4m3(codes, dtype)
     assert levels[-1] == LARGEST[dtype]
     draw = np.random.default_rng(1)
-    values = np.concatenate([levels, (levels[1:] + levels[:-1]) / 2, draw.uniform(0, 2 * LARGEST[dtype], 5000)])
+    middles = ((levels[1:] + levels[:-1]) / 2).astype(np.float32)
+    beside = [np.nextafter(middles, np.float32(way)) for way in (-np.inf, np.inf)]
+    most = LARGEST[dtype] * (2 if name == "saturating" else 1)
+    values = np.concatenate([levels, middles, *beside, draw.uniform(0, most, 5000)])
     values = values.astype(np.float32).astype(np.float64)
     distance = np.abs(values[:, None] - levels)
     near = distance == distance.min(1, keepdims=True)
     wanted = np.where(near & (codes % 2 == 0), codes, -1).max(1)
     wanted = np.where(wanted >= 0, wanted, near.argmax(1))
     for sign, bit in ((1, 0), (-1, 128)):
-        got = formats.round_saturating(torch.from_numpy(sign * values).float(), formats.FLAVOURS[dtype])
+        got = ROUNDINGS[name](torch.from_numpy(sign * values).float(), dtype)
         signed = np.where((wanted == 0) & (dtype == torch.float8_e4m3fnuz), 0, wanted + bit)  # it has one zero
         np.testing.assert_array_equal(got.view(torch.uint8).numpy(), signed)
 
@@ -113,7 +125,7 @@ def test_mutation_of_each_reference_is_seen_against_float64(monkeypatch: pytest.
     elif subject == "quantisation":
         monkeypatch.setattr(formats, "round_saturating", lambda x, flavour: quantise(x * (1 + 2**-6), flavour))
         with pytest.raises(AssertionError, match="Mismatched elements"):
-            test_quantisation_takes_the_nearest_code_and_the_even_one_of_two(torch.float8_e4m3fn)
+            test_quantisation_takes_the_nearest_code_and_the_even_one_of_two(torch.float8_e4m3fn, "saturating")
     else:
         monkeypatch.setattr(absorb, "absorb_plain", lambda q, w: product(q, w.flip(0)))
         with pytest.raises(AssertionError, match="all"):

@@ -1,6 +1,5 @@
 """Properties of the reference kernel, each against a computation by hand that shares no code with it."""
 
-import cmath
 from dataclasses import replace
 
 import pytest
@@ -8,18 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.sandbox.simulated_aiter.execute import encode
 from tests.support.simulated_aiter import same_bytes
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.inputs import PATTERN, LayerShape, synthetic_inputs
 from vllm_aiter_mla.startup.selfcheck import ordinals
 
-FLAVOURS = list(formats.FLAVOURS.values())
 BF16 = torch.bfloat16
 FP8 = {"cache_dtype": torch.float8_e4m3fn, "out_dtype": torch.float8_e4m3fn}
-
-flavours = pytest.mark.parametrize("flavour", FLAVOURS, ids=lambda flavour: str(flavour.dtype))
 
 
 def operands(tokens=5, seed=0, **changes):
@@ -37,55 +32,15 @@ def rows(call):
     return call.kv_cache.reshape(-1, call.kv_cache.shape[-1])
 
 
-def nearest_by_hand(value, flavour):
-    """The code nearest to ``value`` among all 256, the even one of two equally near."""
-    codes = torch.arange(256, dtype=torch.uint8)
-    values = codes.view(flavour.dtype).double()
-    distance = (values - value).abs().nan_to_num(nan=float("inf"))
-    best = codes[distance == distance.min()].tolist()
-    negative = torch.tensor(value).signbit().item()
-    # Even first; of the two zeros of e4m3fn, both even, the one with the value's sign.
-    return min(best, key=lambda code: (code & 1, (code >= 0x80) != negative))
-
-
-def simulated_rounding(values, flavour):
-    return encode(values, flavour.dtype)
-
-
-@flavours
-def test_rounding_is_to_the_nearest_code_ties_to_even(flavour):
-    values = torch.arange(256, dtype=torch.uint8).view(flavour.dtype).float()
-    finite = values[values.isfinite()].unique()
-    middles = (finite[1:] + finite[:-1]) / 2
-    points = torch.cat([finite, middles, middles.nextafter(middles + 1), middles.nextafter(middles - 1)])
-    wanted = torch.tensor([nearest_by_hand(x, flavour) for x in points.tolist()], dtype=torch.uint8)
-    for rounding in (formats.round_saturating, formats.round_overflowing, simulated_rounding):
-        assert torch.equal(rounding(points, flavour).view(torch.uint8), wanted)
-
-
-@flavours
-def test_neighbours_are_one_step_apart(flavour):
-    values = torch.arange(256, dtype=torch.uint8).view(flavour.dtype)
+@pytest.mark.parametrize("dtype", formats.FLAVOURS)
+def test_neighbours_are_one_step_apart(dtype):
+    values = torch.arange(256, dtype=torch.uint8).view(dtype)
     finite = values[values.float().isfinite()]
     ordered = finite[finite.float().argsort(stable=True)]
     steps = ordinals(ordered)
     assert set(steps.diff().tolist()) <= {0, 1}  # 0 between the two zeros of e4m3fn
     assert steps[0] == -steps[-1]
     assert (ordinals(values)[~values.float().isfinite()] > 1 << 16).all()
-
-
-@pytest.mark.parametrize("is_neox", [False, True])
-def test_rotation_is_a_complex_product_of_the_styles_pairs(is_neox):
-    """NeoX pairs (i, i+4), GPT-J (2i, 2i+1): position 3, angle by angle, with Python's complex numbers."""
-    x = torch.arange(1.0, 9.0)
-    angles = [0.3, 1.1, 2.0, 2.9]
-    cos, sin = torch.tensor(angles).cos(), torch.tensor(angles).sin()
-    turned = reference.rotate(x, cos, sin, is_neox)
-    for i, angle in enumerate(angles):
-        a, b = (i, i + 4) if is_neox else (2 * i, 2 * i + 1)
-        product = complex(x[a], x[b]) * cmath.exp(1j * angle)
-        assert turned[a].item() == pytest.approx(product.real, abs=1e-5)
-        assert turned[b].item() == pytest.approx(product.imag, abs=1e-5)
 
 
 @pytest.mark.parametrize("is_neox", [False, True])
