@@ -186,6 +186,20 @@ def test_decision_table(facts, checks, figures, settings, wanted):
     assert outcome(decide(facts, checks, figures, settings)) == wanted
 
 
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    ("name", "plant", "row", "ran"),
+    [
+        ("beats", lambda a, b: a[0] < b[0], "faster by 2 %", "triton triton"),
+        ("MARGIN", 0.0, "two beat vLLM alike", "triton triton"),
+    ],
+)
+def test_decision_mutation_a_choice_without_the_margin_is_caught(monkeypatch, name, plant, row, ran):
+    monkeypatch.setattr(decision, name, plant)
+    with pytest.raises(AssertionError, match=f"^assert '{ran}' == "):
+        test_decision_table(*ROWS[row])
+
+
 # What holds for every decision.
 
 OFFERS = st.sampled_from([TAKES, ABSENT, DECLINES, UP_TO_255, FROM_256])
