@@ -209,19 +209,6 @@ def test_a_layer_that_was_not_admitted_at_the_check_stays_unchecked(monkeypatch,
     assert kernels(found) == [None, "triton"]
 
 
-@pytest.mark.parametrize("broken", ["shape", "not_admitted", "kernels_to_check"])
-@both_modes
-def test_fail_closed_layers_that_cannot_be_asked_are_one_line(monkeypatch, said, broken, strict):
-    found = two(Candidate(), monkeypatch)
-    with monkeypatch.context() as patching:
-        patching.setattr(Layer, broken, raising(KeyError("planted")))
-        with stops(strict, "planted"):
-            checks.check_layers(found, strict=strict)
-    assert {layer.why_skipped() is None for layer in found} == {False}
-    assert strict or levels(said) == [logging.ERROR]
-    assert kernels(found) == [None, None]
-
-
 @pytest.mark.parametrize("trusted", [False, True], ids=["checked", "needs no check"])
 def test_a_kernel_that_raises_while_serving_takes_the_layer_off_the_fast_path(monkeypatch, said, trusted):
     candidate = Candidate()

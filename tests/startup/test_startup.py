@@ -168,6 +168,7 @@ AT_THE_CHECK = {
     "the weights": lambda patch, one: patch(compat_layer, "activation_dtype", planted),
     "the back ends": lambda patch, one: patch(Layer, "kernels_to_check", planted),
     "the decision": lambda patch, one: patch(Layer, "not_admitted", planted),
+    "the shape": lambda patch, one: patch(Layer, "shape", planted),
     "the rows": lambda patch, one: patch("vllm_aiter_mla.serving.backends.meta_inputs", planted),
 }
 
