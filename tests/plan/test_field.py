@@ -146,9 +146,7 @@ def test_field_o10_a_misspelt_option_is_named_with_the_right_one_before_vllm_is_
     options.check(["--", word])
 
 
-@pytest.mark.parametrize("command", ["plan", "check"])
-def test_field_o13_h_is_help_and_no_summary_is_cut(command: str) -> None:
-    assert CliRunner().invoke(app, [command, "-h"]).stdout.startswith("Usage:")
+def test_field_o13_no_summary_is_cut() -> None:
     whole = CliRunner().invoke(app, ["--help"], terminal_width=outputs.WIDTH).stdout
     assert "..." not in whole.partition("Commands:")[2]
     assert [name for name in COMMANDS if f"\n  {name} " not in whole] == []

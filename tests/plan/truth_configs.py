@@ -1,14 +1,14 @@
 """Configs written after published checkpoints, each with what vLLM makes of it on a gfx950.
 
-The sizes are the checkpoints', except for some architectures, which are small; quantisation configs have the format
-that their tools write. What no answer rests on (experts, vocabulary) may differ. The expected columns follow the rule
-of vLLM's ``MLAAttention``: an absorb weight is mxfp4 where ``kv_b_proj`` is held in bfloat16, and fp8 elsewhere.
+The sizes are the checkpoints'; quantisation configs have the format that their tools write. What no answer rests on
+(experts, vocabulary) may differ. The expected columns follow the rule of vLLM's ``MLAAttention``: an absorb weight is
+mxfp4 where ``kv_b_proj`` is held in bfloat16, and fp8 elsewhere. Small configs of other architectures are in
+``tests/support/model_configs.py``.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from tests.support.model_configs import ROWS as SMALL
 from vllm_aiter_mla.commands.plan import model
 
 Config = dict[str, Any]
@@ -211,18 +211,11 @@ ROWS: dict[str, Row] = {
     "moonshotai/Kimi-K2-Base in bf16": Row(K2, {"mxfp4": 61}),
     "moonshotai/Kimi-K2.5": Row(example("kimi-k2.5"), {"mxfp4": 61}),
     "moonshotai/Kimi-VL-A3B": Row(KIMI_VL, {"mxfp4": 27}),
-    "moonshotai/Kimi-Linear-48B-A3B": Row(SMALL["Kimi-Linear"].config, {"mxfp4": 1}, codes=("no_rope",)),
     "moonshotai/Kimi-K3": Row(example("kimi-k3"), {"mxfp4": 24}, codes=("no_rope",)),
     "zai-org/GLM-4.7-Flash": Row(example("glm-4.7-flash"), {"mxfp4": 47}, codes=("kernel_shape",)),
     "zai-org/GLM-5-FP8": Row(example("glm-5"), {"fp8": 78}, FP8, **SPARSE),
     "deepseek-ai/DeepSeek-V3.2": Row(example("deepseek-v3.2"), {"fp8": 61}, FP8, **SPARSE),
     "deepseek-ai/deepseek-vl2": Row(VL2, {"mxfp4": 30}),
-    "meituan-longcat/LongCat-Flash-Chat, two attentions a layer": Row(SMALL["LongCat-Flash"].config, {"mxfp4": 2}),
-    "openPangu-Ultra-MoE-718B": Row(SMALL["openPangu Ultra MoE"].config, {"mxfp4": 2}),
-    "skt/A.X-K1": Row(SMALL["A.X K1"].config, {"mxfp4": 2}),
-    "inclusionAI/Ling-2.5-1T": Row(SMALL["Ling 2.5"].config, {"mxfp4": 1}, arguments=("-tp", "1")),
-    "mistralai/Mistral-Large-3": Row(SMALL["Mistral-Large-3"].config, {"mxfp4": 2}),
-    "sarvamai/sarvam-105b, read without its class": Row(SMALL["Sarvam"].config, {}, **NOTHING),
     "openbmb/MiniCPM3-4B, read without its class": Row(MINICPM3, {}, **NOTHING),
     "meta-llama/Llama-3.1-8B": Row(LLAMA, {}, **NOTHING),
     "4 layers": Row(V3, {"fp8": 4}, FP8, arguments=("--hf-overrides", '{"num_hidden_layers": 4}')),
