@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from tests.sandbox.rehearsal_card import RehearsalCard
 from tests.support import plans
+from tests.support.planted import raising
 from tests.support.statuses import record_of
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import Skip
@@ -50,8 +51,7 @@ ANSWER = {
 
 def made_up_plan(**changes: Any) -> dict[str, Any]:
     """A plan of 61 layers that engage on a gfx942, its fields replaced by ``changes``."""
-    made = build.build(plans.made_up_answer(), plans.ABOUT, model.environment((NO_CUSTOM_AR,), {}))
-    found: dict[str, Any] = json.loads(files.text_of(made))
+    found: dict[str, Any] = json.loads(files.text_of(plans.made_up(NO_CUSTOM_AR)))
     found["reasons"], found["layers"]["engaged"] = [], found["layers"]["mla"]
     return found | {"outcome": "engaged", "heads_per_rank": 16} | changes
 
@@ -384,10 +384,7 @@ def test_a_known_issue_is_a_warning_with_its_link_and_a_failure_in_strict_mode(c
 def test_a_step_that_raises_has_failed_and_the_next_one_runs(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def end(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(engine, "run", end)
+    monkeypatch.setattr(engine, "run", raising(RuntimeError("out of memory")))
     found = outcomes()
     assert failed(found) == ["engine"]
     assert "out of memory" in found["engine"].detail
@@ -397,11 +394,8 @@ def test_a_step_that_raises_has_failed_and_the_next_one_runs(
 def test_without_a_gpu_the_steps_of_a_card_are_skipped_and_the_exit_status_is_3(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def no_card(**_: Any) -> Any:
-        raise session.NotHereError("torch sees no GPU")
-
     monkeypatch.setattr(device.card(), "is_there", lambda: False)
-    monkeypatch.setattr(session, "Session", no_card)
+    monkeypatch.setattr(session, "Session", raising(session.NotHereError("torch sees no GPU")))
     path = tmp_path / "check.json"
     done = CliRunner().invoke(app, ["check", "deepseek-r1", "-tp", "8", "--json", str(path)])
     assert done.exit_code == 3, done.output
@@ -478,11 +472,8 @@ def test_a_check_that_is_cut_off_leaves_the_steps_before(card: dict[str, Any], t
     class Cut(BaseException):
         """As SIGINT would raise."""
 
-    def cut(*_: Any, **__: Any) -> Any:
-        raise Cut
-
     path = tmp_path / "check.json"
-    with mock.patch.object(engine, "run", cut), pytest.raises(Cut):
+    with mock.patch.object(engine, "run", raising(Cut())), pytest.raises(Cut):
         app(["check", "deepseek-r1", "-tp", "8", "--json", str(path)], standalone_mode=False)
     kept = files.read(CheckRun, path)
     assert kept.exit is None

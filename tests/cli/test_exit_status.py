@@ -12,7 +12,7 @@ from tests.support.statuses import record_of
 from vllm_aiter_mla import files, status
 from vllm_aiter_mla.commands import doctor, outputs
 from vllm_aiter_mla.commands.main import COMMANDS, app
-from vllm_aiter_mla.commands.plan import build, model
+from vllm_aiter_mla.commands.plan import model
 from vllm_aiter_mla.kernels import device
 
 ONE_CASE = ("--device", "cpu", "--quick", "--backend", "reference", "--only", "fresh-data", "--variant", "bf16")
@@ -27,8 +27,7 @@ def doctor_finds(status):
 
 def plan_says(outcome):
     def plant(monkeypatch, folder):
-        made = build.build(plans.made_up_answer(), plans.ABOUT, model.environment((), {}))
-        monkeypatch.setattr(model, "ask", lambda *_: replace(made, outcome=outcome))
+        monkeypatch.setattr(model, "ask", lambda *_: replace(plans.made_up(), outcome=outcome))
 
     return plant
 

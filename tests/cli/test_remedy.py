@@ -17,7 +17,7 @@ from vllm_aiter_mla.admission import REMEDIES, Skip
 from vllm_aiter_mla.commands.doctor import checks as doctor
 from vllm_aiter_mla.commands.doctor import name_of, run
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.commands.plan import build, model, printout
+from vllm_aiter_mla.commands.plan import build, printout
 from vllm_aiter_mla.commands.plan.record import Reason
 from vllm_aiter_mla.compat import release
 from vllm_aiter_mla.kernels.aiter import op
@@ -45,8 +45,7 @@ def test_remedy_every_code_has_exactly_one() -> None:
 def test_remedy_line_and_log_and_plan_say_the_same(code: str) -> None:
     assert status.line.of(skipped(code)) == f"0/1: {code}: why -> {REMEDIES[code]}"
     assert str(Skip(code, "why")).endswith(f" -> {REMEDIES[code]}"), "of the gate's line"
-    planned = build.build(plans.made_up_answer(), plans.ABOUT, model.environment((), {}))
-    text = printout.text(replace(planned, reasons=(Reason(build.level(code), code, "why"),)))
+    text = printout.text(replace(plans.made_up(), reasons=(Reason(build.level(code), code, "why"),)))
     assert f"{code}: why\n    -> {REMEDIES[code]}" in text
 
 

@@ -18,7 +18,7 @@ from tests.sandbox.spec import Emulation, EngineSpec, PluginOptions, VllmOptions
 from tests.support import plans
 from vllm_aiter_mla import status
 from vllm_aiter_mla.commands.check import steps
-from vllm_aiter_mla.commands.plan import build, model
+from vllm_aiter_mla.commands.plan import model
 
 GROUP = "vllm.general_plugins"
 
@@ -27,8 +27,7 @@ def test_make_demo_plans_and_runs_its_engine_over_each_cache(monkeypatch):
     caches = []
 
     def ask(source, arguments, *_):
-        answer = plans.made_up_answer(kv_cache_dtype="fp8" if "fp8" in arguments else "auto")
-        return build.build(answer, plans.ABOUT, model.environment((), {}))
+        return plans.made_up(kv_cache_dtype="fp8" if "fp8" in arguments else "auto")
 
     def engine_of(context):
         caches.append(context.plan.options.kv_cache_dtype)

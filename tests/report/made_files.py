@@ -13,7 +13,6 @@ from tests.support import plans
 from tests.support.statuses import record_of
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.commands.plan import build, model
 from vllm_aiter_mla.status.record import Timed
 
 LAYERS = [f"model.layers.{n}.self_attn.attn" for n in range(4)]
@@ -43,7 +42,7 @@ def run_verify(folder: Path) -> Path:
 
 def write_plan(folder: Path) -> Path:
     """A plan of an engine that is skipped for two reasons, from an answer of vLLM's that is made up."""
-    plan = build.build(plans.made_up_answer(dcp=2, kv_cache_dtype="fp8_e5m2"), plans.ABOUT, model.environment((), {}))
+    plan = plans.made_up(dcp=2, kv_cache_dtype="fp8_e5m2")
     files.write(folder / "plan.json", replace(plan, model=replace(plan.model, name="a model")))
     return folder / "plan.json"
 

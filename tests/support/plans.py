@@ -14,7 +14,7 @@ from typing import Any
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import ConfigView, LayerView
 from vllm_aiter_mla.commands.compat import offline, rocm_config
-from vllm_aiter_mla.commands.plan import model
+from vllm_aiter_mla.commands.plan import build, model
 from vllm_aiter_mla.commands.plan.answer import Answer, Given
 from vllm_aiter_mla.commands.plan.record import Model, Plan
 from vllm_aiter_mla.settings import Settings
@@ -87,6 +87,11 @@ def made_up_answer(**changes: Any) -> Answer:
     given = Given(Settings(), None, None, [])
     ranges = {"ranges": [(1, 4681), (4682, 16384)]}
     return Answer(given, facts, engine | ranges, [(kind, 61)])
+
+
+def made_up(*env: str, **changes: Any) -> Plan:
+    """The plan of ``made_up_answer(**changes)`` under the variables ``env``."""
+    return build.build(made_up_answer(**changes), ABOUT, model.environment(env, {}))
 
 
 def codes(plan: dict[str, Any]) -> list[str]:
