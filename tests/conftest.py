@@ -29,6 +29,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[SUITE] = list(items)
 
 
+def pytest_runtest_setup(item):
+    """Skip the tests of a GPU where torch sees none."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU; torch sees none here")
+
+
 def pytest_sessionfinish(session):
     """Fail a lane of the Makefile that ran fewer tests than it should; xdist's controller has the whole count."""
     config, reporter = session.config, session.config.pluginmanager.get_plugin("terminalreporter")

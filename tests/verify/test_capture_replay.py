@@ -8,7 +8,6 @@ repeats recorded calls. On a GPU the same tests capture real graphs.
 from dataclasses import replace
 
 import pytest
-import torch
 
 from tests.verify.faults import HELD
 from vllm_aiter_mla.kernels.platform import detect_platform
@@ -18,15 +17,12 @@ from vllm_aiter_mla.verify.cases import REAL, SMALL, Item, Replay, cases, varian
 from vllm_aiter_mla.verify.runner import run_case
 
 LIMIT, DRAFTS = session.SIZES["cpu"][1], (0, 1, 3)
-ON_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; torch sees none here"),
-]
-GPU = pytest.param("gpu", marks=ON_GPU)
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 
 
 @pytest.mark.parametrize(
-    ("device", "name"), [("cpu", "reference"), *(pytest.param("gpu", name, marks=ON_GPU) for name in session.FINDERS)]
+    ("device", "name"),
+    [("cpu", "reference"), *(pytest.param("gpu", name, marks=pytest.mark.gpu) for name in session.FINDERS)],
 )
 def test_a_replay_equals_the_eager_reference_at_both_ends_of_the_limit(device, name):
     found = session.Session(backend=(name,), only=("both-ends",), device="cpu" if device == "cpu" else None)
