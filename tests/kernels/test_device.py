@@ -10,6 +10,7 @@ import torch
 from tests.sandbox import rehearsal_card
 from tests.sandbox.rehearsal_card import RehearsalCard, Scenario
 from tests.support.made_up_clock import Named
+from tests.support.planted import raising
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.compat.engine import CountsKernels
 from vllm_aiter_mla.commands.doctor import checks as doctor
@@ -91,8 +92,7 @@ def log(monkeypatch):
     return log
 
 
-def broken():
-    raise RuntimeError("operation not permitted when stream is capturing")
+broken = raising(RuntimeError("operation not permitted when stream is capturing"))
 
 
 @pytest.mark.usefixtures("log")

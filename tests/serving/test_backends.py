@@ -20,15 +20,8 @@ pytestmark = pytest.mark.usefixtures("fake_gfx942")
 MI300X, MI355X = Platform("gfx942", ROCM), Platform("gfx950", ROCM)
 
 
-class VLLMOwn(ReferenceBackend):
-    """The reference in the place of vLLM's own kernels."""
-
-    name = "vllm"
-    trusted = True
-
-
 SHAPE = LayerShape(2, 16, torch.bfloat16, torch.bfloat16, 4, False, latent=32, rope=16)
-WITH_VLLM = {**FACTORIES, "vllm": lambda platform, settings: VLLMOwn()}
+WITH_VLLM = {**FACTORIES, "vllm": lambda platform, settings: Named("vllm")}
 
 
 def layer(kernel, factories=None):
@@ -83,8 +76,8 @@ def test_the_reference_refuses_what_the_shared_contract_forbids():
 
 
 def named(missing=()):
-    kernels = {name: (lambda platform, settings, name=name: Named(name)) for name in ("aiter", "aiter-opt", "triton")}
-    kernels["vllm"] = lambda platform, settings: VLLMOwn()
+    names = ("aiter", "aiter-opt", "triton", "vllm")
+    kernels = {name: (lambda platform, settings, name=name: Named(name)) for name in names}
     return kernels | {name: lambda *_, name=name: f"no {name}" for name in missing}
 
 
