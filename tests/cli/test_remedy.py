@@ -33,9 +33,10 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_remedy_every_code_has_exactly_one() -> None:
+def test_remedy_every_code_has_exactly_one_and_a_cause() -> None:
     listed = [code for codes in admission.LEVELS.values() for code in codes]
     assert sorted(listed) == CODES, "a code in two tables may have two remedies"
+    assert all(cause for codes in admission.LEVELS.values() for cause, _ in codes.values())
     for code, remedy in REMEDIES.items():
         assert remedy.strip() == remedy != "", code
         assert "`" not in remedy, code
