@@ -106,4 +106,4 @@ def test_triton_gpu_measure_finds_no_wrong_kernel_and_finishes():
 
     found = measure.run([1, 8, 64, 256], [16], ["fp8"], "bf16")
     measure.show(found)
-    assert (found["wrong"], found["stopped"]) == ({}, "")
+    assert (found.wrong, found.stopped) == ({}, "")
