@@ -1,8 +1,7 @@
-"""A process that takes vLLM's own CUDA or ROCm platform class on a machine without a card, and builds one config.
+"""A process that takes vLLM's own CUDA or ROCm platform class on a machine without a card, and builds configs.
 
-``python gpu_platform_child.py '{"platform": "rocm", "arch": "gfx942", "model": ..., "options": {...}}'`` prints one
-JSON line. What is made up for it is listed in ``vllm_aiter_mla.commands.plan.card``. ``options`` may be a list: then
-it prints a list.
+``python gpu_platform_child.py '{"platform": "rocm", "arch": "gfx942", "model": ..., "options": [{...}, ...]}'`` prints
+one JSON line, a list. What is made up for it is listed in ``vllm_aiter_mla.commands.plan.card``.
 """
 
 import json
@@ -25,7 +24,7 @@ def take_cuda(capability: str) -> None:
     vllm.platforms._current_platform = cuda.NonNvmlCudaPlatform()
 
 
-def main(request: dict[str, Any]) -> Any:
+def main(request: dict[str, Any]) -> list[dict[str, Any]]:
     """Load the plugins, build each config, say what the gate made of it and what attention back end vLLM takes."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if request["platform"] == "rocm":
@@ -36,10 +35,7 @@ def main(request: dict[str, Any]) -> Any:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    asked = request["options"]
-    return (
-        [built(request["model"], one) for one in asked] if isinstance(asked, list) else built(request["model"], asked)
-    )
+    return [built(request["model"], one) for one in request["options"]]
 
 
 def built(model: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def model(tmp_path_factory):
 
 
 def build(model, platform, arch, options, **environment):
-    """(what the child says, what it logged)."""
+    """(what the child says of each of ``options``, what it logged)."""
     environment["VLLM_CACHE_ROOT"] = str(Path(model) / "cache")
     request = {"platform": platform, "arch": arch, "model": model, "options": options}
     command = [sys.executable, str(CHILD), json.dumps(request)]
@@ -36,26 +36,6 @@ def build(model, platform, arch, options, **environment):
     run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1]), run.stdout + run.stderr
-
-
-@pytest.mark.parametrize("arch", [pytest.param("gfx942", marks=pytest.mark.wide), "gfx950"])
-def test_on_vllms_rocm_platform_one_flag_opens_the_decode_limit_and_keeps_full_graphs(model, arch):
-    options = ON | {"kv_cache_dtype": "fp8"}
-    found, log = build(model, "rocm", arch, options, VLLM_ROCM_USE_AITER="1")
-    added = {"use_inductor_graph_partition": True, "compile_ranges_endpoints": [256], VLLMS_FUSION: True}
-    assert found["gate"] == {"limit": 256, "integration": "passes", "added": added}
-    assert found["ranges"][0] == [1, 256]
-    assert found["graph_partition"] is found["fusion"] is True
-    assert found["cudagraph_mode"] == "FULL_AND_PIECEWISE"
-    assert {*ATTENTION_OPS, "vllm::unified_mla_attention_with_output"} <= set(found["splitting_ops"])
-    assert "decode limit 256" in log
-
-
-def test_on_vllms_rocm_platform_without_the_flag_nothing_of_ours_is_in_the_config(model):
-    found, log = build(model, "rocm", "gfx942", {"kv_cache_dtype": "fp8", "max_num_seqs": 256})
-    assert found["gate"] is None
-    assert not set(ATTENTION_OPS) & set(found["splitting_ops"])
-    assert "aiter-mla" not in log
 
 
 PARTITION = {"use_inductor_graph_partition": True}
@@ -95,6 +75,23 @@ def with_aiter(model):
 def without_aiter(model):
     """Unset, as by vLLM's default."""
     return build_all(model, WITHOUT_AITER, VLLM_ROCM_USE_AITER="0")
+
+
+def test_on_vllms_rocm_platform_one_flag_opens_the_decode_limit_and_keeps_full_graphs(with_aiter):
+    found = with_aiter["flag"]
+    added = {"use_inductor_graph_partition": True, "compile_ranges_endpoints": [256], VLLMS_FUSION: True}
+    assert found["gate"] == {"limit": 256, "integration": "passes", "added": added}
+    assert found["ranges"][0] == [1, 256]
+    assert found["graph_partition"] is found["fusion"] is True
+    assert found["cudagraph_mode"] == "FULL_AND_PIECEWISE"
+    assert {*ATTENTION_OPS, "vllm::unified_mla_attention_with_output"} <= set(found["splitting_ops"])
+    assert any("decode limit 256" in line for _, line in found["said"])
+
+
+def test_on_vllms_rocm_platform_without_the_flag_nothing_of_ours_is_in_the_config(with_aiter):
+    found = with_aiter["off"]
+    assert (found["gate"], found["said"]) == (None, [])
+    assert not set(ATTENTION_OPS) & set(found["splitting_ops"])
 
 
 MAY_CHANGE = ("ranges", "graph_partition", "fusion", "splitting_ops", "cudagraph_mode")
@@ -144,7 +141,7 @@ def test_platform_skip_with_aiters_mla_off(model):
 
 @pytest.mark.wide
 def test_platform_skip_on_cuda(model):
-    build(model, "cpu", "", {})  # vLLM keeps what it finds out about a model class
+    build(model, "cpu", "", [{}])  # vLLM keeps what it finds out about a model class
     found = build_all(model, {"flag": ON, "off": {"max_num_seqs": 256}}, "cuda")
     assert_added_nothing(found["flag"], found["off"], "platform", "kernel=triton")
 
@@ -181,7 +178,7 @@ def test_prerequisite_that_the_user_gave_is_kept_without_a_line(with_aiter, give
 def test_the_demo_on_a_gpu_gets_its_attention_and_its_decode_limit_from_vllm(model, platform, arch, cache):
     if platform == "cuda":
         # vLLM keeps what it finds out about a model class. For CUDA the class would import kernels of that build.
-        build(model, "cpu", "", {})
+        build(model, "cpu", "", [{}])
     spec = EngineSpec(
         vllm=VllmOptions(kv_cache_dtype=cache), plugin=PluginOptions(kernel="triton"), emulation=Emulation(device="gpu")
     )
@@ -192,7 +189,7 @@ def test_the_demo_on_a_gpu_gets_its_attention_and_its_decode_limit_from_vllm(mod
         "max_num_seqs": spec.vllm.max_num_seqs,
     }
     path = os.pathsep.join(filter(None, [str(plugin.FOLDER), str(plugin.CHECKOUT), os.environ.get("PYTHONPATH")]))
-    found, log = build(model, platform, arch, options, PYTHONPATH=path)
+    (found,), log = build(model, platform, arch, [options], PYTHONPATH=path)
     assert found["gate"]["limit"] == spec.vllm.max_num_seqs
     assert found["backend"] == plugin.GPU_ATTENTION[1]
     assert "kernel triton" in log
