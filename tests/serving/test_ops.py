@@ -138,11 +138,13 @@ def test_a_kernel_that_raises_inside_a_capture_ends_it(monkeypatch):
 def test_a_batch_without_slots_is_rotated_and_writes_nothing():
     layer, batch = layer_of(), batch_of(3, decodes=0, prefills=3)
     args = arguments(ROPE, layer, batch.rows)
-    before = args[1].clone()
+    q, k_pe = args[0].clone(), args[1].clone()
     with forward([layer], batch):
         get_forward_context().slot_mapping = {}
         OPS[ROPE](*args)
-    assert not torch.equal(args[1], before)
+    gpu_ops.rotary_embedding(args[3], q[..., SIZES.p :], k_pe, SIZES.r, args[4], True)
+    assert torch.equal(args[0], q)
+    assert torch.equal(args[1], k_pe)
     assert torch.equal(layer.kv_cache, layer.initial)
 
 

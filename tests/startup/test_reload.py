@@ -18,6 +18,7 @@ from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
+from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving import backends
@@ -65,6 +66,14 @@ def test_aiters_halves_of_a_rotary_table_are_renewed_in_place(how):
         backend.reloaded()
     assert [half.data_ptr() for half in halves] == addresses
     assert torch.equal(torch.cat(halves, -1), other)
+
+
+def test_a_reload_lets_each_back_end_that_was_built_renew_what_it_derived(worker, monkeypatch):
+    renewed = []
+    monkeypatch.setattr(KernelBackend, "reloaded", lambda self: renewed.append(self.name))
+    layer_in(worker).backends.leave_out("aiter", "planted")
+    worker.reload_weights()
+    assert renewed == ["reference"]
 
 
 @pytest.mark.mutation
@@ -184,6 +193,15 @@ def test_a_weight_transfer_tells_of_no_fallback_and_leaves_the_status_as_it_was(
     updated_by_a_trainer(checked)
     assert layer_in(checked).decision.ours == "triton"
     assert (skipped(checked), lines_of_fallback(said)) == ({}, []), "half a transfer is taken for the whole"
+
+
+def test_a_layer_whose_weight_is_there_is_decided_in_the_middle_of_a_weight_transfer(checked):
+    checked._weight_update_active = True
+    checked.update_weights()
+    assert (layer_in(checked).decision.ours, skipped(checked)) == ("triton", {})
+    layer_in(checked).module.sliding_window = 128
+    checked.update_weights()
+    assert skipped(checked) == {NAME: "sliding_window"}
 
 
 @pytest.mark.mutation

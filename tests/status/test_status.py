@@ -531,6 +531,11 @@ def test_gauge_tells_engines_apart_and_ignores_other_servers(gauge, monkeypatch)
         patching.setenv(status.record.RUN, "1-other")
         after_warm_up()
     assert gauge() == {labels("engaged", "1"): 2, labels("skipped", "1"): 0}
+    another_engine()
+    engage_one()
+    after_warm_up(index=0)
+    first = {labels("engaged"): 1, labels("skipped"): 1}
+    assert gauge() == first | {labels("engaged", "1"): 2, labels("skipped", "1"): 0}
 
 
 def test_gauge_of_a_skipped_engine_counts_all_its_layers(gauge, tmp_path):
