@@ -126,6 +126,17 @@ def test_a_kernel_that_raises_costs_the_layer_its_kernel_and_nothing_else(monkey
     assert caplog.text.count("planted") == 1
 
 
+def test_a_capture_of_decode_rows_above_the_limit_holds_vllms_own_attention(monkeypatch):
+    layer, batch, given = layer_of(), batch_of(3), []
+    Layer.of(layer).limit = 2
+    monkeypatch.setattr(Layer, "_bind", lambda *_: pytest.fail("a kernel was asked for"))
+    monkeypatch.setattr(layer, "forward_impl", lambda *got, **rest: given.append(got))
+    opcalls.capturing(monkeypatch)
+    with forward([layer], batch, CUDAGraphMode.FULL):
+        OPS[ROPE](*arguments(ROPE, layer, batch.rows))
+    assert len(given) == 1
+
+
 def test_a_kernel_that_raises_inside_a_capture_ends_it(monkeypatch):
     """Half of a launch would be in the graph."""
     layer, batch = layer_of(), batch_of(4)

@@ -601,6 +601,15 @@ def test_gauge_reaches_the_shared_files_of_several_api_servers(tmp_path):
 
 
 @pytest.mark.parametrize("partition", [True, False])
+def test_the_file_says_what_the_gate_put_the_op_in_by_and_whether_it_switched_graph_partition_on(tmp_path, partition):
+    our_pass = compat_config.engaged_pass(engine.vllm_config)
+    our_pass.integration, our_pass.changes = "module", SimpleNamespace(partition=partition)
+    after_warm_up()
+    found = written(tmp_path)
+    assert (found["integration"], found["partition"]) == ("module", partition)
+
+
+@pytest.mark.parametrize("partition", [True, False])
 def test_platform_skip_after_loading_says_that_graph_partition_stays_on(said, partition):
     """The gate decides before vLLM has layers: an implementation that is not known is found later."""
     for name in LAYERS:
