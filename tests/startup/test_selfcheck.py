@@ -14,7 +14,7 @@ from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.kernels.triton import launcher
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
-from vllm_aiter_mla.startup.selfcheck import self_check
+from vllm_aiter_mla.startup.selfcheck import deviation, self_check
 
 SMALL = LayerShape(2, 8, torch.bfloat16, torch.bfloat16, 4, False, latent=16, rope=8)
 BF16 = LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False)
@@ -154,3 +154,11 @@ def test_another_block_size_leads_to_the_kernel_of_aiters_that_was_checked(opt, 
 def test_what_is_timed_is_the_variant_for_a_large_cache():
     weight = synthetic_inputs(SHAPE, 1).weight
     assert all(map(is_large, stopwatch.calls_of(SHAPE, [weight], 2, resident=1)))
+
+
+def test_a_products_deviation_is_relative_and_infinite_where_nothing_can_be_compared():
+    product = torch.tensor([[3.0, 4.0]])
+    assert deviation(product, product) == 0
+    assert deviation(product * 1.25, product) == deviation(product * 0.75, product) == 0.25
+    for other in (product[:, :1], product.double(), product * float("nan")):
+        assert deviation(other, product) == float("inf")
