@@ -9,9 +9,11 @@ from tests.sandbox.simulated_aiter import op
 from tests.support.bare_layer import bare_layer
 from tests.support.made_up_clock import Named
 from tests.support.simulated_aiter import ROCM, inputs
+from vllm_aiter_mla.kernels.aiter.op import AiterUnavailableError
 from vllm_aiter_mla.kernels.inputs import LayerShape
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
+from vllm_aiter_mla.serving import backends
 from vllm_aiter_mla.serving.backends import AITER_KERNELS, FACTORIES, candidates
 from vllm_aiter_mla.serving.decision import LayerFacts, Offer
 from vllm_aiter_mla.settings import Settings
@@ -98,3 +100,15 @@ def test_where_one_back_end_cannot_be_built_auto_takes_the_next(kernel, missing,
     found = one.decision
     assert (found.skip.code if found.skip else found.ours) == decided
     assert not found.skip or all(f"no {name}" in found.skip.message for name in missing)
+
+
+def test_each_factory_builds_the_back_end_of_its_name_or_says_why_not(monkeypatch):
+    for name in AITER_KERNELS:
+        assert FACTORIES[name](MI300X, Settings()).name == name
+        assert "this card is sm90" in FACTORIES[name](Platform("sm90"), Settings())
+
+    def unavailable(*_, **__):
+        raise AiterUnavailableError("planted")
+
+    monkeypatch.setattr(backends, "AiterBackend", unavailable)
+    assert [FACTORIES[name](MI300X, Settings()) for name in AITER_KERNELS] == ["planted"] * 2

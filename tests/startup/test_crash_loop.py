@@ -3,11 +3,13 @@
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from tests.support.bad_files import BAD
 from vllm_aiter_mla import files
+from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.startup import first_call
 
 
@@ -66,3 +68,15 @@ def test_crash_loop_markers_tell_builds_cards_engines_and_ranks_apart(tmp_path):
         ("AITER", "gfx942", None, 1), ("Triton", "gfx942", None, 0),
     ]  # fmt: skip
     assert len({first_call.path_of(tmp_path, *one) for one in given}) == len(given)
+
+
+def test_crash_loop_a_marker_is_of_one_release_of_what_was_called(tmp_path, monkeypatch):
+    def markers():
+        return [first_call.path_of(tmp_path, family, "gfx942", None, 0) for family in ("AITER", "Triton")]
+
+    before, stamp = markers(), files.stamp("first-call")
+    monkeypatch.setattr(files, "stamp", lambda schema: replace(stamp, aiter="another"))
+    aiter, triton = markers()
+    assert (aiter == before[0], triton == before[1]) == (False, True)
+    monkeypatch.setattr(stopwatch, "triton_release", lambda: "another")
+    assert [aiter == markers()[0], triton == markers()[1]] == [True, False]

@@ -55,6 +55,12 @@ def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, mon
     assert pass_.uuid() != before
 
 
+def test_under_the_module_integration_loading_decides_what_each_wrapper_calls(said):
+    our_pass = AiterMLAPipeline(CONFIG, limit=16, settings=Settings(enabled=True), integration="module")
+    Worker(our_pass).load_model()
+    assert our_pass.emitted == (f"{NAME}: unknown_forward",), "the stub is in no wrapper of vLLM's"
+
+
 @pytest.mark.parametrize(("mode", "steps"), [("NONE", 1), ("PIECEWISE", 1), ("FULL_AND_PIECEWISE", 0)])
 def test_a_rank_whose_kernel_was_rejected_runs_as_many_decode_steps_as_the_others(said, mode, steps):
     """They hold collectives: a rank that ran one more would wait for the others, or read their answers to another."""
