@@ -29,7 +29,7 @@ AVX2_TESTS := tests/serving tests/passes/test_recognised.py tests/passes/test_tr
 # Processes that share the tests of `make test`; each imports torch and vLLM. A file stays in one for its fixtures.
 WORKERS ?= 2
 
-.PHONY: setup extras demo test test-all test-rest test-wide test-torch test-triton mutants lint types quick orders alone docs unit test-avx2 avx2-quick format lock clean
+.PHONY: setup extras demo test test-all test-rest slow rehearsals test-wide test-torch test-triton mutants lint types quick orders alone docs unit test-avx2 avx2-quick format lock clean
 
 setup: $(LOCK_STAMP) $(PKG_STAMP)
 
@@ -67,10 +67,17 @@ test: lint quick
 
 test-all: test test-rest test-wide
 
-# What `make test` leaves out: bit-exact tests without AVX-512, then the slow tests while engines run, two at a time.
+# What `make test` leaves out: bit-exact tests without AVX-512, then the slow tests while engines run, two at a time,
+# and servers beside them, which wait more than they compute.
 test-rest: extras
 	$(MAKE) -j 2 avx2-quick types
-	$(BIN)/python -m pytest -m "(engine or slow) and not wide"
+	$(MAKE) -j 2 slow rehearsals
+
+slow: extras
+	$(BIN)/python -m pytest -m "(engine or slow) and not wide and not rehearsal"
+
+rehearsals: extras
+	$(BIN)/python -m pytest -m "rehearsal and not wide"
 
 # Topologies of several processes, other models, every head count: too long for .ci/run. Run it before a release,
 # and `make test-torch` with TORCH=2.10 and 2.11, five minutes each, which install a torch of their own.

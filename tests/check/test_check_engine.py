@@ -40,10 +40,12 @@ def test_the_engine_runs_without_the_options_of_a_deployment(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("bug", "failed", "shown"),
     [
-        pytest.param("decode_reads_another_channel", NAMES[2], "vLLM's own decode", id="decode"),
+        pytest.param(
+            "decode_reads_another_channel", NAMES[2], "vLLM's own decode", id="decode", marks=pytest.mark.wide
+        ),
         pytest.param(
             "the_gate_partitions_with_the_flag_off", NAMES[1], "-cc.use_inductor_graph_partition=true",
-            id="three_sides-today",
+            id="three_sides-today", marks=pytest.mark.wide,
         ),
         pytest.param(
             "a_rounding_moves_above_the_limit", NAMES[1], "above the decode limit", id="three_sides-above-the-limit"

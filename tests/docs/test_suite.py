@@ -41,7 +41,7 @@ def test_make_test_plants_a_bug_for_each_invariant(suite: list[pytest.Item]) -> 
 
 def test_each_test_is_run_by_one_target_of_the_makefile(suite: list[pytest.Item]) -> None:
     expressions = [Expression.compile(chosen) for chosen in selections("test-all")]
-    assert len(expressions) == 3
+    assert len(expressions) == 4
     for names in {markers(item) for item in suite}:
         assert sum(expression.evaluate(lambda name: name in names) for expression in expressions) == 1, names  # noqa: B023
     assert selections("test") + selections("test-rest") + selections("test-wide") == selections("test-all")

@@ -29,7 +29,7 @@ from vllm_aiter_mla.status import gauge
 
 PATH = Path(rehearsal_card.__file__).parent / "rehearsal_path"
 COMMAND = Path(sys.executable).with_name("vllm-aiter-mla")
-TIMEOUT_S = 900
+TIMEOUT_S = 1800
 # AITER's op wants a latent of 512 and a rope part of 64; its class wants 16 heads.
 MODEL: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 16, "yarn": False, "vocab_size": 512}
 FLAG = "-cc.pass_config.fuse_aiter_qk_rope_kvcache_mla=true"
