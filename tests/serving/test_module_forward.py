@@ -134,9 +134,6 @@ def test_the_fused_forward_hands_on_what_vllms_does_before_its_rotation(wrapper_
     assert name == one.mla_attn.layer_name
 
 
-UNKNOWN = Skip("unknown_forward", "planted")
-
-
 @pytest.mark.parametrize("is_neox", [False, True])
 def test_emit_lets_an_admitted_layer_call_the_op_with_the_pairing_of_its_rotation(wrapper_with, is_neox):
     one = wrapper_with(is_neox=is_neox)
@@ -169,6 +166,7 @@ def test_emit_leaves_a_layer_to_vllm_that_cannot_be_admitted_now(wrapper_with, c
 def test_emit_leaves_every_layer_to_vllm_whose_forwards_are_not_known(wrapper_with, monkeypatch):
     one = wrapper_with()
     Layer.of(one.mla_attn).checked({"reference": PASSED})
-    monkeypatch.setattr(compat_wrapper, "why_forwards_unknown", lambda: UNKNOWN)
+    unknown = Skip("unknown_forward", "planted")
+    monkeypatch.setattr(compat_wrapper, "why_forwards_unknown", lambda: unknown)
     assert module.emit({"a": one.mla_attn}) == ("a: unknown_forward",)
-    assert Layer.of(one.mla_attn).left_out is UNKNOWN
+    assert Layer.of(one.mla_attn).left_out is unknown
