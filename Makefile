@@ -127,7 +127,8 @@ test-triton: $(TRITON_LANE)/.installed
 # Mutants of what decides, rewrites and remembers, by the tests that need no engine: hours, before a release. A second
 # run goes on where the first stopped; ARGS="vllm_aiter_mla.passes.*" runs a part. `pyproject.toml` names files and tests.
 MUTANTS_LANE := $(VENV)-mutants
-MUTMUT := PYTHONPATH=$(CURDIR)/$(MUTANTS_LANE) $(BIN)/python -m mutmut
+MUTMUT := PATH=$(CURDIR)/$(BIN):$$PATH MYPYPATH=$(CURDIR)/$(MUTANTS_LANE) PYTHONPATH=$(CURDIR)/$(MUTANTS_LANE) \
+    python -m mutmut
 
 $(MUTANTS_LANE)/.installed: | setup
 	$(BIN)/$(PIP) --no-deps --target $(MUTANTS_LANE) mutmut==3.8.1 libcst==1.9.0 coverage==7.17.4 textual==8.2.8 \

@@ -151,3 +151,37 @@ def test_adding_renaming_or_moving_bytes_between_files_changes_the_fingerprint(t
             (root / name).write_text(text)
         seen.add(files.fingerprint_of(root, "1"))
     assert len(seen) == len(trees)
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({}, "/home/me/.cache/vllm"),
+        ({"XDG_CACHE_HOME": "/x"}, "/x/vllm"),
+        ({"XDG_CACHE_HOME": "/x", "VLLM_CACHE_ROOT": "~/root"}, "/home/me/root"),
+    ],
+)
+def test_the_folder_of_the_files_is_the_one_that_vllms_variables_name(monkeypatch, variables, folder):
+    for name in ("XDG_CACHE_HOME", "VLLM_CACHE_ROOT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": "/home/me", **variables}.items():
+        monkeypatch.setenv(name, value)
+    assert files.cache_folder() == Path(folder, "aiter_mla")
+
+
+def test_the_first_distribution_that_is_installed_is_named_with_its_version():
+    assert files.distribution("no-such-distribution", "pytest", "torch") == f"pytest {pytest.__version__}"
+    assert files.distribution("no-such-distribution") is None
+
+
+@pytest.mark.parametrize(
+    ("error", "package"),
+    [
+        (ModuleNotFoundError("planted", name="hip"), "hip"),
+        (ModuleNotFoundError("planted", name="hip.hiprtc"), None),
+        (ModuleNotFoundError("planted"), None),
+        (ImportError("planted", name="hip"), None),
+    ],
+)
+def test_a_package_is_missing_only_if_its_own_import_did_not_find_it(error, package):
+    assert files.missing_package(error) == package

@@ -123,13 +123,16 @@ def test_torch_infers_the_fake_values_of_a_chain_that_is_stopped(stop, tmp_path)
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"])
 def test_the_pass_is_the_same_in_another_process(again):
     made = pass_of(chained=pass_of(limit=4), settings=Settings(enabled=True, debug=DebugSettings(rounding="two")))
+    made.backends = object()
     arrived = again(made)
+    assert (arrived.backends, made.backends is None) == (None, False)
     assert arrived.uuid() == made.uuid() == pass_of(chained=made.chained, settings=made.settings).uuid()
     assert (arrived.limit, arrived.settings, arrived.chained.limit) == (16, made.settings, 4)
 
 
 def test_the_uuid_holds_all_that_decides_the_graph(monkeypatch):
-    changed = [pass_of(), pass_of(limit=8), pass_of(integration="module"), pass_of(chained=pass_of())]
+    changed = [pass_of(), pass_of(limit=8), pass_of(integration="module")]
+    changed += [pass_of(chained=pass_of()), pass_of(chained=pass_of(limit=8))]
     other_kernels, other_layers = pass_of(), pass_of(integration="module")
     other_kernels.kernels, other_layers.emitted = ("triton",), ("model.layers.0.attn: module",)
     changed += [other_kernels, other_layers, pass_of(settings=Settings(enabled=True, kernel="triton"))]

@@ -9,8 +9,10 @@ from tests.sandbox.simulated_aiter import op
 from tests.support.bare_layer import bare_layer
 from tests.support.made_up_clock import Named
 from tests.support.simulated_aiter import ROCM, inputs
+from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.kernels import triton
 from vllm_aiter_mla.kernels.aiter.op import AiterUnavailableError
-from vllm_aiter_mla.kernels.inputs import LayerShape
+from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.serving import backends
@@ -112,3 +114,23 @@ def test_each_factory_builds_the_back_end_of_its_name_or_says_why_not(monkeypatc
 
     monkeypatch.setattr(backends, "AiterBackend", unavailable)
     assert [FACTORIES[name](MI300X, Settings()) for name in AITER_KERNELS] == ["planted"] * 2
+
+
+@pytest.mark.parametrize(("platform", "width"), [(MI300X, 48), (MI355X, 32)], ids=["whole", "in two parts"])
+def test_vllms_kernels_are_a_back_end_that_hands_the_card_s_decode_kernel_the_query_it_takes(
+    monkeypatch, platform, width
+):
+    monkeypatch.setattr(compat_layer, "has_rope_and_write", lambda: True)
+    monkeypatch.setattr(compat_layer, "rope_and_write", lambda *operands: None)
+    operands = synthetic_inputs(replace(SHAPE, heads=2), 3)
+    assert FACTORIES["vllm"](platform, Settings()).bind(operands).run(operands).shape == (3, 2, width)
+
+    monkeypatch.setattr(compat_layer, "has_rope_and_write", lambda: False)
+    assert "concat_and_cache_mla_rope_fused" in FACTORIES["vllm"](platform, Settings())
+
+
+def test_triton_without_a_card_is_its_interpreter_or_nothing(monkeypatch):
+    monkeypatch.setattr(triton, "interpreted", lambda: True)
+    assert FACTORIES["triton"](Platform("cpu"), Settings()).name == "triton"
+    monkeypatch.setattr(triton, "interpreted", lambda: False)
+    assert FACTORIES["triton"](Platform("cpu"), Settings()) == "Triton needs a GPU"

@@ -107,6 +107,7 @@ ROWS = {
     "vLLM is the fastest": (ALL, checks(), FAST_VLLM, Settings(), "vllm_faster"),
     "equal figures": (ALL, checks(), timed(at(64, aiter=10.0, triton=10.0, vllm=10.0)), Settings(), "vllm_faster"),
     "faster by 2 %": (ALL, checks(), timed(at(64, triton=9.8, vllm=10.0)), Settings(), "vllm_faster"),
+    "faster by just the margin": (ALL, checks(), timed(at(64, triton=97.0, vllm=100.0)), Settings(), "triton triton"),
     "faster by 4 %": (ALL, checks(), timed(at(64, triton=9.6, vllm=10.0)), Settings(), "triton triton"),
     "two beat vLLM alike": (ALL, checks(), timed(at(64, aiter=5.0, triton=4.9, vllm=9.0)), Settings(), "aiter aiter"),
     "the fastest is wrong": (ALL, checks(triton=WRONG), FAST_TRITON, Settings(), "aiter aiter"),

@@ -1,6 +1,7 @@
 """The one object per layer: what it decides, what start-up finds out about it, and what it then runs."""
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -221,6 +222,40 @@ def test_a_kernel_that_raises_while_serving_takes_the_layer_off_the_fast_path(mo
     assert levels(said) == [logging.ERROR]
 
 
+@pytest.mark.parametrize("limit", [4, 16])
+def test_each_check_and_warm_up_stays_within_the_decode_limit(monkeypatch, said, limit):
+    seen = []
+    candidate = Candidate(lambda inputs: (seen.append(inputs.num_tokens), reference.prepare(inputs))[1])
+    candidate.tried_counts = lambda inputs: (9,)
+    candidate.kernel_of = lambda inputs: f"{inputs.num_tokens}"
+    candidate.warm_up = lambda inputs, sizes: warmed.add((inputs.num_tokens, hasattr(inputs.kv_cache, "ptr_range")))
+    candidate.caches, warmed = (False, True), set()
+    checks.check_layers(two(candidate, monkeypatch), strict=True, limit=limit, capture_sizes=(1,))
+    assert max(seen) == max(7, min(limit, 9)), "seven rows whatever the limit"
+    assert warmed == {(1, False), (1, True)}
+
+
+def test_layers_of_two_engines_are_checked_with_the_back_ends_of_each(monkeypatch, said):
+    (good, _), (bad, _) = two(Candidate(), monkeypatch), two(Candidate(wrong), monkeypatch)
+    good.backends.leave_out("triton", "planted")
+    checks.check_layers([good, bad], strict=False)
+    assert "planted" in good.why_skipped().message
+    assert "self-check FAILED" in bad.why_skipped().message
+
+
+def test_what_became_of_a_layer_has_its_decision_and_no_refusal_once_it_has_run(monkeypatch, said):
+    layer, _ = two(Candidate(), monkeypatch)
+    checks.check_layers([layer], strict=True)
+    refused = replace(synthetic_inputs(layer.shape()), slot_mapping=torch.zeros(7, dtype=torch.int32))
+    assert layer.kernel(refused) is None
+    assert layer.outcome().skip is not None, "no batch has run it, and this is why"
+    layer.ran = "triton"
+    found = layer.outcome()
+    assert (found.ran, found.skip, found.decided[0]) == ("triton", None, layer.decision.kernels)
+    layer.stop("planted")
+    assert layer.outcome().decided == (layer.decision.kernels, layer.decision.passed_over)
+
+
 def test_a_graph_in_another_dtype_than_the_checked_one_is_left_to_vllm():
     skip = Layer.of(layer_of()).why_skipped(act=torch.float16)
     assert skip.code == "activation_dtype"
@@ -242,7 +277,7 @@ def test_the_cache_key_tells_a_usable_kernel_from_one_that_is_missing_or_failed(
     for candidate in (Candidate(), Candidate(), "not installed", Candidate(wrong)):
         found = two(candidate, monkeypatch)
         checks.check_layers(found, strict=False)
-        keys.append(startup.cache_key(found))
+        keys.append(startup.cache_key(found, strict=False))
     usable, again, absent, failed = keys
     assert usable == again
     assert len(usable) == 1, "one line a shape"

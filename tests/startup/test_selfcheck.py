@@ -8,13 +8,14 @@ import torch
 from tests.sandbox.simulated_aiter import ROCM, install, op
 from vllm_aiter_mla.kernels import reference, stopwatch
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
-from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
+from vllm_aiter_mla.kernels.backend import Binding, Bounds, KernelBackend
 from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.kernels.triton import launcher
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
-from vllm_aiter_mla.startup.selfcheck import deviation, self_check
+from vllm_aiter_mla.startup import selfcheck
+from vllm_aiter_mla.startup.selfcheck import Difference, deviation, difference, self_check
 
 SMALL = LayerShape(2, 8, torch.bfloat16, torch.bfloat16, 4, False, latent=16, rope=8)
 BF16 = LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False)
@@ -105,6 +106,41 @@ def test_self_check_reports_what_is_wrong(bound, shape, stray, says):
     assert (result.ok, result.stray_bytes, says in result.message) == (False, stray, True), result.message
 
 
+def step(query, element):
+    """Move one element of the query to its neighbour among bf16's values."""
+    query.view(torch.int16)[0, 0, element] += 1
+    return query
+
+
+def test_one_step_is_allowed_in_what_is_rotated_and_nowhere_else():
+    nope, rope = (self_check(Changed(lambda out, _, at=at: step(out, at)), BF16) for at in (0, -1))
+    assert (nope.ok, nope.wrong, nope.differences["q nope"].steps) == (False, ("q nope",), 1)
+    assert (rope.ok, rope.differences["q rope"].steps) == (True, 1)
+
+
+@pytest.mark.parametrize(
+    ("found", "rotated", "agrees"),
+    [
+        (Difference(1, 0.01), True, True),
+        (Difference(1, 0.0101), True, False),
+        (Difference(2, 0.001), True, False),
+        (Difference(0, 0.0), False, True),
+        (Difference(1, 0.001), False, False),
+    ],
+)
+def test_the_bounds_belong_to_what_agrees(found, rotated, agrees):
+    assert selfcheck._within(found, Bounds(), rotated) is agrees
+
+
+def test_a_query_without_the_room_that_vllm_pads_is_compared_by_its_heads():
+    class Dense(ReferenceBackend):
+        def prepare(self, operands):
+            return operands.real_heads(super().prepare(operands)).contiguous()
+
+    assert self_check(Dense(), replace(BF16, out_heads=8)).ok
+    assert not self_check(Changed(lambda out, _: out[:, :3]), replace(BF16, out_heads=8)).ok
+
+
 def test_every_answer_follows_from_bind():
     class Refusing(KernelBackend):
         name = "refusing"
@@ -154,6 +190,33 @@ def test_another_block_size_leads_to_the_kernel_of_aiters_that_was_checked(opt, 
 def test_what_is_timed_is_the_variant_for_a_large_cache():
     weight = synthetic_inputs(SHAPE, 1).weight
     assert all(map(is_large, stopwatch.calls_of(SHAPE, [weight], 2, resident=1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_a_difference_is_the_largest_step_and_the_share_of_elements_that_differ(dtype):
+    tiny = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float8_e4m3fn: 2.0**-9}[dtype]
+    values = torch.tensor([1.0, -1.0, tiny, 0.0]).to(dtype)
+
+    def changed(index, value):
+        other = values.float().clone()
+        other[index] = value
+        return difference(other.to(dtype), values)
+
+    assert difference(values, values) == difference(values[:0], values[:0]) == Difference(0, 0.0)
+    assert changed(0, 1.0 + torch.finfo(dtype).eps) == changed(1, -1.0 - torch.finfo(dtype).eps) == Difference(1, 0.25)
+    assert changed(2, -tiny) == Difference(2, 0.25), "zero lies between"
+    assert changed(3, -0.0) == Difference(0, 0.0)
+    assert changed(0, float("nan")).steps > 1 << 32
+    nan = torch.full((4,), float("nan"))
+    assert difference(nan.to(dtype), nan.neg().to(dtype)) == Difference(0, 0.0)
+
+
+def test_differences_within_the_slack_do_not_count():
+    wanted = torch.tensor([-2.0, 1.0], dtype=torch.bfloat16)
+    given = torch.tensor([-2.0, 1.0 + 2**-6], dtype=torch.bfloat16)
+    assert difference(given, wanted) == Difference(2, 0.5)
+    assert difference(given, wanted, slack=2**-7) == Difference(0, 0.0)
+    assert difference(given, wanted, slack=2**-8) == Difference(2, 0.5)
 
 
 def test_a_products_deviation_is_relative_and_infinite_where_nothing_can_be_compared():

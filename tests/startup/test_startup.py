@@ -1,6 +1,7 @@
 """What a worker does between loading and its first request, and that nothing of ours takes it down."""
 
 import logging
+from contextlib import contextmanager
 from threading import Event
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.compat.inductor import InductorPass
 from vllm_aiter_mla.passes import pipeline
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
-from vllm_aiter_mla.serving import backends
+from vllm_aiter_mla.serving import backends, module
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.startup import checks, timing
@@ -50,7 +51,7 @@ def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, mon
     (options,) = given
     del options["marked"]
     assert options == {"strict": False, "capture_sizes": [1, 8], "limit": 8}, "a graph of exactly the limit is ours"
-    assert pass_.kernels == startup.cache_key([layer_in(one)])
+    assert pass_.kernels == startup.cache_key([layer_in(one)], strict=False)
     assert layer_in(one).limit == 8
     assert pass_.uuid() != before
 
@@ -59,6 +60,29 @@ def test_under_the_module_integration_loading_decides_what_each_wrapper_calls(sa
     our_pass = AiterMLAPipeline(CONFIG, limit=16, settings=Settings(enabled=True), integration="module")
     Worker(our_pass).load_model()
     assert our_pass.emitted == (f"{NAME}: unknown_forward",), "the stub is in no wrapper of vLLM's"
+
+
+@pytest.mark.parametrize("integration", ["passes", "module"])
+def test_the_module_integration_alone_sees_each_wrapper_while_the_model_is_built(said, monkeypatch, integration):
+    within = []
+
+    @contextmanager
+    def installed():
+        within.append("begun")
+        yield
+        within.append("ended")
+
+    monkeypatch.setattr(module, "installed", installed)
+    monkeypatch.setattr(Worker, "load_model", lambda self: within.append("loads"))
+    Worker(AiterMLAPipeline(CONFIG, limit=16, settings=Settings(enabled=True), integration=integration)).load_model()
+    assert within == (["begun", "loads", "ended"] if integration == "module" else ["loads"])
+
+
+def test_a_worker_whose_options_and_pass_cannot_be_read_serves_without_hooks(said, monkeypatch):
+    monkeypatch.setattr(compat_config, "settings_of", planted)
+    monkeypatch.setattr(compat_config, "engaged_pass", planted)
+    assert Worker(ours(), strict=True).load_model() == "loaded"
+    assert [text for text in said.at(logging.ERROR) if startup.FALLS_BACK in text]
 
 
 @pytest.mark.parametrize(("mode", "steps"), [("NONE", 1), ("PIECEWISE", 1), ("FULL_AND_PIECEWISE", 0)])
@@ -101,6 +125,7 @@ def test_vllms_own_quantiser_is_warm_before_a_mixed_batch_needs_it(said, monkeyp
     layer = layer_of("fp8")
 
     def op(absorbed, q_pe, scale):
+        assert absorbed.dtype == q_pe.dtype == torch.bfloat16
         called.append((absorbed.shape[0], absorbed.shape[:2] == q_pe.shape[:2], torch.is_inference_mode_enabled()))
 
     layer._decode_concat_quant_fp8_op = op
@@ -316,7 +341,7 @@ AT_THE_STATUS = {
     "the layers": lambda patch, one: patch(one.vllm_config.compilation_config, "static_forward_context", Spoilt()),
     "the pass": lambda patch, one: patch(compat_config, "engaged_pass", planted),
     "the cache": lambda patch, one: patch(one.vllm_config, "cache_config", None),
-    "the rank": lambda patch, one: patch(one, "rank", "first", raising=False),
+    "the rank": lambda patch, one: patch(Worker, "rank", property(planted)),
     "the record": lambda patch, one: patch(status.EngineStatus, "record_of", planted),
     "the line": lambda patch, one: patch(status, "line", planted),
 }

@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,10 +20,11 @@ from tests.support.strict import both_modes, stops
 from tests.support.worker import Worker, layer_in, ours
 from vllm_aiter_mla import files, status
 from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import device, reference, stopwatch
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.device import Device
-from vllm_aiter_mla.kernels.inputs import synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving import backends
 from vllm_aiter_mla.serving.layer import Layer
@@ -129,6 +131,54 @@ def test_partial_figures_are_kept_and_the_next_start_times_the_rest(made_up, tmp
     assert found == [[1, 8], [1, 2, 4, 8], [1, 2, 4, 8, 16]]
 
 
+def test_a_start_without_time_for_the_rest_serves_by_the_figures_that_were_kept(made_up):
+    made_up.set_clock(MadeUpClock(QUICK_TRITON, replay_s=stopwatch.BUDGET_S / 2 / (13 * 3)))
+    made_up.start()
+    made_up.set_clock(MadeUpClock(QUICK_TRITON, replay_s=1.0))
+    one = made_up.start()
+    assert runs(one, 16) == "triton"
+    assert measured(one)[0].since, "the line gives the day"
+    assert made_up.said.at(logging.WARNING) == []
+
+
+def test_figures_of_another_tile_at_one_count_are_not_taken(made_up):
+    made_up.start()
+    made_up.kernels["triton"].kernel_of = lambda call: "another" if call.num_tokens == 8 else None
+    assert not measured(made_up.start())[0].since
+    assert measured(made_up.start())[0].since
+
+
+def test_without_vllms_own_kernels_as_a_rival_nothing_is_timed_and_they_serve(made_up, monkeypatch, tmp_path):
+    monkeypatch.setitem(backends.FACTORIES, "vllm", lambda platform, settings: "planted: not in this build")
+    one = made_up.start()
+    assert (runs(one, 16), layer_in(one).decision.skip.code, measured(one)) == ("vllm", "not_timed", [])
+    assert made_up.clock.given_back == len(list(tmp_path.glob("measured-*"))) == 0
+
+
+def test_a_query_that_vllm_pads_is_timed_with_that_copy_under_the_engines_config(made_up, monkeypatch):
+    heads = layer_in(Worker(ours(LIMIT))).module.num_heads
+    padded, current = [], []
+    monkeypatch.setattr(compat_layer, "padded_heads", lambda _: compat_layer.PaddedHeads(2 * heads, None, None))
+    monkeypatch.setattr(compat_layer, "pad_query", lambda module, query: padded.append((module, query.shape[1])))
+    monkeypatch.setattr(compat_config, "as_current", lambda config: (current.append(config), nullcontext())[1])
+    dense = partial(DecodeInputs.new_query, padded=False)
+    dense.name = "vllm"
+    made_up.kernels["vllm"].bind = lambda _: Binding(dense)
+    one = made_up.start()
+    assert set(padded) == {(layer_in(one).module, heads)}
+    assert len(padded) == len(measured(one)[0].us), "vLLM's own at each count, and no kernel that leaves room"
+    assert current == [one.vllm_config]
+
+
+def test_on_a_new_machine_the_folder_of_the_files_is_made(made_up, monkeypatch, tmp_path):
+    folder = tmp_path / "cache" / "aiter_mla"
+    monkeypatch.setattr(compat_config, "cache_folder", lambda: folder)
+    one = made_up.start()
+    one.compile_or_warm_up_model()
+    assert {path.name.partition("-")[0] for path in folder.glob("*.json")} >= {"measured", "status"}
+    assert made_up.said.at(logging.WARNING) == []
+
+
 def test_figures_without_full_graphs_count_the_host_and_those_of_other_functions_of_vllm_are_kept_apart(
     made_up, monkeypatch, tmp_path
 ):
@@ -143,6 +193,12 @@ def test_figures_without_full_graphs_count_the_host_and_those_of_other_functions
         one.load_model()
     assert set(used) == {"record", "looped"}
     assert len(list(tmp_path.glob("measured-*.json"))) == 3
+
+
+def test_the_time_that_the_timing_took_is_said(made_up):
+    made_up.set_clock(MadeUpClock(QUICK_TRITON, replay_s=0.01))
+    made_up.start()
+    assert f" in {made_up.clock.seconds:.1f} s of at most " in made_up.said.at(logging.INFO)[-1]
 
 
 def test_a_batch_that_the_kernel_refuses_is_named_once_whatever_its_size(made_up):
@@ -252,6 +308,11 @@ def test_the_compile_cache_key_does_not_depend_on_which_of_ours_is_faster(made_u
     assert keys[0] == keys[1] != ()
     made_up.set_clock(MadeUpClock(costs(aiter=9.0, triton=9.0, vllm=5.0)))
     assert layer_in(made_up.start(measure="again")).cache_key() != keys[0], "then the graph is vLLM's"
+
+
+def test_where_vllms_own_kernels_are_the_fastest_the_status_says_so_for_all_counts(made_up):
+    made_up.set_clock(MadeUpClock(costs(aiter=9.0, triton=9.0, vllm=5.0)))
+    assert measured(made_up.start())[0].chosen == ((1, LIMIT, "vllm"),)
 
 
 def answer(why="", **kinds):

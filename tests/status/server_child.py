@@ -23,7 +23,7 @@ ENTERED = ExitStack()
 
 
 def write(rank: int = 0) -> None:
-    found = status.EngineStatus().record_of({"a": status.Outcome("aiter")}, 8, "fp8", rank)
+    found = status.EngineStatus().record_of({"a": status.Outcome("aiter")}, 8, "fp8", rank, "passes", "cpu")
     status.record.write(FOLDER, replace(found, model_name="m"))
 
 

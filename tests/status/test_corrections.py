@@ -19,7 +19,7 @@ DRAFT = Outcome(would_run=("aiter",))
 def status_of(**layers):
     """The status of an engine whose line was said."""
     status = EngineStatus()
-    status.record = status.record_of(layers, 512, "fp8", 0)
+    status.record = status.record_of(layers, 512, "fp8", 0, "passes", "cpu")
     return status
 
 

@@ -7,7 +7,7 @@ import pytest
 from vllm_aiter_mla.status import EngineStatus, Outcome, line
 from vllm_aiter_mla.status.record import Timed
 
-RECORD = EngineStatus().record_of({"a": Outcome("triton"), "b": Outcome("triton")}, 512, "fp8", 0)
+RECORD = EngineStatus().record_of({"a": Outcome("triton"), "b": Outcome("triton")}, 512, "fp8", 0, "passes", "cpu")
 FEW = Timed("8 heads", ("c",), ((1, 64, "aiter"),), {64: {"aiter": 1.0, "vllm": 2.0}})
 US = {8: {"triton": 3.0, "vllm": 4.0}, 48: {"triton": 5.0, "vllm": 7.0}, 512: {"triton": 6.0, "vllm": 5.0}}
 MOST = Timed("16 heads", ("a", "b"), ((1, 48, "triton"), (49, 512, "vllm")), US)

@@ -63,7 +63,7 @@ def skip(name, code, message):
 
 def record_of(names=LAYERS, card="cpu"):
     found = {name: layer.outcome() for name, layer in layers().items() if name in names}
-    return the_status().record_of(found, 512, "fp8", 0, card=card)
+    return the_status().record_of(found, 512, "fp8", 0, "passes", card)
 
 
 def the_status():
@@ -97,6 +97,13 @@ def engage_all():
 def engage_one():
     layers()[LAYERS[0]].ran = "aiter"
     skip(LAYERS[1], "no_rope", "why")
+
+
+@pytest.mark.parametrize(("ran", "tuned"), [("triton", {"a shape": "a tile 1..16"}), ("aiter", {}), ("", {})])
+def test_tuned_tiles_are_told_if_triton_has_run(ran, tuned):
+    the_status().tuned["a shape"] = "a tile 1..16"
+    layers()[LAYERS[0]].ran = ran
+    assert record_of().tuned == tuned
 
 
 def test_i8_only_rank_0_speaks_and_every_rank_writes(said, tmp_path):
@@ -389,7 +396,7 @@ def test_the_line_says_that_nobody_has_timed_this_card(said, card):
 
 def other(engaged=(), skipped=()):
     """The record of rank 1: names that run on AITER, and codes of the others."""
-    record = replace(status.EngineStatus().record_of({}, 512, "fp8", 1), model_name="m", engine="0")
+    record = replace(status.EngineStatus().record_of({}, 512, "fp8", 1, "passes", "cpu"), model_name="m", engine="0")
     return replace(record, engaged=dict.fromkeys(engaged, "aiter"), skipped=dict(skipped))
 
 
@@ -573,7 +580,7 @@ from vllm_aiter_mla import status
 from vllm_aiter_mla.status import gauge
 folder = Path(sys.argv[1])
 gauge.show(folder)
-found = status.EngineStatus().record_of({"a": status.Outcome("aiter")}, 8, "fp8", 0)
+found = status.EngineStatus().record_of({"a": status.Outcome("aiter")}, 8, "fp8", 0, "passes", "cpu")
 status.record.write(folder, replace(found, model_name="m"))
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 for _ in range(100):

@@ -1,19 +1,20 @@
 """Records of engines whose layers have become what a test says."""
 
 from collections.abc import Iterable
-from typing import Any
 
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.status import EngineStatus, Outcome
 from vllm_aiter_mla.status.record import RankStatus
 
 
-def record_of(names: Iterable[str], limit: int = 16, cache: str = "fp8", rank: int = 0, **named: Any) -> RankStatus:
+def record_of(
+    names: Iterable[str], limit: int = 16, cache: str = "fp8", rank: int = 0, card: str = "cpu"
+) -> RankStatus:
     """The record of layers that have not run."""
-    return EngineStatus().record_of(dict.fromkeys(names, Outcome()), limit, cache, rank, **named)
+    return EngineStatus().record_of(dict.fromkeys(names, Outcome()), limit, cache, rank, "passes", card)
 
 
-def record_with(layer: Layer, ran: str, limit: int = 16, **named: Any) -> RankStatus:
+def record_with(layer: Layer, ran: str, limit: int = 16, card: str = "cpu") -> RankStatus:
     """The record of the engine of a layer, once that has run a kernel."""
     layer.ran = ran
-    return layer.engine_status.record_of({layer.name: layer.outcome()}, limit, "fp8", 0, **named)
+    return layer.engine_status.record_of({layer.name: layer.outcome()}, limit, "fp8", 0, "passes", card)

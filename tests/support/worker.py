@@ -19,6 +19,8 @@ CONFIG = VllmConfig()
 class Worker:
     """As much of vLLM's as the hook touches."""
 
+    rank = 0
+
     def __init__(self, pass_: Any, **options: Any) -> None:
         layer = layer_of()
         compilation = layer._vllm_config.compilation_config

@@ -61,7 +61,7 @@ def attach(worker: Any) -> None:
         patches.after(worker, "compile_or_warm_up_model", partial(take_status, strict=strict), failed=hand_over_nothing)
 
 
-def check_kernels(worker: Any, strict: bool = False) -> None:
+def check_kernels(worker: Any, strict: bool) -> None:
     """Check every kernel that is about to run, time those that may be chosen, and tell the compile cache the result.
 
     Under the module integration the layers' wrappers then call the op.
@@ -119,7 +119,7 @@ def weights_reloaded(worker: Any, failed: bool = False) -> None:
             layers.append(Layer.of(module))  # those before one that raises are stopped
         for layer in layers:
             layer.reloaded()
-        for backends in {id(layer.backends): layer.backends for layer in layers}.values():
+        for backends in {layer.backends for layer in layers}:
             backends.reloaded()
         if compat_config.is_updating_weights(worker) and not failed and any(map(_lacks_weight, layers)):
             return
@@ -159,13 +159,12 @@ def _outcomes(config: Any) -> dict[str, status.Outcome]:
 def _first_calls(worker: Any, layers: Sequence[Layer]) -> Callable[[str], AbstractContextManager[None]]:
     """Leave out the kernels in whose first calls an earlier start has died; return what marks those of the others."""
     folder, labels = compat_config.cache_folder(), compat_config.metric_labels(worker.vllm_config)
-    rank, paths = int(getattr(worker, "rank", 0)), dict[str, Path]()
-    engines = {id(layer.backends): layer.backends for layer in layers}.values()
+    engines, paths = {layer.backends for layer in layers}, dict[str, Path]()
     for backends, (family, names) in product(engines, FAMILIES.items()):
         concerned = set(names) & set(backends.names)
         if not concerned or backends.platform.arch == "cpu":
             continue
-        path = first_call.path_of(folder, family, backends.platform.arch, labels["engine"], rank)
+        path = first_call.path_of(folder, family, backends.platform.arch, labels["engine"], worker.rank)
         reason = first_call.died_before(path) or first_call.why_not_marked(path)
         if reason is None:
             paths |= dict.fromkeys(concerned, path)
@@ -184,7 +183,7 @@ def _first_calls(worker: Any, layers: Sequence[Layer]) -> Callable[[str], Abstra
     return marked
 
 
-def cache_key(layers: Sequence[Layer], *, strict: bool = False) -> tuple[str, ...]:
+def cache_key(layers: Sequence[Layer], *, strict: bool) -> tuple[str, ...]:
     """Return what the layers will run on, or why they will not: a key for the compile cache.
 
     Raises:
@@ -228,7 +227,7 @@ def _is_strict(config: Any) -> bool:
     return False
 
 
-def take_status(worker: Any, strict: bool = False) -> None:
+def take_status(worker: Any, strict: bool) -> None:
     """Say this rank's status line, then write it down. No file is touched before the line is said.
 
     Raises:
@@ -267,7 +266,7 @@ def hand_over_nothing(worker: Any) -> None:
     """
     _tell(lambda: ranks.exchange(None))
     with log.warned("the reasons of skipped layers could not be kept or read"):
-        _keep_skips(worker.vllm_config, int(getattr(worker, "rank", 0)))
+        _keep_skips(worker.vllm_config, worker.rank)
 
 
 def _keep_skips(config: Any, rank: int) -> dict[str, Reason]:
@@ -315,7 +314,7 @@ def _run_once(worker: Any) -> None:
 
 def _record(worker: Any) -> RankStatus:
     config = worker.vllm_config
-    our_pass, rank = compat_config.engaged_pass(config), int(getattr(worker, "rank", 0))
+    our_pass, rank = compat_config.engaged_pass(config), worker.rank
     cache, card = compat_config.cache_name(config), current_platform().arch
     record = our_pass.status.record_of(_outcomes(config), our_pass.limit, cache, rank, our_pass.integration, card)
     labels = compat_config.metric_labels(config)

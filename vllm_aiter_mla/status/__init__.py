@@ -74,8 +74,8 @@ class EngineStatus:
         limit: int,
         kv_cache_dtype: str,
         rank: int,
-        integration: str = "passes",
-        card: str = "cpu",
+        integration: str,
+        card: str,
     ) -> RankStatus:
         """Return what is known of the engine. A layer that is not engaged counts as skipped, with its reason if known.
 
