@@ -49,6 +49,7 @@ class AiterMLAImpl:
 
     def forward_mqa(self, q: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, layer: Any) -> Any:
         """Every row over the whole cache: [T, N, L]. As in a real kernel, how many rows there are has a say in each."""
+        assert metadata is not None, "a decode kernel reads the lengths of the sequences"
         scale_q, scale_k = (layer._q_scale, layer._k_scale) if is_fp8(q.dtype) else (1.0, 1.0)
         keys = kv_cache.float().view(-1, kv_cache.shape[-1]) * scale_k
         scores = (q.float() * scale_q) @ keys.T / keys.shape[-1] ** 0.5 * (1 + 1 / (1 + q.shape[0]))
@@ -116,6 +117,7 @@ class StubLayer:
             output.zero_()
             return
         n, total = metadata.num_decode_tokens, metadata.num_actual_tokens
+        assert k_pe.shape == (q.shape[0], 1, self.qk_rope_head_dim), "vLLM's kernels of prefill rows split its heads"
         absorbed, q_pe = absorb_plain(q[..., : self.qk_nope_head_dim], self.W_UK_T), q[..., self.qk_nope_head_dim :]
         if n:
             quantised = self.kv_cache_dtype == "fp8" and self.impl.supports_quant_query_input

@@ -1,6 +1,7 @@
 """The one object per layer: what it decides, what start-up finds out about it, and what it then runs."""
 
 import logging
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -296,6 +297,26 @@ def test_fail_closed_a_key_that_cannot_be_asked_for(monkeypatch, said, strict):
         with stops(strict, "planted"):
             assert startup.cache_key(found, strict=strict) == ("layers.0: kernel_shape", "layers.1: kernel_shape")
     assert strict or kernels(found) == [None, None]
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_a_cache_that_vllm_throws_away_is_not_kept_alive(cache):
+    layer = Layer.of(layer_of(cache))
+    thrown = layer.module.kv_cache.clone()
+    view = layer.cache_view(thrown)
+    assert (view is thrown) == (cache == "auto")
+    assert layer.cache_view(thrown) is view, "made once per cache"
+    gone = weakref.ref(view)
+    del thrown, view
+    assert gone() is None
+
+
+def test_a_layer_reached_without_a_batch_says_what_would_run_it_in_that_dtype(monkeypatch, said):
+    layer, _ = two(Candidate(), monkeypatch)
+    checks.check_layers([layer], strict=True)
+    for dtype, kernels_ in ((torch.bfloat16, ("triton",)), (torch.float16, ())):
+        layer.reached(dtype)
+        assert layer.would_run == kernels_
 
 
 def test_the_shape_is_a_key_without_the_block_size():

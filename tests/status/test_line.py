@@ -22,6 +22,11 @@ def test_the_line_names_the_type_of_the_cache(dtype, named):
     assert line.of(replace(RECORD, kv_cache_dtype=dtype)).endswith(f"(triton, {named} KV, decode limit 512)")
 
 
+@pytest.mark.parametrize(("integration", "named"), [("module", True), ("passes", False)])
+def test_the_line_names_the_integration_that_is_not_the_passes(integration, named):
+    assert (", integration module)" in line.of(replace(RECORD, integration=integration))) == named
+
+
 @pytest.mark.parametrize("measured", [(FEW, MOST), (MOST, FEW)])
 def test_the_line_gives_the_times_of_the_shape_that_most_layers_have(measured):
     assert f"{TIMES}; 1 more layer shape in the status file)" in line.of(replace(RECORD, measured=measured))
