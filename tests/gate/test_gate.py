@@ -7,13 +7,15 @@ import pickle
 import pytest
 import torch
 from vllm.compilation.passes.inductor_pass import CallableInductorPass
-from vllm.config import CompilationConfig, CUDAGraphMode
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.config.utils import replace
 
 from tests.gate import gate_support
 from tests.gate.gate_support import ON, PASSES, SLOT, USERS_PASS, assert_skipped, pass_of, ranges_of
 from vllm_aiter_mla import files, gate
 from vllm_aiter_mla.admission import ATTENTION_OPS, KV_UPDATE_OP, MLA_ATTENTION_OP
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
@@ -60,6 +62,52 @@ def test_full_and_piecewise_graphs_are_kept(config, monkeypatch):
         assert built.compilation_config.splitting_ops_contain_attention()
         assert built.compilation_config.is_attention_compiled_piecewise()
         assert built.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE
+
+
+ATTENTION = [MLA_ATTENTION_OP, "vllm::other_attention"]
+UPDATES = ["vllm::unified_kv_cache_update", KV_UPDATE_OP]
+
+
+@pytest.mark.parametrize(
+    ("integration", "by_the_user", "ops", "partition", "quantises", "wanted"),
+    [
+        ("passes", False, None, False, False, [*ATTENTION, *ATTENTION_OPS]),
+        ("passes", False, None, False, True, [*ATTENTION, *ATTENTION_OPS]),
+        ("passes", False, list(ATTENTION_OPS), False, False, list(ATTENTION_OPS)),
+        ("passes", False, [*ATTENTION_OPS, "own::op"], False, False, [*ATTENTION_OPS, "own::op"]),
+        ("passes", True, [KV_UPDATE_OP], False, False, [KV_UPDATE_OP]),
+        ("passes", True, [f"{MLA_ATTENTION_OP}.default"], False, False,
+         [f"{MLA_ATTENTION_OP}.default", *ATTENTION_OPS]),
+        ("module", False, None, True, False, [*ATTENTION, *ATTENTION_OPS]),
+        ("module", False, None, False, False, [*ATTENTION, *UPDATES, *ATTENTION_OPS]),
+        ("module", False, None, False, True, None),
+        ("module", False, None, True, True, [*ATTENTION, *ATTENTION_OPS]),
+        ("module", False, ["own::op"], False, False, ["own::op"]),
+        ("module", False, [MLA_ATTENTION_OP], False, False, [MLA_ATTENTION_OP, *ATTENTION_OPS]),
+        ("module", True, [KV_UPDATE_OP], False, False, [KV_UPDATE_OP, *ATTENTION_OPS]),
+    ],
+)  # fmt: skip
+def test_our_ops_split_the_graph_where_vllm_will_split_it_at_attention(
+    integration, by_the_user, ops, partition, quantises, wanted
+):
+    compilation = CompilationConfig()  # not yet a part of an engine's config, so that vLLM has filled in nothing
+    compilation.mode, compilation.splitting_ops = CompilationMode.VLLM_COMPILE, ops
+    compilation.use_inductor_graph_partition = partition
+    compilation.pass_config.fuse_attn_quant = quantises
+    compilation._attention_ops = ATTENTION
+    patches.note(compilation, patches.Given(None, tuple(ops) if by_the_user else None, None))
+    assert gate.splitting_ops(compilation, integration) == wanted
+    compilation.mode = CompilationMode.NONE
+    assert gate.splitting_ops(compilation, integration) == ops
+
+
+def test_a_gate_that_runs_again_tells_the_ends_of_the_user_and_its_own_alone(config):
+    """vLLM has added its own ends since the first run."""
+    built = config(additional_config=ON, compilation_config={"compile_ranges_endpoints": [100]})
+    for tokens, ends in ((None, [16, 100]), (64, [64, 100])):
+        built.additional_config = {"aiter_mla": {"enabled": True, "max_token_num": tokens}}
+        gate.apply(built)
+        assert compat_config.added_options(built)["compile_ranges_endpoints"] == ends
 
 
 @pytest.mark.parametrize(
