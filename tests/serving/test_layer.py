@@ -245,7 +245,10 @@ def test_layers_of_two_engines_are_checked_with_the_back_ends_of_each(monkeypatc
 
 
 def test_what_became_of_a_layer_has_its_decision_and_no_refusal_once_it_has_run(monkeypatch, said):
-    layer, _ = two(Candidate(), monkeypatch)
+    (layer, _), (failed, _) = two(Candidate(), monkeypatch), two(Candidate(wrong), monkeypatch)
+    checks.check_layers([failed], strict=False)
+    assert failed.outcome().decided == ((), failed.decision.passed_over) != ((), ())
+    monkeypatch.setitem(backends.FACTORIES, "triton", lambda platform, settings: Candidate())
     checks.check_layers([layer], strict=True)
     refused = replace(synthetic_inputs(layer.shape()), slot_mapping=torch.zeros(7, dtype=torch.int32))
     assert layer.kernel(refused) is None
@@ -253,8 +256,6 @@ def test_what_became_of_a_layer_has_its_decision_and_no_refusal_once_it_has_run(
     layer.ran = "triton"
     found = layer.outcome()
     assert (found.ran, found.skip, found.decided[0]) == ("triton", None, layer.decision.kernels)
-    layer.stop("planted")
-    assert layer.outcome().decided == (layer.decision.kernels, layer.decision.passed_over)
 
 
 def test_a_graph_in_another_dtype_than_the_checked_one_is_left_to_vllm():

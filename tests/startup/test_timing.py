@@ -283,8 +283,9 @@ def test_mutation_a_static_order_that_nobody_timed_is_caught(made_up, monkeypatc
 
 
 def test_where_one_of_two_shapes_could_not_be_timed_the_line_says_so(made_up):
-    timing._say(["rank 0: OverBudgetError: planted"], timing.Answer(seconds=1.0), 1)
+    timing._say(["rank 0: OverBudgetError: planted", "rank 1: planted"], timing.Answer(seconds=1.0), 1)
     (line,) = made_up.said.at(logging.WARNING)
+    assert "planted (and 1 more); " in line
     assert line.endswith("vLLM's own kernels run but for 1 layer shape(s)")
 
 

@@ -250,6 +250,21 @@ def test_ranks_that_a_larger_engine_left_behind_are_no_part_of_the_next(said, tm
     assert [(record.rank, record.ranks) for record in found] == [(0, 1)]
 
 
+def test_a_status_file_that_goes_while_the_folder_is_read_hides_no_other(said, tmp_path, monkeypatch):
+    after_warm_up(rank=3)
+    after_warm_up()
+    read, gone = files.read, []
+
+    def first_is_gone(cls, path):
+        if gone:
+            return read(cls, path)
+        gone.append(path)
+        raise FileNotFoundError("planted")
+
+    monkeypatch.setattr(files, "read", first_is_gone)
+    assert len(status.record.read_all(tmp_path, "*", pytest.fail)) == 1
+
+
 def apart(index):
     """Two engines live in one process; a kernel of the first raises. With one index both have one file."""
     engage_all()
