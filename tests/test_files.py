@@ -152,6 +152,13 @@ def test_adding_renaming_or_moving_bytes_between_files_changes_the_fingerprint(t
     assert len(seen) == len(trees)
 
 
+def test_a_field_that_is_wrong_is_named_by_its_place_in_the_file(tmp_path):
+    record = files.plain(record_of(["a", "b"]))
+    record["skipped"]["b"] = ["a code", 3]
+    with pytest.raises(ValueError, match=r"in\.json: skipped\.b\.1: [^\n]+$"):
+        files.part(status.record.RankStatus, tmp_path / "in.json", record)
+
+
 @pytest.mark.parametrize(
     ("variables", "folder"),
     [

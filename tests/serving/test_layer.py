@@ -187,6 +187,8 @@ def test_a_layer_without_a_check_runs_no_kernel_that_needs_one(monkeypatch, said
     assert runs_the_candidate(checked, candidate)
     assert not runs_the_candidate(unchecked, candidate)
     assert isinstance(unchecked.why_skipped(), Skip)
+    assert [text for text in said.at(logging.ERROR) if text.endswith(f": {unchecked.why_skipped()}")]
+    assert unchecked.ran == ""
 
 
 @pytest.mark.parametrize(

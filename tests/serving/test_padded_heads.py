@@ -87,14 +87,18 @@ def test_the_copy_that_vllm_makes_belongs_to_a_calls_time():
 
 
 def test_gluon_gets_the_heads_alone():
-    seen = []
+    seen, others, cache = [], [], object()
 
-    def forward_mqa(query, *_):
+    def forward_mqa(query, *rest):
         seen.append(query)
+        others.append(rest)
         return query[..., :512], None
 
     def attend(query, gluon):
-        return Layer.forward_mqa(one, query, query, SimpleNamespace(decode=SimpleNamespace(use_gluon_decode=gluon)))
+        metadata = SimpleNamespace(decode=SimpleNamespace(use_gluon_decode=gluon))
+        attended = Layer.forward_mqa(one, query, cache, metadata)
+        assert others.pop() == (cache, metadata, module)
+        return attended
 
     wide = compat_layer.PaddedHeads(16, SimpleNamespace(forward_mqa=forward_mqa), HELPER.get_mla_unpadded_o)
     module = SimpleNamespace(num_heads=8, impl=SimpleNamespace(forward_mqa=forward_mqa))
