@@ -78,9 +78,12 @@ def test_only_the_json_is_on_standard_output(capfd):
 
 
 def test_a_full_disk_ends_the_command_with_one_line(capsys):
+    full = os.open("/dev/full", os.O_WRONLY)
+    path = Path(f"/proc/self/fd/{full}")  # not the device itself: code that is broken would replace the machine's
     with pytest.raises(typer.Exit) as ended:
-        outputs.write(Path("/dev/full"), "{}\n")
-    assert (ended.value.exit_code, capsys.readouterr().err) == (outputs.WRONG, "/dev/full: No space left on device\n")
+        outputs.write(path, "{}\n")
+    os.close(full)
+    assert (ended.value.exit_code, capsys.readouterr().err) == (outputs.WRONG, f"{path}: No space left on device\n")
 
 
 @given(st.lists(st.text("abc:,-", min_size=1, max_size=40), max_size=30), st.integers(0, 20))
