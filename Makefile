@@ -124,8 +124,9 @@ test-triton: $(TRITON_LANE)/.installed
 	$(TRITON_PATH) $(BIN)/python -m tools.gfx9 --arch gfx942
 	$(TRITON_PATH) $(BIN)/python -m tools.gfx9 --arch gfx950
 
-# Mutants of what decides, rewrites and remembers, by the tests that need no engine: hours, before a release. A second
-# run goes on where the first stopped; ARGS="vllm_aiter_mla.passes.*" runs a part. `pyproject.toml` names files and tests.
+# Mutants of what decides, rewrites and remembers, by mypy and the tests without an engine: hours, before a release. A
+# second run goes on where the first stopped; ARGS="vllm_aiter_mla.passes.*" runs a part. `pyproject.toml` names files
+# and tests.
 MUTANTS_LANE := $(VENV)-mutants
 MUTMUT := PATH=$(CURDIR)/$(BIN):$$PATH MYPYPATH=$(CURDIR)/$(MUTANTS_LANE) PYTHONPATH=$(CURDIR)/$(MUTANTS_LANE) \
     python -m mutmut
