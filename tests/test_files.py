@@ -152,6 +152,11 @@ def test_adding_renaming_or_moving_bytes_between_files_changes_the_fingerprint(t
     assert len(seen) == len(trees)
 
 
+def test_a_lock_in_a_folder_that_takes_no_file_is_an_error_and_held_by_nobody():
+    with pytest.raises(FileNotFoundError, match="lock-x"):
+        files.hold(Path("/proc/self/fdinfo/lock-x"))
+
+
 def test_a_field_that_is_wrong_is_named_by_its_place_in_the_file(tmp_path):
     record = files.plain(record_of(["a", "b"]))
     record["skipped"]["b"] = ["a code", 3]
