@@ -164,22 +164,6 @@ def test_a_field_that_is_wrong_is_named_by_its_place_in_the_file(tmp_path):
         files.part(status.record.RankStatus, tmp_path / "in.json", record)
 
 
-@pytest.mark.parametrize(
-    ("variables", "folder"),
-    [
-        ({}, "/home/me/.cache/vllm"),
-        ({"XDG_CACHE_HOME": "/x"}, "/x/vllm"),
-        ({"XDG_CACHE_HOME": "/x", "VLLM_CACHE_ROOT": "~/root"}, "/home/me/root"),
-    ],
-)
-def test_the_folder_of_the_files_is_the_one_that_vllms_variables_name(monkeypatch, variables, folder):
-    for name in ("XDG_CACHE_HOME", "VLLM_CACHE_ROOT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {"HOME": "/home/me", **variables}.items():
-        monkeypatch.setenv(name, value)
-    assert files.cache_folder() == Path(folder, "aiter_mla")
-
-
 def test_the_first_distribution_that_is_installed_is_named_with_its_version():
     assert files.distribution("no-such-distribution", "pytest", "torch") == f"pytest {pytest.__version__}"
     assert files.distribution("no-such-distribution") is None

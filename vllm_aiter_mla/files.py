@@ -7,7 +7,6 @@ JSON; everything else uses the record's fields.
 Imports neither torch, vLLM nor AITER: versions come from the metadata of what is installed.
 """
 
-import errno
 import functools
 import hashlib
 import importlib.metadata
@@ -232,8 +231,8 @@ def hold(lock: Path) -> bool:
         try:
             made.acquire(poll_interval=TAKEN_S / 5)
         except Timeout:
-            if not lock.exists():  # the folder takes no file: a network's file system may answer so for a moment
-                raise FileNotFoundError(errno.ENOENT, "the lock file cannot be made", str(lock)) from None
+            if not lock.exists():  # nobody holds it: FileLock has waited for a folder that takes no file
+                raise FileNotFoundError(f"{lock} cannot be made") from None
             return False
         _held[mine] = made
     return True

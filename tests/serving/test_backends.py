@@ -12,6 +12,7 @@ from tests.support.simulated_aiter import ROCM, inputs
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import triton
 from vllm_aiter_mla.kernels.aiter.op import AiterUnavailableError
+from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
@@ -117,9 +118,7 @@ def test_each_factory_builds_the_back_end_of_its_name_or_says_why_not(monkeypatc
 
 
 @pytest.mark.parametrize(("platform", "width"), [(MI300X, 48), (MI355X, 32)], ids=["whole", "in two parts"])
-def test_vllms_kernels_are_a_back_end_that_hands_the_card_s_decode_kernel_the_query_it_takes(
-    monkeypatch, platform, width
-):
+def test_vllms_back_end_returns_the_query_that_the_cards_decode_kernel_takes(monkeypatch, platform, width):
     monkeypatch.setattr(compat_layer, "has_rope_and_write", lambda: True)
     monkeypatch.setattr(compat_layer, "rope_and_write", lambda *operands: None)
     operands = synthetic_inputs(replace(SHAPE, heads=2), 3)
@@ -130,6 +129,7 @@ def test_vllms_kernels_are_a_back_end_that_hands_the_card_s_decode_kernel_the_qu
 
 
 def test_triton_without_a_card_is_its_interpreter_or_nothing(monkeypatch):
+    monkeypatch.setattr(card(), "is_there", lambda: False)
     monkeypatch.setattr(triton, "interpreted", lambda: True)
     assert FACTORIES["triton"](Platform("cpu"), Settings()).name == "triton"
     monkeypatch.setattr(triton, "interpreted", lambda: False)

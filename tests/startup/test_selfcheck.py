@@ -194,21 +194,24 @@ def test_what_is_timed_is_the_variant_for_a_large_cache():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_a_difference_is_the_largest_step_and_the_share_of_elements_that_differ(dtype):
-    tiny = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float8_e4m3fn: 2.0**-9}[dtype]
-    values = torch.tensor([1.0, -1.0, tiny, 0.0]).to(dtype)
+    """By their bits: a CPU may flush the smallest values to zero where it converts them."""
+    integer = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.int8}[dtype]
+    values, negative, nan = torch.tensor([1.0, -1.0, 0.0, 0.0]).to(dtype), torch.iinfo(integer).min, -1
+    bits = values.view(integer)
+    bits[2] = 1  # the smallest
 
-    def changed(index, value):
-        other = values.float().clone()
-        other[index] = value
-        return difference(other.to(dtype), values)
+    def changed(index, to):
+        other = bits.clone()
+        other[index] = to
+        return difference(other.view(dtype), values)
 
     assert difference(values, values) == difference(values[:0], values[:0]) == Difference(0, 0.0)
-    assert changed(0, 1.0 + torch.finfo(dtype).eps) == changed(1, -1.0 - torch.finfo(dtype).eps) == Difference(1, 0.25)
-    assert changed(2, -tiny) == Difference(2, 0.25), "zero lies between"
-    assert changed(3, -0.0) == Difference(0, 0.0)
-    assert changed(0, float("nan")).steps > 1 << 32
-    nan = torch.full((4,), float("nan"))
-    assert difference(nan.to(dtype), nan.neg().to(dtype)) == Difference(0, 0.0)
+    assert changed(0, bits[0] + 1) == changed(1, bits[1] + 1) == changed(0, bits[0] - 1) == Difference(1, 0.25)
+    assert changed(2, negative + 1) == Difference(2, 0.25), "zero lies between"
+    assert changed(3, negative) == Difference(0, 0.0), "zero has two signs"
+    assert changed(0, nan).steps > 1 << 32
+    bits[0] = torch.iinfo(integer).max
+    assert changed(0, nan) == Difference(0, 0.0), "all NaNs are equal"
 
 
 def test_differences_within_the_slack_do_not_count():
