@@ -31,9 +31,9 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "aiter_mla"
 
 
-def write(folder, run, engine, rank, engaged=NAMES):
-    skipped = {name: ("kernel_shape", "wrong") for name in NAMES if name not in engaged}
-    record = replace(record_of(NAMES, 512, "fp8", rank), run=run, engine=engine, model_name="r1", measured=TIMED)
+def write(folder, run, engine, rank, engaged=NAMES, names=NAMES):
+    skipped = {name: ("kernel_shape", "wrong") for name in names if name not in engaged}
+    record = replace(record_of(names, 512, "fp8", rank), run=run, engine=engine, model_name="r1", measured=TIMED)
     path = folder / f"status-{run}-{engine}-{rank}.json"
     files.write(path, replace(record, engaged=dict.fromkeys(engaged, "triton"), skipped=skipped))
     return path
@@ -82,6 +82,14 @@ def test_a_rank_that_fell_back_is_exit_status_1(folder, engaged):
     found = run()
     assert found.exit_code == 1
     assert "rank 1 fell back: kernel_shape: wrong" in found.output
+
+
+def test_a_pipeline_stage_without_mla_layers_is_well_and_an_engine_without_any_is_exit_status_1(folder):
+    write(folder, "7-a", "0", 1, (), ())
+    assert run().exit_code == 1, "nothing is engaged"
+    write(folder, "7-a", "0", 0)
+    found = run()
+    assert (found.exit_code, "2/2 MLA layers engaged on 2 of 2 ranks" in found.output) == (0, True)
 
 
 def test_a_server_that_has_ended_is_said_so_and_is_not_engaged(folder):

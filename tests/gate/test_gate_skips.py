@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from pydantic import ValidationError
+from typer.testing import CliRunner
 from vllm.config import VllmConfig
 
 from tests.gate import gate_support
@@ -19,9 +20,11 @@ from tests.gate.gate_support import ON, PASSES, added_to, assert_skipped, pass_o
 from tests.support.planted import raising
 from vllm_aiter_mla import admission, gate, status
 from vllm_aiter_mla.admission import Skip
+from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import custom_op, patches, release
 from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.status import gauge
 
 UNTESTED = {"aiter_mla": {"enabled": True, "debug": {"untested_vllm": True}}}
 ATTENTION, UPDATE, FUSED = release.OP_ARGUMENTS
@@ -118,6 +121,14 @@ def test_a_skipped_config_is_in_the_status_file(registered, mla_model, cache_roo
     record = json.loads(path.read_text())
     assert (record["total"], record["engaged"]) == (2, {})
     assert {code for code, _ in record["skipped"].values()} == {"compilation_mode"}
+
+
+def test_an_engine_that_is_skipped_because_vllm_gives_it_no_mla_layer_is_noticed(compiling, dense_model, cache_root):
+    VllmConfig(model_config=dense_model, additional_config=ON)
+    found = CliRunner().invoke(app, ["status"])
+    assert (found.exit_code, ": 0/0: not_mla: " in found.output, " -> unset" in found.output) == (1, True, True)
+    samples = {labels[-1]: layers for labels, layers in gauge.samples(cache_root / "aiter_mla")}
+    assert samples == {"engaged": 0, "skipped": 1}, "no alert fires"
 
 
 def test_a_skip_that_cannot_be_recorded_costs_a_warning_and_no_engine(registered, mla_model, said, monkeypatch):

@@ -83,7 +83,7 @@ def _engine(folder: Path, name: tuple[str, str, str], ranks: Sequence[RankStatus
         return EngineLine(*name, "the server has ended", {}, lives=False, whole=False)
     found = status_of.record.of_engine(ranks)
     remedies = status_of.line.remedies(why for rank in ranks for why in rank.skipped.values())
-    whole = found.whole and not found.record.skipped
+    whole = found.whole and bool(found.record.engaged) and not found.record.skipped
     return EngineLine(*name, status_of.line.of(*ranks), remedies, lives=True, whole=whole)
 
 

@@ -82,8 +82,8 @@ def samples(folder: Path) -> list[tuple[list[str], int]]:
     """Return ([model name, engine, state], layers) of every engine of this run.
 
     A layer counts as engaged only if every rank that holds it says so. Ranks of a tensor-parallel group hold the same
-    layers and those of a pipeline different ones; both come out right. A file that cannot be read is left out, and
-    named once in the log.
+    layers and those of a pipeline different ones; both come out right. An engine to which vLLM gives no MLA
+    layer counts as one skipped layer. A file that cannot be read is left out, and named once in the log.
     """
     found = []
     for (_, *engine), records in by_engine(read_all(folder, start_run(), _left_out)).items():

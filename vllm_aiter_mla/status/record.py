@@ -19,6 +19,9 @@ RUN = "AITER_MLA_RUN"
 LOCK = "lock-status-"
 """Start of the name of a run's lock file, which its front end holds."""
 
+ENGINE = "engine"
+"""Entry of ``RankStatus.skipped`` for an engine to which vLLM gives no MLA layer; it counts as no layer."""
+
 Reason = tuple[str, str]
 """Code and reason of a layer that is left to vLLM."""
 
@@ -122,7 +125,7 @@ def of_engine(ranks: Sequence[RankStatus | None]) -> Engine:
     skipped = {layer: why for record in known for layer, why in record.skipped.items()}
     fallen = {record.rank: why for record in known for layer, why in record.skipped.items() if layer in engaged}
     left = {layer: why for layer, why in skipped.items() if layer not in engaged}
-    record = replace(known[0], total=len(engaged | skipped), engaged=engaged, skipped=left)
+    record = replace(known[0], total=len((engaged | skipped).keys() - {ENGINE}), engaged=engaged, skipped=left)
     return Engine(record, len(ranks), fallen, len(ranks) - len(known))
 
 
@@ -135,7 +138,7 @@ def record_of_skipped_engine(code: str, message: str, layers: Sequence[int], kv_
         layers: indices of the model's MLA layers; only the workers know their names.
         kv_cache_dtype: of the engine, as vLLM spells it.
     """
-    skipped = {f"layer {index}": (code, message) for index in layers}
+    skipped = dict.fromkeys([f"layer {index}" for index in layers] or [ENGINE], (code, message))
     return RankStatus(
         rank=0, integration="", card="", total=len(layers), engaged={}, skipped=skipped, compiled={}, measured=(),
         overflows=(), decode_limit=0, kv_cache_dtype=kv_cache_dtype,
