@@ -7,6 +7,7 @@ JSON; everything else uses the record's fields.
 Imports neither torch, vLLM nor AITER: versions come from the metadata of what is installed.
 """
 
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
@@ -244,19 +245,26 @@ def release(lock: Path) -> None:
     _held.pop((os.getpid(), lock)).release()
 
 
-def is_held(lock: Path, remove: bool = False) -> bool:
-    """Return whether a living process holds a lock file, True if that cannot be told; ``remove`` it if none does."""
-    if not os.path.lexists(lock):
-        return False
-    probe = FileLock(lock)
+def is_held(lock: Path, remove: bool = False) -> bool | None:
+    """Return whether a living process holds a lock file, None if that cannot be told; ``remove`` it if none does."""
+    # To ask, reading and a shared lock are enough: the file may be another user's, and two that ask do not meet.
+    mode, kind = (os.O_RDWR, fcntl.LOCK_EX) if remove else (os.O_RDONLY, fcntl.LOCK_SH)
     try:
-        probe.acquire(timeout=0)
-    except (OSError, NotImplementedError):  # a Timeout is an OSError
-        return True
-    if remove:  # while it is locked: a process that has just opened the file sees that it is gone, and makes a new one
-        lock.unlink(missing_ok=True)
-    probe.release()
-    return False
+        probe = os.open(lock, mode | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        return False if isinstance(error, FileNotFoundError) else None
+    try:
+        fcntl.flock(probe, kind | fcntl.LOCK_NB)  # FileLock's kind of lock
+        if os.fstat(probe).st_nlink == 0:  # removed since it was opened: there may be a new one
+            return is_held(lock, remove)
+        if remove:  # while it is locked: who has just opened the file sees that it is gone, and makes a new one
+            lock.unlink(missing_ok=True)
+        fcntl.flock(probe, fcntl.LOCK_UN)  # also for a process that was forked meanwhile
+        return False
+    except OSError as error:
+        return True if isinstance(error, BlockingIOError) else None
+    finally:
+        os.close(probe)
 
 
 def is_device(path: Path) -> bool:

@@ -54,6 +54,14 @@ def test_crash_loop_a_bad_marker_is_an_abort_and_its_line_names_it(tmp_path, spo
     assert str(path) in first_call.died_before(path)
 
 
+def test_crash_loop_a_marker_whose_lock_tells_nothing_is_no_abort_and_no_first_call_either(tmp_path):
+    path = tmp_path / "first-call"
+    files.write(path, first_call.FirstCall("1-a"))
+    (tmp_path / "lock-first-call").symlink_to("nowhere")
+    assert first_call.died_before(path) is None
+    assert "not_marked" in first_call.why_not_marked(path)
+
+
 def test_crash_loop_without_a_marker_aiter_is_left_out_with_one_line_and_serving_goes_on(tmp_path):
     (tmp_path / "file").touch()
     done = start(tmp_path / "file" / "no folder", "works")

@@ -370,11 +370,13 @@ def test_files_of_this_machines_ended_servers_are_removed(said, tmp_path, monkey
         return path
 
     gone = [left_by("1-a"), left_by(f"{os.getpid()}-before"), left_by("..")]
-    stays = [left_by("2-a", host="another"), tmp_path / "status-1-1-1.json"]
+    stays = [left_by("2-a", host="another"), left_by("3-a"), tmp_path / "status-1-1-1.json"]
+    (tmp_path / "lock-status-3-a").symlink_to("nowhere")  # nobody can tell
     stays[-1].write_text("half a fi")
     after_warm_up()
-    assert [path.exists() for path in (*gone, *stays)] == [False, False, False, True, True]
-    assert [path.name for path in tmp_path.glob("lock-*")] == [f"lock-status-{os.environ[status.record.RUN]}"]
+    assert [path.exists() for path in (*gone, *stays)] == [False, False, False, True, True, True]
+    locks = {path.name for path in tmp_path.glob("lock-*")}
+    assert locks == {f"lock-status-{os.environ[status.record.RUN]}", "lock-status-3-a"}
 
 
 @pytest.mark.parametrize("error", [PermissionError("read-only"), OSError("No space left on device")])

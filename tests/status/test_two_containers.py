@@ -4,10 +4,12 @@ As real processes. Process ids differ here, so the runs are named as two front e
 """
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 from typer.testing import CliRunner
@@ -136,6 +138,42 @@ def test_two_containers_the_marker_of_one_that_died_is_an_abort(server, how):
     first.dies(how)
     assert "aborted_before" in second.does("died_before")
     assert "aborted_before" in server("1-a").does("died_before"), "of the same run"
+
+
+@pytest.fixture
+def shared(server, tmp_path, monkeypatch):
+    """A server, its lock, and what another user is told of it, who may write none of its files."""
+    monkeypatch.chdir(tmp_path)  # that user may not pass through the folders above
+    monkeypatch.setenv("VLLM_CACHE_ROOT", ".")
+    one, folder = server("1-a"), tmp_path / "aiter_mla"
+    one.does("front_end", "write")
+    for path, mode in ((tmp_path, 0o755), (folder, 0o755), *((path, 0o444) for path in folder.iterdir())):
+        path.chmod(mode)
+
+    def told():
+        user = {"initializer": os.setuid, "initargs": (65534,)} if os.getuid() == 0 else {}
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), **user) as pool:
+            return pool.submit(status_of, "1-a").result()
+
+    return one, folder / "lock-status-1-a", told
+
+
+def test_another_user_is_told_whether_a_server_lives(shared):
+    one, lock, told = shared
+    line, code = told()
+    assert ("1/1 MLA layers engaged" in line, code) == (True, 0)
+    one.dies()
+    line, code = told()
+    assert ("ended" in line, code) == (True, 1)
+    assert lock.exists()
+
+
+def test_another_user_who_may_not_read_the_lock_is_told_that_nothing_is_known(shared):
+    one, lock, told = shared
+    lock.chmod(0)
+    one.dies()
+    line, code = told()
+    assert ("cannot be told" in line, "engaged" in line, code) == (True, False, 3)
 
 
 @pytest.mark.mutation

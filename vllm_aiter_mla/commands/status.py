@@ -23,7 +23,7 @@ class EngineLine:
     engine: str
     line: str
     remedies: dict[str, str]  # by code; of the layers that are skipped
-    lives: bool
+    lives: bool | None  # None if that cannot be told
     whole: bool  # it lives, and every rank runs all of its layers on our kernels
 
 
@@ -49,14 +49,15 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
     line.
 
     Exit status: 0 if every MLA layer of the servers that live is engaged on every rank; 1 if not, or if none lives; 2
-    if an option is wrong; 3 if there is no status file, or one that cannot be read.
+    if an option is wrong; 3 if there is no status file, or a file or lock that cannot be read.
     """
     folder, bad = files.cache_folder(), list[str]()
     by_engine = status_of.record.by_engine(status_of.record.read_all(folder, "*", bad.append))
     engines = tuple(_engine(folder, name, ranks) for name, ranks in by_engine.items())
     living = [one.whole for one in engines if one.lives]
     looked = outputs.FINE if living and all(living) else outputs.FINDING
-    code = looked if engines and not bad else outputs.NOT_LOOKED
+    seen = engines and not bad and all(one.lives is not None for one in engines)
+    code = looked if seen else outputs.NOT_LOOKED
     told = {engine: list(_decisions(by_engine[engine], layer)) for engine in by_engine if layer is not None}
     if layer is not None and not any(told.values()):
         outputs.fail(f"status: --layer {layer}: no server here has a layer of that name")
@@ -79,8 +80,11 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
 
 def _engine(folder: Path, name: tuple[str, str, str], ranks: Sequence[RankStatus]) -> EngineLine:
     """Return what the files of one engine's ranks say; ``name`` is (run, model, engine)."""
-    if status_of.record.has_ended(folder, name[0]):
-        return EngineLine(*name, "the server has ended", {}, lives=False, whole=False)
+    lives = status_of.record.lives(folder, name[0])
+    if not lives:
+        unknown = f"whether the server lives cannot be told from its lock in {folder}"
+        line = unknown if lives is None else "the server has ended"
+        return EngineLine(*name, line, {}, lives=lives, whole=False)
     found = status_of.record.of_engine(ranks)
     remedies = status_of.line.remedies(why for rank in ranks for why in rank.skipped.values())
     whole = found.whole and bool(found.record.engaged) and not found.record.skipped

@@ -25,8 +25,8 @@ class FirstCall:
 
 def died_before(path: Path) -> str | None:
     """Return why the build must not be called if the marker of a process that has ended is there, else None."""
-    # Whatever the marker holds: what is not known is not called.
-    if not os.path.lexists(path) or files.is_held(_lock_of(path)):  # held: another server is at it
+    # Whatever the marker holds: what is not known is not called. If its lock is held, another server is at it.
+    if not os.path.lexists(path) or files.is_held(_lock_of(path)) is not False:
         return None
     return f"aborted_before: an earlier start ended in its first call; remove {path} to try again"
 

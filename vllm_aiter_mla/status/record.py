@@ -164,7 +164,7 @@ def write(folder: Path, record: RankStatus) -> tuple[Path, RankStatus]:
         with suppress(Exception):  # another program's file, or one that is being written: leave it
             known = files.read(RankStatus, old)
             # A lock may mean nothing to another machine that shares the folder.
-            if known.evidence.host == record.evidence.host and has_ended(folder, known.run):
+            if known.evidence.host == record.evidence.host and lives(folder, known.run) is False:
                 old.unlink(missing_ok=True)
     for lock in folder.glob(f"{LOCK}*"):
         with suppress(Exception):
@@ -228,9 +228,9 @@ def join_run(folder: Path) -> str:
     return run
 
 
-def has_ended(folder: Path, run: str) -> bool:
-    """Return whether no process of a run lives any more; False if that cannot be told."""
-    return not files.is_held(_lock_of(folder, run))
+def lives(folder: Path, run: str) -> bool | None:
+    """Return whether a process of a run still lives; None if that cannot be told."""
+    return files.is_held(_lock_of(folder, run))
 
 
 def _lock_of(folder: Path, run: str) -> Path:
