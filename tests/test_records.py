@@ -86,7 +86,7 @@ def records(cls, **made):
 
 JSON_BY_NAME = st.dictionaries(TEXT, JSON, max_size=3)
 RECORDS = {
-    "status": records(RankStatus),
+    "status": records(RankStatus, rank=st.integers(0, 99), ranks=st.integers(0, 99)),
     "skips": records(Skips),
     "measured": records(Measured, key=JSON_BY_NAME, rounds=rounds()),
     "tuned": records(TunedTiles, chosen=st.dictionaries(TEXT, TEXT.map(lambda tile: ((1, 4, tile), (5, 9, tile))))),

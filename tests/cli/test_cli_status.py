@@ -1,5 +1,6 @@
 """``vllm-aiter-mla status``: one line for each engine, and an exit status for scripts."""
 
+import json
 import re
 import subprocess
 import sys
@@ -31,16 +32,16 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "aiter_mla"
 
 
-def write(folder, run, engine, rank, engaged=NAMES, names=NAMES):
+def write(folder, run, engine, rank, engaged=NAMES, names=NAMES, ranks=0):
     skipped = {name: ("kernel_shape", "wrong") for name in names if name not in engaged}
     record = replace(record_of(names, 512, "fp8", rank), run=run, engine=engine, model_name="r1", measured=TIMED)
     path = folder / f"status-{run}-{engine}-{rank}.json"
-    files.write(path, replace(record, engaged=dict.fromkeys(engaged, "triton"), skipped=skipped))
+    files.write(path, replace(record, engaged=dict.fromkeys(engaged, "triton"), skipped=skipped, ranks=ranks))
     return path
 
 
-def run():
-    return CliRunner().invoke(app, ["status"])
+def run(*options):
+    return CliRunner().invoke(app, ["status", *options])
 
 
 def test_each_data_parallel_engine_of_a_server_has_its_line(folder):
@@ -90,6 +91,49 @@ def test_a_pipeline_stage_without_mla_layers_is_well_and_an_engine_without_any_i
     write(folder, "7-a", "0", 0)
     found = run()
     assert (found.exit_code, "2/2 MLA layers engaged on 2 of 2 ranks" in found.output) == (0, True)
+
+
+def test_a_rank_without_a_file_is_no_all_clear(folder):
+    """It failed before it had a status, or it is another node's."""
+    for rank in (1, 2, 3):
+        write(folder, "7-a", "0", rank, ranks=4)
+    found = run()
+    assert (found.exit_code, "2/2 MLA layers engaged on 3 of 4 ranks" in found.output) == (3, True)
+    assert "; 1 without a status" in found.output
+    assert run("--layer", "layers.77").exit_code == 3, "the rank may have that layer"
+    write(folder, "7-a", "0", 0, ranks=4)
+    assert (run().exit_code, "4 of 4 ranks" in run().output) == (0, True)
+
+
+def test_a_node_with_a_stage_without_mla_layers_speaks_for_itself(folder):
+    write(folder, "7-a", "0", 1, (), (), ranks=2)
+    found = run()
+    assert (found.exit_code, "; 1 without a status" in found.output, "the model" in found.output) == (3, True, False)
+
+
+@pytest.mark.parametrize(("field", "wrong"), [("ranks", -1), ("rank", -1), ("ranks", 10**12)])
+def test_a_count_of_ranks_that_cannot_be_makes_a_bad_file(folder, field, wrong):
+    path = write(folder, "7-a", "0", 0)
+    files.write(path, json.loads(path.read_text()) | {field: wrong})
+    found = run()
+    assert (found.exit_code, isinstance(found.exception, SystemExit)) == (3, True)
+    assert found.stderr.startswith(f"status: {path}: {field}: ")
+
+
+def test_layer_names_what_could_not_be_read_before_it_calls_a_name_wrong(folder):
+    found = run("--layer", "layers.1")
+    assert (found.exit_code, str(folder) in found.stderr) == (3, True), "no file"
+    path = write(folder, "7-a", "0", 0)
+    path.write_text("{")
+    found = run("--layer", "layers.1")
+    assert (found.exit_code, str(path) in found.stderr, "no server" in found.stderr) == (3, True, False)
+
+
+def test_layer_of_a_skipped_engine_is_answered_with_its_reason(folder):
+    record = status.record.record_of_skipped_engine("dcp", "made up", (0, 1), "fp8")
+    files.write(folder / "status-7-a-0-0.json", replace(record, run="7-a"))
+    found = run("--layer", "layers.1")
+    assert (found.exit_code, "dcp: made up" in found.stdout, found.stderr) == (1, True, "")
 
 
 def test_a_server_that_has_ended_is_said_so_and_is_not_engaged(folder):

@@ -521,6 +521,13 @@ def test_gauge_counts_a_layer_as_engaged_only_if_every_rank_says_so(gauge, monke
     assert gauge() == {labels("engaged"): 1, labels("skipped"): 1}
 
 
+def test_gauge_does_not_count_a_rank_without_a_file_which_may_be_another_nodes(gauge, monkeypatch):
+    monkeypatch.setattr(startup.ranks, "exchange", lambda mine: (0, [mine, None]))
+    engage_all()
+    after_warm_up()
+    assert gauge() == {labels("engaged"): 2, labels("skipped"): 0}
+
+
 def test_gauge_changes_when_a_kernel_fails_while_serving(gauge):
     engage_all()
     after_warm_up()

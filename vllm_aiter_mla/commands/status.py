@@ -25,6 +25,7 @@ class EngineLine:
     remedies: dict[str, str]  # by code; of the layers that are skipped
     lives: bool | None  # None if that cannot be told
     whole: bool  # it lives, and every rank runs all of its layers on our kernels
+    silent: int = 0  # ranks without a status file here
 
 
 @dataclass(frozen=True)
@@ -49,17 +50,19 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
     line.
 
     Exit status: 0 if every MLA layer of the servers that live is engaged on every rank; 1 if not, or if none lives; 2
-    if an option is wrong; 3 if there is no status file, or a file or lock that cannot be read.
+    if an option is wrong; 3 if there is no status file, if a rank has none here, or if a file or lock cannot be read.
     """
     folder, bad = files.cache_folder(), list[str]()
     by_engine = status_of.record.by_engine(status_of.record.read_all(folder, "*", bad.append))
     engines = tuple(_engine(folder, name, ranks) for name, ranks in by_engine.items())
     living = [one.whole for one in engines if one.lives]
     looked = outputs.FINE if living and all(living) else outputs.FINDING
-    seen = engines and not bad and all(one.lives is not None for one in engines)
+    seen = engines and not bad and not any(one.lives is None or one.silent for one in engines)
     code = looked if seen else outputs.NOT_LOOKED
     told = {engine: list(_decisions(by_engine[engine], layer)) for engine in by_engine if layer is not None}
-    if layer is not None and not any(told.values()):
+    # The record of an engine that was skipped as a whole does not know its layers' names.
+    named = seen and all(rank.decided or not rank.skipped for ranks in by_engine.values() for rank in ranks)
+    if layer is not None and named and not any(told.values()):
         outputs.fail(f"status: --layer {layer}: no server here has a layer of that name")
     with outputs.text_apart(json):
         for one in engines:
@@ -85,10 +88,12 @@ def _engine(folder: Path, name: tuple[str, str, str], ranks: Sequence[RankStatus
         unknown = f"whether the server lives cannot be told from its lock in {folder}"
         line = unknown if lives is None else "the server has ended"
         return EngineLine(*name, line, {}, lives=lives, whole=False)
-    found = status_of.record.of_engine(ranks)
+    all_ranks = [*ranks, *[None] * (max(one.ranks for one in ranks) - len(ranks))]
+    found = status_of.record.of_engine(all_ranks)
     remedies = status_of.line.remedies(why for rank in ranks for why in rank.skipped.values())
     whole = found.whole and bool(found.record.engaged) and not found.record.skipped
-    return EngineLine(*name, status_of.line.of(*ranks), remedies, lives=True, whole=whole)
+    line = status_of.line.of(*all_ranks)
+    return EngineLine(*name, line, remedies, lives=True, whole=whole, silent=found.silent)
 
 
 def _decisions(ranks: Sequence[RankStatus], layer: str) -> Iterator[str]:

@@ -83,7 +83,8 @@ def samples(folder: Path) -> list[tuple[list[str], int]]:
 
     A layer counts as engaged only if every rank that holds it says so. Ranks of a tensor-parallel group hold the same
     layers and those of a pipeline different ones; both come out right. An engine to which vLLM gives no MLA
-    layer counts as one skipped layer. A file that cannot be read is left out, and named once in the log.
+    layer counts as one skipped layer. A rank without a file is not counted: it may be another node's. A file that
+    cannot be read is left out, and named once in the log.
     """
     found = []
     for (_, *engine), records in by_engine(read_all(folder, start_run(), _left_out)).items():

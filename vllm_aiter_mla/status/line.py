@@ -21,10 +21,12 @@ def of(*ranks: RankStatus | None, replica: int | None = None) -> str:
     """
     engine = of_engine(ranks)
     record, engaged = engine.record, len(engine.record.engaged)
+    silent = f"; {engine.silent} without a status" if engine.silent else ""
     whose = "" if replica is None else f", data-parallel engine {replica}"
     if not engaged:
         kept = "; graph partition stays on" if record.partition else ""
-        return _answered(f"0/{record.total}: {first_reason(record.skipped)}{kept}{whose}", record.skipped.values())
+        text = f"0/{record.total}: {first_reason(record.skipped)}{silent}{kept}{whose}"
+        return _answered(text, record.skipped.values())
     by = ", integration module" if record.integration == "module" else ""
     agreeing = engine.ranks - len(engine.fallen) - engine.silent
     on = f" on {agreeing} of {engine.ranks} ranks" if engine.ranks > 1 else ""
@@ -33,7 +35,7 @@ def of(*ranks: RankStatus | None, replica: int | None = None) -> str:
     )
     for rank, why in engine.fallen.items():
         text += f"; rank {rank} fell back: {_printable(why)}"
-    text += f"; {engine.silent} without a status" if engine.silent else ""
+    text += silent
     left = record.total - engaged
     text += f"; {left} skipped: {first_reason(record.skipped)}" if left else ""
     text += "".join(f"; {name} {OVERFLOW}" for name in record.overflows) + whose
@@ -84,7 +86,7 @@ def _measured(record: RankStatus) -> str | None:
 
 def first_reason(skipped: Mapping[str, Reason]) -> str:
     """Return code and reason of one skipped layer, on one line that cannot drive a terminal."""
-    return _printable(next(iter(skipped.values()), ("the model has no MLA layer",)))
+    return _printable(next(iter(skipped.values()), ("no MLA layer was found",)))
 
 
 def _printable(why: Sequence[str]) -> str:

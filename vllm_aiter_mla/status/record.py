@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from vllm_aiter_mla import files
 
@@ -22,6 +25,8 @@ LOCK = "lock-status-"
 ENGINE = "engine"
 """Entry of ``RankStatus.skipped`` for an engine to which vLLM gives no MLA layer; it counts as no layer."""
 
+Count = Annotated[int, Field(ge=0, lt=2**20)]
+"""Of ranks; a file that claims more, or fewer than none, is broken."""
 Reason = tuple[str, str]
 """Code and reason of a layer that is left to vLLM."""
 
@@ -65,7 +70,7 @@ class Decided:
 class RankStatus:
     """What one rank's layers run on: the status file."""
 
-    rank: int
+    rank: Count
     integration: str
     card: str
     total: int
@@ -84,7 +89,7 @@ class RankStatus:
     engine: str | None = None
     run: str = ""
     writer: str = ""
-    ranks: int = 0
+    ranks: Count = 0
     evidence: files.Stamp = files.stamped("status")
 
 
@@ -118,7 +123,7 @@ def of_engine(ranks: Sequence[RankStatus | None]) -> Engine:
     engages has fallen back, and one without a record is silent; both are named.
 
     Args:
-        ranks: their records; None of a rank that has failed. At least one is known.
+        ranks: their records; None of a rank that has failed, or has its file elsewhere. At least one is known.
     """
     known = [record for record in ranks if record is not None]
     engaged = {layer: kernel for record in known for layer, kernel in record.engaged.items()}
