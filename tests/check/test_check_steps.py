@@ -33,6 +33,7 @@ from vllm_aiter_mla.commands.doctor import Check
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import build, issues, model
 from vllm_aiter_mla.kernels import device
+from vllm_aiter_mla.status.record import Decided
 from vllm_aiter_mla.verify import session
 
 ISSUES = {issue["id"]: issue for issue in json.loads(issues.KNOWN_ISSUES.read_text())}
@@ -45,7 +46,12 @@ ANSWER = {
     "launches": 40,
     "compiled": {"use_inductor_graph_partition": True},
     "added": {},
-    "status": [replace(record_of(["layer"], 16, "fp8", 0), engaged={"layer": "aiter"}, skipped={})],
+    "status": [
+        replace(
+            record_of(["layer"], 16, "fp8", 0), engaged={"layer": "aiter"}, skipped={},
+            decided=(Decided(("layer",), ((1, 16, "aiter"),), ()),),
+        )
+    ],
 }  # fmt: skip
 
 
@@ -162,6 +168,11 @@ def a_rounding_moves_above_the_limit(card: dict[str, Any]) -> None:
     card["answers"]["plugin"]["above"] = [[[-0.5] * 19 + [-0.5001]]] * 2
 
 
+def not_a_number_above_the_limit(card: dict[str, Any]) -> None:
+    """As where vLLM's own attention saw a query that nobody wrote."""
+    card["answers"]["plugin"]["above"] = [[[-0.5] * 19 + [float("nan")]]] * 2
+
+
 def nothing_engaged(card: dict[str, Any]) -> None:
     card["answers"]["plugin"]["status"] = [record_of(["layer"], 16, "fp8", 0)]
 
@@ -200,6 +211,7 @@ PLANTED: dict[str, dict[Callable[[dict[str, Any]], None], str]] = {
         today_is_partitioned: "-cc.use_inductor_graph_partition=true",
         the_control_is_compiled_as_today: "another value of use_inductor_graph_partition",
         a_rounding_moves_above_the_limit: "plugin against control: max |dlogprob| 0.0001",
+        not_a_number_above_the_limit: "plugin against control: max |dlogprob| inf",
     },
     "decode against prefill": {
         a_broken_decode_on_both_sides: "plugin: 2, control: 2, today: 2",
@@ -222,6 +234,31 @@ def test_mutation_a_planted_fault_makes_its_own_step_fail(
     assert failed(found) == [step] or (plant is nothing_engaged and failed(found) == [step, "launches"])
     assert shown in found[step].detail
     assert command.exit_status([*found.values()], on_cpu=False) == 1
+
+
+def kernels_by_tokens(card: dict[str, Any], *spans: tuple[int, int, str]) -> None:
+    answer = card["answers"]["plugin"]
+    answer["status"] = [replace(answer["status"][0], decided=(Decided(("layer",), spans, ()),))]
+
+
+@pytest.mark.parametrize(("fastest", "status"), [("vllm", "passed"), ("aiter", "failed")])
+def test_no_launch_is_promised_of_a_step_in_which_vllms_own_kernels_run(
+    card: dict[str, Any], fastest: str, status: str
+) -> None:
+    """The counted step has sixteen tokens; the layer counts as engaged because ours runs at others."""
+    kernels_by_tokens(card, (1, 15, "aiter"), (16, 16, fastest))
+    an_extra_launch(card)
+    assert outcomes()["launches"].status == status
+
+
+@pytest.mark.parametrize(("arch", "status"), [("gfx950", "passed"), ("gfx942", "failed")])
+def test_a_decode_of_vllm_that_needs_no_concat_leaves_one_launch_less_to_save(
+    card: dict[str, Any], arch: str, status: str
+) -> None:
+    card["plan"] = made_up_plan(arch=arch, heads_per_rank=8)
+    card["plan"]["options"]["kv_cache_dtype"] = "auto"
+    card["answers"]["plugin"]["launches"] = 40
+    assert outcomes()["launches"].status == status
 
 
 def test_three_sides_the_controls_distance_from_today_is_reported_and_fails_nothing(card: dict[str, Any]) -> None:
