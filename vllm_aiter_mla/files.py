@@ -42,13 +42,13 @@ NO_GRAPHS = frozenset({"status", "commands", "verify"})
 _STREAMS = (Path("/dev/fd"), Path("/proc/self/fd"))
 
 
-def cache_folder() -> Path:
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the folder of the plugin's files as vLLM's environment variables name it, without importing vLLM.
 
     ``compat.config.cache_folder`` asks vLLM itself; a test holds that both agree.
     """
-    default = os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "vllm")
-    return Path(os.path.expanduser(os.environ.get("VLLM_CACHE_ROOT", default)), "aiter_mla")
+    default = os.path.join(environment.get("XDG_CACHE_HOME", "~/.cache"), "vllm")
+    return Path(os.path.expanduser(environment.get("VLLM_CACHE_ROOT", default)), "aiter_mla")
 
 
 @dataclass(frozen=True)

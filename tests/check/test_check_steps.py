@@ -32,12 +32,15 @@ from vllm_aiter_mla.commands.check.steps import Context
 from vllm_aiter_mla.commands.doctor import Check
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import build, issues, model
+from vllm_aiter_mla.commands.plan.model import USE_AITER
 from vllm_aiter_mla.kernels import device
 from vllm_aiter_mla.status.record import Decided
 from vllm_aiter_mla.verify import session
 
 ISSUES = {issue["id"]: issue for issue in json.loads(issues.KNOWN_ISSUES.read_text())}
 NO_CUSTOM_AR = "VLLM_ROCM_USE_AITER_CUSTOM_AR=0"
+ENVIRONMENTS = ("machine", "kernels", "timing", "plugin", "control", "today")
+"""The steps and the engines that get variables, as ``card`` notes them."""
 STEP = (3, {3: -0.5, 4: -1.0})
 ANSWER = {
     "scenarios": {"short": [[STEP] * 20]},
@@ -76,15 +79,23 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     )  # fmt: skip
     row = measure.row_of(1, 16, "fp8", {"vllm": 10.0, "triton": 5.0}, {})
     made["measured"] = measure.Measurement({"card": "a card"}, "fp8", (row,), {}, "")
-    monkeypatch.setattr(steps.doctor, "examine", lambda: made["checks"])
+    monkeypatch.setattr(steps.doctor, "examine", lambda env: made.update(machine=env) or made["checks"])
     monkeypatch.setattr(model, "ask", lambda *_: issues.looked_up(plans.parsed(made["plan"])))
     # In this process, where the card is made up; tests/rehearsal runs the real ones.
-    monkeypatch.setattr(process, "call", lambda step, context: pkgutil.resolve_name(step)(context))
+    monkeypatch.setattr(process, "call", in_this_process(made))
     monkeypatch.setattr(session, "Session", lambda **asked: made.update(asked=asked) or made["run"])
     RehearsalCard().install(monkeypatch)
     monkeypatch.setattr(measure, "run", lambda *_: made["measured"])
-    monkeypatch.setattr(engine, "run", lambda folder, arguments, side, *_, **__: made["answers"][side])
+    monkeypatch.setattr(engine, "run", lambda *asked: made.update({asked[2]: asked[3]}) or made["answers"][asked[2]])
     return made
+
+
+def in_this_process(made: dict[str, Any]) -> Callable[..., Any]:
+    def call(step: str, context: Context, environment: dict[str, str]) -> Any:
+        made[step.rpartition(":")[2]] = environment
+        return pkgutil.resolve_name(step)(context)
+
+    return call
 
 
 def outcomes(**options: Any) -> dict[str, Step]:
@@ -99,6 +110,25 @@ def test_a_card_on_which_all_is_well_passes_every_step(card: dict[str, Any]) -> 
     found = outcomes(strict=True)
     assert {name: step.status for name, step in found.items()} == dict.fromkeys(steps.STEPS, "passed")
     assert command.exit_status([*found.values()], on_cpu=False) == 0
+
+
+def test_env_over_the_shells_own_reaches_every_step(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the plan takes for granted reaches all but the look at the machine, which says that it is not so."""
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    monkeypatch.delenv(USE_AITER, raising=False)
+    outcomes(variables={"VLLM_MLA_DISABLE": ("0", "--env"), USE_AITER: ("1", "default")})
+    seen = {step: (card[step]["VLLM_MLA_DISABLE"], card[step].get(USE_AITER)) for step in ENVIRONMENTS}
+    assert seen == dict.fromkeys(ENVIRONMENTS, ("0", "1")) | {"machine": ("0", None)}
+
+
+@pytest.mark.parametrize("home", ["usable", "/proc/none"])
+def test_an_engine_shares_vllms_notes_where_vllm_keeps_them_and_does_without_where_no_file_can_be(
+    tmp_path: Path, home: str
+) -> None:
+    root, cache = tmp_path / home, tmp_path / "engine"
+    cache.mkdir()
+    engine._share_model_notes(cache, {"XDG_CACHE_HOME": str(root), "HOME": str(tmp_path / "other")})
+    assert [one.resolve() for one in cache.iterdir()] == ([root / "vllm/modelinfos"] if home == "usable" else [])
 
 
 def a_problem_of_the_machine(card: dict[str, Any]) -> None:

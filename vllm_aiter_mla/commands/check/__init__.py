@@ -112,7 +112,8 @@ def run(asked: Context) -> Iterator[Step]:
                 ended = Step("skipped", why)
             else:
                 of_its_own = name in steps.IN_A_PROCESS
-                ended = process.call(f"{steps.__name__}:{step.__name__}", asked) if of_its_own else step(asked)
+                function = f"{steps.__name__}:{step.__name__}"
+                ended = process.call(function, asked, environment=asked.environment()) if of_its_own else step(asked)
         except process.EndedError as error:
             how, *last = error.args
             ended = Step("failed", f"its process {how}", tuple(last))

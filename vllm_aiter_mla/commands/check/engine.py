@@ -8,15 +8,15 @@ flag is on: vLLM compiles the same graphs, and nothing of the plugin runs. ``plu
 from __future__ import annotations
 
 import math
-import os
 import random
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from vllm_aiter_mla import status
+from vllm_aiter_mla import files, status
 from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.compat.config import as_typed
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
@@ -170,7 +170,7 @@ def run(
         folder: holds ``config.json``, and the checkpoint if it is to be loaded.
         arguments: of ``vllm serve``.
         side: which of the three engines; see the top of this file.
-        environment: variables over this process's.
+        environment: its variables.
         random_layers: how many layers of random weights to draw; None loads the checkpoint.
         limit: the decode limit in tokens, for a prefill above it.
         added: for the control, ``added`` of the plugin's answer; else nothing.
@@ -190,7 +190,7 @@ def run(
         cache = Path(work)
         _share_model_notes(cache, environment)
         own = {"VLLM_CACHE_ROOT": str(cache), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        full = {**os.environ, **environment, **own}
+        full = {**environment, **own}
         full.pop(status.record.RUN, None)
         asked = (str(folder), arguments, side, random_layers, limit, added)
         try:
@@ -208,10 +208,10 @@ def run(
 
 def _share_model_notes(cache: Path, environment: Mapping[str, str]) -> None:
     """Let an engine find vLLM's notes on model classes: without them it spends ten seconds on inspecting one."""
-    root = environment.get("VLLM_CACHE_ROOT") or os.environ.get("VLLM_CACHE_ROOT") or "~/.cache/vllm"
-    notes = Path(root).expanduser() / "modelinfos"
-    notes.mkdir(parents=True, exist_ok=True)
-    (cache / notes.name).symlink_to(notes.resolve(), target_is_directory=True)
+    notes = files.cache_folder(environment).with_name("modelinfos")
+    with suppress(OSError):  # a home that takes no file: the engine inspects for itself
+        notes.mkdir(parents=True, exist_ok=True)
+        (cache / notes.name).symlink_to(notes.resolve(), target_is_directory=True)
 
 
 def answer(

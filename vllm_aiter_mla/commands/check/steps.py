@@ -2,6 +2,7 @@
 """The steps of ``check``: each takes what is asked and what earlier steps found, and returns how it ended."""
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -40,10 +41,15 @@ class Context:
     # Of the engines by side, as ``engine.run`` returns them
     answers: dict[runs.Side, Any] = field(default_factory=dict)
 
+    def environment(self, assumed: bool = True) -> dict[str, str]:
+        """Return the server's variables: this process's, and over them --env and what the plan has ``assumed``."""
+        given = {name: value for name, (value, origin) in self.variables.items() if assumed or origin != "default"}
+        return {**os.environ, **given}
+
 
 def machine(context: Context) -> Step:
     """Run doctor's checks. A problem fails; what cannot be told from here does not."""
-    checks = doctor.examine()
+    checks = doctor.examine(context.environment(assumed=False))
     found = {status: [check for check in checks if check.status == status] for status in ("problem", "unknown")}
     lines = tuple(f"{check.name}: {check.detail} -> {check.remedy}" for check in found["problem"])
     detail = f"{len(found['problem'])} problem, {len(found['unknown'])} unknown of {len(checks)} checks"
@@ -184,7 +190,7 @@ def engine(context: Context) -> Step:
     layers = None if context.checkpoint else context.plan.layers.total
     # One dense layer and one with experts, where the model has both.
     random_layers = None if layers is None else min(layers, RANDOM_LAYERS)
-    variables = {name: value for name, (value, _) in context.variables.items()} | dict(context.sandbox)
+    variables = context.environment() | dict(context.sandbox)
     arguments = (*context.arguments, *(() if context.checkpoint else SMALL))
 
     def answer(side: runs.Side, added: Mapping[str, Any] | None = None) -> Any:

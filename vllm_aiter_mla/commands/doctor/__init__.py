@@ -27,7 +27,7 @@ def doctor(json: outputs.Json = None) -> None:
     never imports AITER. Exit status: 1 with a problem, else 3 with something unknown, else 0.
     """
     with Console(stderr=True).status("doctor looks at this machine"):
-        checks = examine()
+        checks = examine(os.environ)
     with outputs.text_apart(json):
         show(checks)
     if json is not None:
@@ -36,14 +36,14 @@ def doctor(json: outputs.Json = None) -> None:
     raise typer.Exit(exit_status(checks))
 
 
-def examine() -> tuple[Check, ...]:
-    """Run doctor's checks on this machine."""
+def examine(env: Env) -> tuple[Check, ...]:
+    """Run doctor's checks on this machine, for a server with these variables."""
     # vLLM logs to stdout, where the findings go, and warns of what the checks say.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     logging.disable(logging.WARNING)
     try:
         with aiter_not_importable():
-            return run(CHECKS, os.environ)
+            return run(CHECKS, env)
     finally:
         logging.disable(logging.NOTSET)
 
