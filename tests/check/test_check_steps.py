@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -85,7 +86,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(process, "call", in_this_process(made))
     monkeypatch.setattr(session, "Session", lambda **asked: made.update(asked=asked) or made["run"])
     RehearsalCard().install(monkeypatch)
-    monkeypatch.setattr(measure, "run", lambda *_: made["measured"])
+    monkeypatch.setattr(measure, "run", lambda *asked: made.update(timed=asked[1]) or made["measured"])
     monkeypatch.setattr(engine, "run", lambda *asked: made.update({asked[2]: asked[3]}) or made["answers"][asked[2]])
     return made
 
@@ -264,6 +265,16 @@ def test_mutation_a_planted_fault_makes_its_own_step_fail(
     assert failed(found) == [step] or (plant is nothing_engaged and failed(found) == [step, "launches"])
     assert shown in found[step].detail
     assert command.exit_status([*found.values()], on_cpu=False) == 1
+
+
+def test_the_timing_is_of_the_models_own_layer(card: dict[str, Any]) -> None:
+    widths = {"nope": 192, "rope": 32, "latent": 256}
+    card["plan"]["model"]["kinds"][0].update(widths)
+    card["plan"]["model"]["dtype"] = "float16"
+    outcomes()
+    (shape,) = card["timed"]
+    assert (shape.nope_dim, shape.rope, shape.latent, shape.heads) == (*widths.values(), 16)
+    assert (shape.act, measure.kind_of(replace(shape, cache_dtype=shape.act))) == (torch.float16, "fp16")
 
 
 def kernels_by_tokens(card: dict[str, Any], *spans: tuple[int, int, str]) -> None:

@@ -55,6 +55,18 @@ def test_measure_times_what_start_up_chooses_between(card, tmp_path):
     assert "aiter: not timed: 64 tokens are too many" in done.output
 
 
+@pytest.mark.parametrize(("kind", "ratio", "left_out"), [("fp8", 2.0, ["aiter"]), ("bf16", 5.0, [])])
+def test_a_kernel_that_overflows_to_nan_is_timed_and_counts_as_none_of_ours(
+    card, monkeypatch, tmp_path, kind, ratio, left_out
+):
+    """Start-up would leave it out: a ratio over it would promise what no server runs."""
+    MadeUpClock(costs(aiter=2.0, triton=5.0, vllm=10.0)).install(monkeypatch)
+    done = run("-t", "1", "--type", kind, "--json", str(tmp_path / "measure.json"))
+    (row,) = json.loads((tmp_path / "measure.json").read_text())["rows"]
+    assert (row["us"]["aiter"], row["ratio"], row["left_out"]) == (2.0, ratio, left_out)
+    assert ("aiter: it turns" in done.output) == bool(left_out)
+
+
 def test_a_rival_that_never_serves_is_timed_and_held_against_ours(card, monkeypatch, tmp_path):
     MadeUpClock(costs(aiter=8.0, triton=5.0, vllm=10.0, **{"aiter-one-launch": 6.0})).install(monkeypatch)
     monkeypatch.setattr(rivals, "checked", lambda *_: {"aiter-one-launch": Named("aiter-one-launch")})
@@ -87,6 +99,19 @@ def test_vllm_numerics_are_no_reason_for_measure_to_call_vllm_wrong(card, tmp_pa
     assert card["vllm"].numerics(inputs) == reference.VLLM_KERNEL
 
 
+@pytest.mark.parametrize(("arch", "heads", "copied"), [("gfx942", 8, True), ("gfx942", 16, False), ("gfx950", 8, False)])
+def test_a_query_that_vllm_pads_is_timed_with_that_copy(card, monkeypatch, arch, heads, copied):
+    """vLLM pads none of gfx950's few heads in 16 bits, and a kernel that lays its query out padded needs no copy."""
+    RehearsalCard().install(monkeypatch).arch = arch
+    gpu_ops.register()
+    card["vllm"], helper, padded = VLLMOwn("vllm"), compat_layer.padding_helper(), []
+    pad = helper.get_mla_padded_q
+    monkeypatch.setattr(helper, "get_mla_padded_q", lambda n, q: padded.append((n, q.shape[1])) or pad(n, q))
+    MadeUpClock(costs(aiter=8.0, triton=5.0, vllm=10.0)).install(monkeypatch)
+    found = measure.run([2], [measure.shape_of(heads, "bf16", "bf16", nope=192)], "bf16")
+    assert (found.stopped, found.rows[0].ratio, padded) == ("", 2.0, [(8, 8)] if copied else [])
+
+
 def test_measure_does_not_time_a_wrong_kernel_and_exits_1(card, tmp_path):
     card["triton"] = Wrong("triton")
     done = run("-t", "1", "--type", "bf16", "--json", str(tmp_path / "measure.json"))
@@ -99,10 +124,10 @@ def test_measure_does_not_time_a_wrong_kernel_and_exits_1(card, tmp_path):
 def test_measure_keeps_what_was_timed_when_a_size_fails(card, monkeypatch):
     real = stopwatch.time_shape
 
-    def fails(able, shape, weight, counts, budget):
+    def fails(able, shape, weight, counts, budget, pad):
         if counts == [8]:
             raise MemoryError("planted")
-        return real(able, shape, weight, counts, budget)
+        return real(able, shape, weight, counts, budget, pad=pad)
 
     monkeypatch.setattr(stopwatch, "time_shape", fails)
     done = run("-t", "1", "-t", "8", "-t", "64", "--type", "fp8")

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_aiter_mla import files
+from vllm_aiter_mla.admission import OVERFLOW
 from vllm_aiter_mla.commands import outputs
 
 if TYPE_CHECKING:
@@ -54,10 +56,11 @@ class Row:
 
     tokens: int
     heads: int
-    kind: str  # "fp8" or "bf16": the type of the query and the cache
+    kind: str  # "fp8", "bf16" or "fp16": the type of the query and the cache
     us: dict[str, float]  # median microseconds a call by kernel, among them ``RIVALS``, which never serve
     untimed: dict[str, str]  # why a kernel was not timed: it does not take the call, cannot run here, or is wrong
     ratio: float | None  # the fastest rival's time over that of our fastest kernel: above 1 ours is faster
+    left_out: tuple[str, ...] = ()  # kernels that were timed and do not count as ours: ``kernel=auto`` leaves them out
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def measure(
     Start-up does the same to choose between them. Each kernel is first compared with the reference; a wrong one is not
     timed. The table shows median microseconds per call in a replayed graph, and how much faster than the fastest rival
     our fastest kernel is. Rivals are vLLM's own kernels and two that never serve: AITER's single launch, and its op
-    behind an fp8 product on tiles for few rows.
+    behind an fp8 product on tiles for few rows. A kernel that overflows to NaN is timed, and does not count as ours.
 
     With --tune: the tiles of the Triton kernel, at 1, 2, 4 ... 1024 tokens unless -t says others. What is fastest goes
     to a file of this card and release of Triton, which the next start reads, checks and names in its status line.
@@ -115,7 +118,9 @@ def measure(
             tiles, status = tuning.run(tokens, (shape_of(count, one.value, weights.value) for one, count in sizes))
             text = files.text_of(tiles)
         else:
-            record = run(tokens or TOKENS, heads or HEADS, [one.value for one in kinds], weights.value)
+            sizes = product(kinds, heads or HEADS)
+            shapes = (shape_of(count, one.value, weights.value) for one, count in sizes)
+            record = run(tokens or TOKENS, shapes, weights.value)
             show(record)
             text, status = files.text_of(record), int(bool(record.stopped or record.wrong))
     if json is not None:
@@ -123,11 +128,16 @@ def measure(
     raise typer.Exit(status)
 
 
-def run(tokens: Any, heads: Any, kinds: list[str], weights: str) -> Measurement:
+def run(tokens: Sequence[int], shapes: Iterable[LayerShape], weights: str) -> Measurement:
     """Time every size; return the record.
 
     A size that raises ends the run, and ``stopped`` says which and why. What was timed before is kept. ``wrong`` says
     of each kernel that failed its self-check where it did.
+
+    Args:
+        tokens: token counts of each layer.
+        shapes: the layers.
+        weights: the format of their absorb weights, for the record.
     """
     from vllm_aiter_mla.commands.compat.offline import load_plugins
     from vllm_aiter_mla.compat import config as compat_config
@@ -139,27 +149,26 @@ def run(tokens: Any, heads: Any, kinds: list[str], weights: str) -> Measurement:
     machine, rows, wrong, stopped = stopwatch.machine(), list[Row](), dict[str, str](), ""
     backends = Backends(Settings(enabled=True), current_platform())
     with compat_config.as_current():
-        for kind, count in product(kinds, heads):
+        for shape in shapes:
             try:
-                for row in rows_of(backends, count, kind, weights, tokens, wrong):
+                for row in rows_of(backends, shape, tokens, wrong):
                     rows.append(row)
             except Exception as error:  # out of memory for a large size, or a build that fails
-                stopped = f"{count} heads, {kind}: {type(error).__name__}: {error}"
+                stopped = f"{shape.heads} heads, {kind_of(shape)}: {type(error).__name__}: {error}"
                 break
     return Measurement(machine, weights, tuple(rows), wrong, stopped)
 
 
-def rows_of(
-    backends: Backends, heads: int, kind: str, weights: str, tokens: list[int], wrong: dict[str, str]
-) -> Iterator[Row]:
+def rows_of(backends: Backends, shape: LayerShape, tokens: Sequence[int], wrong: dict[str, str]) -> Iterator[Row]:
     """Check and time the contenders on one layer shape; a kernel that fails its check goes to ``wrong``."""
     from vllm_aiter_mla.commands import rivals
+    from vllm_aiter_mla.compat import layer as compat_layer
     from vllm_aiter_mla.kernels import stopwatch
     from vllm_aiter_mla.kernels.device import card
     from vllm_aiter_mla.kernels.inputs import synthetic_inputs
     from vllm_aiter_mla.startup import checks
 
-    shape = shape_of(heads, kind, weights)
+    kind, left_out = kind_of(shape), list[str]()
     found = {name: backends.get(name) for name in backends.names}
     for name, backend in found.items():
         if isinstance(backend, str) or backend.trusted:
@@ -167,40 +176,63 @@ def rows_of(
         if (why := backend.refuse(synthetic_inputs(shape, 1))) is not None:
             found[name] = why
         elif not (checked := checks.self_check(name, backend, shape, (), max(tokens))).ok:
-            found[name], wrong[name] = checked.message, f"{heads} heads, {kind}: {checked.message}"
+            found[name], wrong[name] = checked.message, f"{shape.heads} heads, {kind}: {checked.message}"
+        elif checked.writes_nan:
+            left_out.append(name)
     found |= rivals.checked(backends.platform, shape, max(tokens))
     able = {name: backend for name, backend in found.items() if not isinstance(backend, str)}
     untimed = {name: why for name, why in found.items() if isinstance(why, str)}
+    helper = compat_layer.padding_helper() if shape.out_heads else None
+    pad = helper and partial(helper.get_mla_padded_q, shape.heads)
     for count in tokens:
         calls = synthetic_inputs(shape, count)
         skipped = {name: why for name, backend in able.items() if (why := backend.refuse(calls)) is not None}
         weight, budget = synthetic_inputs(shape).weight, stopwatch.Budget(float("inf"))
-        rounds = stopwatch.time_shape(able, shape, weight, [count], budget)[count]
+        rounds = stopwatch.time_shape(able, shape, weight, [count], budget, pad=pad)[count]
         us = {name: statistics.median(one) for name, one in rounds.items()}
-        yield row_of(count, heads, kind, us, untimed | skipped)
+        yield row_of(count, shape.heads, kind, us, untimed | skipped, left_out)
         card().give_back()
 
 
-def row_of(tokens: int, heads: int, kind: str, us: Mapping[str, float], untimed: Mapping[str, str]) -> Row:
+def row_of(
+    tokens: int, heads: int, kind: str, us: Mapping[str, float], untimed: Mapping[str, str], left_out: Sequence[str] = ()
+) -> Row:
     """Return the figures of one size with their ratio, which is None without a kernel of ours or vLLM's own."""
-    ours = [one for name, one in us.items() if name not in RIVALS]
+    ours = [one for name, one in us.items() if name not in (*RIVALS, *left_out)]
     theirs = [one for name, one in us.items() if name in RIVALS]
     ratio = min(theirs) / min(ours) if ours and RIVALS[0] in us else None
-    return Row(tokens, heads, kind, dict(us), dict(untimed), ratio)
+    return Row(tokens, heads, kind, dict(us), dict(untimed), ratio, tuple(name for name in left_out if name in us))
 
 
-def shape_of(heads: int, kind: str, weights: str) -> LayerShape:
-    """Return a DeepSeek layer of so many heads on this GPU, in blocks of 64 rows."""
+def shape_of(
+    heads: int, kind: str, weights: str, *, nope: int = 128, rope: int = 64, latent: int = 512, act: str = "bfloat16"
+) -> LayerShape:
+    """Return a layer of so many heads on this GPU, in blocks of 64 rows; of DeepSeek's widths unless others are given.
+
+    Where vLLM pads the heads for AITER's decode kernels, a kernel may lay the query out for as many.
+    """
     import torch
 
-    from vllm_aiter_mla.compat.layer import fp8_dtype
+    from vllm_aiter_mla.compat import layer as compat_layer
     from vllm_aiter_mla.kernels.device import card
     from vllm_aiter_mla.kernels.inputs import LayerShape
+    from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
+    from vllm_aiter_mla.kernels.vllm_own import may_take_parts
 
-    act, fp8 = torch.bfloat16, fp8_dtype()
-    stored = fp8 if kind == "fp8" else act
-    home, weight = card().torch_device, Weights(weights).key(fp8)
-    return LayerShape(heads, 128, stored, stored, 64, False, act, home, weight=weight)
+    fp8, arch, padded = compat_layer.fp8_dtype(), card().arch, heads
+    stored = fp8 if kind == "fp8" else getattr(torch, act)
+    if arch in ARCHITECTURES and not may_take_parts(arch, heads, kind == "fp8"):
+        padded = compat_layer.padding_helper().get_actual_mla_num_heads(heads)
+    return LayerShape(
+        heads, nope, stored, stored, 64, False, getattr(torch, act), card().torch_device, latent, rope,
+        Weights(weights).key(fp8), padded if padded != heads else 0,
+    )  # fmt: skip
+
+
+def kind_of(shape: LayerShape) -> str:
+    """Return the type of the query and the cache, as a ``Row`` has it."""
+    name = str(shape.cache_dtype).removeprefix("torch.")
+    return {"bfloat16": "bf16", "float16": "fp16"}.get(name, "fp8")
 
 
 def show(record: Measurement) -> None:
@@ -217,6 +249,8 @@ def show(record: Measurement) -> None:
     console.print(table)
     for name, why in dict.fromkeys(one for row in rows for one in row.untimed.items() if one[0] not in wrong):
         console.print(f"{name}: not timed: {why}")
+    for name in dict.fromkeys(name for row in rows for name in row.left_out):
+        console.print(f"{name}: it {OVERFLOW}; kernel=auto leaves it out, and the last column too")
     for name, why in wrong.items():
         console.print(f"WRONG, not timed: {name} at {why}")
     if record.stopped:

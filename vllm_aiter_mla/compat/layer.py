@@ -197,6 +197,13 @@ def pad_query(layer: Any, q: torch.Tensor) -> torch.Tensor:
     return _padding_helper(layer).get_mla_padded_q(layer.num_heads, q)
 
 
+def padding_helper() -> Any:
+    """Return what pads the heads of a layer for AITER's decode kernels: for timing without a layer."""
+    from vllm.v1.attention.backends.mla.rocm_aiter_mla import AiterMLAHelper
+
+    return AiterMLAHelper
+
+
 def _padding_helper(layer: Any) -> Any:
     """Return what pads the heads of the layer's implementation, None if it pads none."""
     decode = getattr(type(getattr(layer, "impl", None)), "forward_mqa", None)
