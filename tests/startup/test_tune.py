@@ -116,6 +116,24 @@ def test_tune_adds_to_what_was_tuned_before(card, tmp_path):
     assert len(files.read(tuning.TunedTiles, kept).chosen) == 2
 
 
+def test_tune_at_few_counts_keeps_what_was_tuned_beyond_them(card, tmp_path):
+    assert tune("--type", "bf16", "-t", "64").exit_code == 0
+    (kept,) = tmp_path.glob("tuned-*.json")
+    old = files.read(tuning.TunedTiles, kept)
+    ((key, ranges),) = old.chosen.items()
+    files.write(kept, replace(old, chosen={key: (*ranges, (65, 96, TABLE))}))
+    assert tune("--type", "bf16").exit_code == 0
+    found = files.read(tuning.TunedTiles, kept)
+    assert found.chosen[key] == ((1, 16, BEST), (17, 64, BEST), (65, 96, TABLE))
+    assert [*found.us[key]] == [1, 16, 64]
+
+
+def test_a_tuned_tile_serves_no_more_tokens_than_were_timed(card, tmp_path):
+    tuned(tmp_path)
+    one = start()
+    assert [tile_of(one, tokens) for tokens in (16, 17)] == [BEST, TABLE]
+
+
 def test_tune_leaves_a_wrong_tile_out(card, monkeypatch, tmp_path):
     wrong_tile(monkeypatch)
     done = tune("--type", "bf16")
@@ -199,8 +217,8 @@ def test_every_tuned_tile_that_may_serve_is_tried_by_the_check(arch, lasts, data
         patch.setattr(TritonBackend, "arch", arch)
         counts = backend.tried_counts(inputs)
         tried = {backend.tile(inputs, count).label for count in counts}
-        assert tried == {backend.tile(inputs, count).label for count in (*range(1, 302), 1 << 20)}
-    assert counts[-1] > known[spans[-1][2]].block_t, "a second block of the last"
+        assert tried == {backend.tile(inputs, count).label for count in (*range(1, 302), *(1 << n for n in range(21)))}
+        assert max(counts) > backend.tile(inputs, 1 << 20).block_t, "a second block of the last"
 
 
 @pytest.mark.parametrize("arch", tiles.TABLE)

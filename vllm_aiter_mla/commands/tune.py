@@ -86,13 +86,21 @@ def timed(shape: LayerShape, key: str, counts: Sequence[int], wrong: list[str]) 
     return stopwatch.time_shape(able, shape, synthetic_inputs(shape).weight, counts, stopwatch.Budget(float("inf")))
 
 
+def spliced(new: stopwatch.Ranges, old: stopwatch.Ranges) -> stopwatch.Ranges:
+    """Return the new ranges, and beyond their end the old ones."""
+    end = new[-1][1]
+    return (*new, *((max(first, end + 1), last, label) for first, last, label in old if last > end))
+
+
 def keep(record: tuning.TunedTiles) -> None:
-    """Write the file, with what earlier runs have tuned for other shapes; end with a line if that fails."""
+    """Write the file, with what earlier runs have tuned besides; end with a line if that fails."""
     folder = compat_config.cache_folder()
     path = tuning.path_of(folder, record.card, record.triton)
     with suppress(OSError, ValueError):  # none, or one that start-up leaves out as well
         old = files.read(tuning.TunedTiles, path)
-        record = replace(record, chosen=old.chosen | record.chosen, us=old.us | record.us)
+        chosen = {key: spliced(ranges, old.chosen.get(key, ())) for key, ranges in record.chosen.items()}
+        us = {key: old.us.get(key, {}) | by_tokens for key, by_tokens in record.us.items()}
+        record = replace(record, chosen=old.chosen | chosen, us=old.us | us)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         files.write(path, record)

@@ -13,7 +13,7 @@ from vllm_aiter_mla.kernels.formats import is_fp8
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
 from vllm_aiter_mla.kernels.platform import CARDS
 from vllm_aiter_mla.kernels.reference import TRITON
-from vllm_aiter_mla.kernels.stopwatch import Ranges, name_at
+from vllm_aiter_mla.kernels.stopwatch import Ranges
 from vllm_aiter_mla.kernels.triton import interpreted, tiles, tuning
 from vllm_aiter_mla.kernels.triton.tiles import BLOCK_K, INT32_SPAN, MXFP4_ARCH, Tile, tile_for
 
@@ -47,7 +47,8 @@ class TritonBackend(KernelBackend):
 
     def tile(self, inputs: DecodeInputs, tokens: int) -> Tile:
         """Return the tile of calls like ``inputs`` with ``tokens`` rows."""
-        label = name_at(self._chosen.get(tuning.key_of(inputs), ()), tokens)
+        chosen = self._chosen.get(tuning.key_of(inputs), ())
+        label = next((label for _, last, label in chosen if tokens <= last), None)  # beyond what was timed the table's
         return tile_for(self.arch, tokens, inputs.num_heads) if label is None else tiles.allowed(self.arch)[label]
 
     def tuned(self, inputs: DecodeInputs) -> str:
@@ -79,12 +80,7 @@ class TritonBackend(KernelBackend):
 
     def tried_counts(self, inputs: DecodeInputs) -> tuple[int, ...]:
         """See the base class: one for each tile."""
-        chosen = self._chosen.get(tuning.key_of(inputs), ())
-        if not chosen:
-            return tiles.tried_counts(self.arch, inputs.num_heads)
-        known, (*others, (start, _, label)) = tiles.allowed(self.arch), chosen
-        spans = (*others, (start, tiles.NO_LIMIT, label))  # the last one has no end
-        return tuple(min(last, max(first, known[label].block_t + 1)) for first, last, label in spans)
+        return tiles.tried_counts(self.arch, inputs.num_heads, self._chosen.get(tuning.key_of(inputs), ()))
 
     def warm_up(self, template: DecodeInputs, token_counts: Iterable[int]) -> None:
         """Compile and load every variant that captures of ``token_counts`` rows need. Call it outside capture.

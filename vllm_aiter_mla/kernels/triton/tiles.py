@@ -5,6 +5,7 @@ The entries follow from the compiled code (registers, LDS, number of programs); 
 Neither torch nor Triton is imported here: the kernel compiles without torch, and `plan` runs without Triton.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 NO_LIMIT = 1 << 31
@@ -114,11 +115,15 @@ def allowed(arch: str) -> dict[str, Tile]:
     return {tile.label: tile for tile in (*MORE, *(entry.tile for entry in TABLE.get(arch, FALLBACK)))}
 
 
-def tried_counts(arch: str, heads: int) -> tuple[int, ...]:
-    """Return one token count for each tile of ``arch``: the fullest it takes, or one row more than its block holds."""
-    first, found = 1, {}
+def tried_counts(arch: str, heads: int, chosen: Sequence[tuple[int, int, str]] = ()) -> tuple[int, ...]:
+    """Return one token count for each tile of ``arch``: the fullest it takes, or one row more than its block holds.
+
+    ``chosen`` has (first, last, label) in tokens of what runs instead of the table's.
+    """
+    spans = [(first, last, allowed(arch)[label]) for first, last, label in chosen]
     for entry in TABLE.get(arch, FALLBACK):
+        first = spans[-1][1] + 1 if spans else 1
         if first <= (last := entry.tokens(heads)):
-            found[entry.tile] = min(last, max(first, entry.tile.block_t + 1))
-            first = last + 1
+            spans.append((first, last, entry.tile))
+    found = {tile: min(last, max(first, tile.block_t + 1)) for first, last, tile in spans}
     return tuple(found.values())

@@ -26,7 +26,7 @@ class TunedTiles:
 
     card: str  # its name, as torch has it
     triton: str  # the release
-    chosen: dict[str, Ranges]  # by ``key_of``: (first, last, label of a tile) in tokens; the last one has no end
+    chosen: dict[str, Ranges]  # by ``key_of``: (first, last, label of a tile) in tokens, as far as was timed
     us: dict[str, dict[int, dict[str, float]]]  # median microseconds by ``key_of``, token count and tile
     evidence: files.Stamp = files.stamped("tuned")
 
