@@ -427,7 +427,7 @@ def test_mutation_an_unknown_shape_that_is_looked_up_is_caught(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(steps, "without_a_shape", lambda plan: "")
-    with pytest.raises(AssertionError, match=r"'kernels', 'launches'\] != \['plan'\]"):
+    with pytest.raises(AssertionError, match=r"'kernels', 'timing', 'launches'\] != \['plan'\]"):
         test_field_f5_a_plan_that_is_not_known_is_no_all_clear(card)
 
 
@@ -450,6 +450,8 @@ def test_the_kernels_are_verified_at_the_models_sizes_and_a_failure_repeats_with
     asked = card["asked"]
     assert (asked["geometry"].heads, asked["limit"], asked["weight"]) == (20, 512, ("mxfp4",))
     assert {"--heads 20", "--limit 512", "--weights mxfp4"} < set(asked["again"])
+    outcomes(on_cpu=True)
+    assert card["asked"]["again"] == ("--quick", "--device cpu")
 
 
 def test_a_known_issue_is_a_warning_with_its_link_and_a_failure_in_strict_mode(card: dict[str, Any]) -> None:

@@ -99,7 +99,9 @@ def test_vllm_numerics_are_no_reason_for_measure_to_call_vllm_wrong(card, tmp_pa
     assert card["vllm"].numerics(inputs) == reference.VLLM_KERNEL
 
 
-@pytest.mark.parametrize(("arch", "heads", "copied"), [("gfx942", 8, True), ("gfx942", 16, False), ("gfx950", 8, False)])
+@pytest.mark.parametrize(
+    ("arch", "heads", "copied"), [("gfx942", 8, True), ("gfx942", 16, False), ("gfx950", 8, False)]
+)
 def test_a_query_that_vllm_pads_is_timed_with_that_copy(card, monkeypatch, arch, heads, copied):
     """vLLM pads none of gfx950's few heads in 16 bits, and a kernel that lays its query out padded needs no copy."""
     RehearsalCard().install(monkeypatch).arch = arch

@@ -44,6 +44,12 @@ def test_without_a_gpu_or_the_back_end_that_was_asked_for_it_exits_3_in_one_line
     assert "no such card" in done.stderr
 
 
+def test_a_width_that_a_format_does_not_have_is_a_wrong_option_and_no_failure():
+    done = cli(*ONE, "--weights", "mxfp4", "--nope", "48")
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert "--nope 48" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [

@@ -195,8 +195,9 @@ def rows_of(backends: Backends, shape: LayerShape, tokens: Sequence[int], wrong:
 
 
 def row_of(
-    tokens: int, heads: int, kind: str, us: Mapping[str, float], untimed: Mapping[str, str], left_out: Sequence[str] = ()
-) -> Row:
+    tokens: int, heads: int, kind: str, us: Mapping[str, float], untimed: Mapping[str, str],
+    left_out: Sequence[str] = (),
+) -> Row:  # fmt: skip
     """Return the figures of one size with their ratio, which is None without a kernel of ours or vLLM's own."""
     ours = [one for name, one in us.items() if name not in (*RIVALS, *left_out)]
     theirs = [one for name, one in us.items() if name in RIVALS]
@@ -214,9 +215,9 @@ def shape_of(
     import torch
 
     from vllm_aiter_mla.compat import layer as compat_layer
+    from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
     from vllm_aiter_mla.kernels.device import card
     from vllm_aiter_mla.kernels.inputs import LayerShape
-    from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
     from vllm_aiter_mla.kernels.vllm_own import may_take_parts
 
     fp8, arch, padded = compat_layer.fp8_dtype(), card().arch, heads

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.kernels import stopwatch
+from vllm_aiter_mla.kernels import formats, stopwatch
 from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.platform import detect_platform
@@ -88,6 +88,8 @@ class Session:
         every = [case for case in cases(limit) if self.only or case.quick or not quick]
         wanted = _chosen(self.only, [case.name for case in every], "--only", part=True)
         kinds = variants(graphs, detect_platform().fp8, quick=quick and not self.variant)
+        if self.weight == ("mxfp4",) and geometry.nope % formats.MXFP4_GROUP:
+            raise ValueError(f"--weights mxfp4 --nope {geometry.nope}: a multiple of {formats.MXFP4_GROUP} expected")
         if self.weight is not None:
             kinds = tuple(replace(kind, weight=self.weight) for kind in kinds if kind.name != "fp8-weight")
         chosen = _chosen(self.variant, [kind.name for kind in kinds], "--variant")

@@ -89,7 +89,7 @@ def kernels(context: Context) -> Step:
     from vllm_aiter_mla.kernels.platform import detect_platform
     from vllm_aiter_mla.verify import NOTHING, cases, session
 
-    made, asked = context.plan, dict[str, Any](device="cpu")
+    made, asked = context.plan, dict[str, Any](device="cpu", again=("--quick", "--device cpu"))
     if not context.on_cpu:
         sizes, (low, high) = made.model.kinds[0], cases.LIMITS
         layer = {name: getattr(sizes, name) for name in ("nope", "rope", "latent", "v")} | {
@@ -321,7 +321,8 @@ def fewer_launches(context: Context) -> int:
     paths = {name: len(path.launches) for name, path in next(iter(planned.figures.by_tokens.values())).items()}
     strongest = min(count for name, count in paths.items() if name.startswith(formulas.VLLM))
     strongest -= may_take_parts(planned.arch, planned.heads_per_rank, has_fp8_cache(planned))  # it has no concat then
-    rows = min(len(runs.SCENARIOS["concurrent"]), planned.options.max_num_seqs) * (1 + (planned.options.num_drafts or 0))
+    requests = min(len(runs.SCENARIOS["concurrent"]), planned.options.max_num_seqs)
+    rows = requests * (1 + (planned.options.num_drafts or 0))
     tokens = min((size for size in planned.captures.inside if size >= rows), default=rows)
     first = min(records, key=lambda record: record.rank, default=None)
     run = [] if first is None else [
