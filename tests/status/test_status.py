@@ -372,11 +372,15 @@ def test_files_of_this_machines_ended_servers_are_removed(said, tmp_path, monkey
     gone = [left_by("1-a"), left_by(f"{os.getpid()}-before"), left_by("..")]
     stays = [left_by("2-a", host="another"), left_by("3-a"), tmp_path / "status-1-1-1.json"]
     (tmp_path / "lock-status-3-a").symlink_to("nowhere")  # nobody can tell
+    other = tmp_path / "lock-status-0a1b2c3d-4-a"  # of another machine, where a lock may mean nothing here
+    ended = tmp_path / f"lock-status-{status.record.machine()}-5-a"
+    other.touch()
+    ended.touch()
     stays[-1].write_text("half a fi")
     after_warm_up()
     assert [path.exists() for path in (*gone, *stays)] == [False, False, False, True, True, True]
     locks = {path.name for path in tmp_path.glob("lock-*")}
-    assert locks == {f"lock-status-{os.environ[status.record.RUN]}", "lock-status-3-a"}
+    assert locks == {f"lock-status-{os.environ[status.record.RUN]}", "lock-status-3-a", other.name}
 
 
 @pytest.mark.parametrize("error", [PermissionError("read-only"), OSError("No space left on device")])

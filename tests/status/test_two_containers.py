@@ -70,58 +70,59 @@ def files_in(folder, pattern="status-*"):
     return sorted(path.name for path in (folder / "aiter_mla").glob(pattern))
 
 
-BOTH = ["status-1-a-0-0.json", "status-1-b-0-0.json"]
+A, B = (f"{status.record.machine()}-1-{one}" for one in "ab")
+BOTH = [f"status-{run}-0-0.json" for run in (A, B)]
 
 
 def test_two_containers_keep_their_status_files(server, tmp_path):
-    first, second = server("1-a"), server("1-b")
+    first, second = server(A), server(B)
     first.does("front_end", "write")
     second.does("front_end", "write")
     first.does("write")
     assert files_in(tmp_path) == BOTH
-    assert all("1/1 MLA layers engaged" in status_of(run)[0] for run in ("1-a", "1-b"))
-    assert status_of("1-a")[1] == 0
+    assert all("1/1 MLA layers engaged" in status_of(run)[0] for run in (A, B))
+    assert status_of(A)[1] == 0
 
 
 def test_two_containers_of_which_one_is_killed(server, tmp_path):
-    first, second = server("1-a"), server("1-b")
+    first, second = server(A), server(B)
     for one in (first, second):
         one.does("front_end", "write")
     first.dies()
-    line, code = status_of("1-a")
+    line, code = status_of(A)
     assert ("ended" in line, "engaged" in line, code) == (True, False, 0)
     second.does("write")
     assert files_in(tmp_path) == BOTH[1:]
-    assert files_in(tmp_path, "lock-*") == ["lock-status-1-b"]
+    assert files_in(tmp_path, "lock-*") == [f"lock-status-{B}"]
     second.dies()
-    assert status_of("1-b")[1] == 1, "no server lives"
+    assert status_of(B)[1] == 1, "no server lives"
 
 
 @pytest.mark.parametrize("worker", ["forked_worker_ends", "spawned_worker_ends"])
 def test_two_containers_a_worker_that_ends_ends_no_server(server, tmp_path, worker):
-    first, second = server("1-a"), server("1-b")
+    first, second = server(A), server(B)
     first.does("front_end", worker)
     second.does("write")
-    assert [name.startswith("status-1-a") for name in files_in(tmp_path)] == [True, False]
+    assert [name.startswith(f"status-{A}") for name in files_in(tmp_path)] == [True, False]
     first.dies()
     second.does("write")
     assert files_in(tmp_path) == BOTH[1:]
 
 
 def test_two_containers_a_server_whose_forked_child_lives_on_has_ended(server, tmp_path):
-    first, second = server("1-a"), server("1-b")
+    first, second = server(A), server(B)
     first.does("front_end", "write", "mark")
     child = int(first.does("fork_that_lives_on"))
     try:
         first.dies()
-        assert "ended" in status_of("1-a")[0]
+        assert "ended" in status_of(A)[0]
         assert "aborted_before" in second.does("died_before")
     finally:
         os.kill(child, signal.SIGKILL)
 
 
 def test_two_containers_a_live_marker_is_no_abort_and_stays(server, tmp_path):
-    first, second = server("1-a"), server("1-b")
+    first, second = server(A), server(B)
     first.does("mark")
     assert second.does("died_before") == "None"
     second.does("mark", "unmark")
@@ -133,11 +134,11 @@ def test_two_containers_a_live_marker_is_no_abort_and_stays(server, tmp_path):
 
 @pytest.mark.parametrize("how", [None, "abort"])
 def test_two_containers_the_marker_of_one_that_died_is_an_abort(server, how):
-    first, second = server("1-a"), server("1-b")
+    first, second = server(A), server(B)
     first.does("mark")
     first.dies(how)
     assert "aborted_before" in second.does("died_before")
-    assert "aborted_before" in server("1-a").does("died_before"), "of the same run"
+    assert "aborted_before" in server(A).does("died_before"), "of the same run"
 
 
 @pytest.fixture
@@ -145,7 +146,7 @@ def shared(server, tmp_path, monkeypatch):
     """A server, its lock, and what another user is told of it, who may write none of its files."""
     monkeypatch.chdir(tmp_path)  # that user may not pass through the folders above
     monkeypatch.setenv("VLLM_CACHE_ROOT", ".")
-    one, folder = server("1-a"), tmp_path / "aiter_mla"
+    one, folder = server(A), tmp_path / "aiter_mla"
     one.does("front_end", "write")
     for path, mode in ((tmp_path, 0o755), (folder, 0o755), *((path, 0o444) for path in folder.iterdir())):
         path.chmod(mode)
@@ -153,9 +154,9 @@ def shared(server, tmp_path, monkeypatch):
     def told():
         user = {"initializer": os.setuid, "initargs": (65534,)} if os.getuid() == 0 else {}
         with ProcessPoolExecutor(1, multiprocessing.get_context("fork"), **user) as pool:
-            return pool.submit(status_of, "1-a").result()
+            return pool.submit(status_of, A).result()
 
-    return one, folder / "lock-status-1-a", told
+    return one, folder / f"lock-status-{A}", told
 
 
 def test_another_user_is_told_whether_a_server_lives(shared):
@@ -180,10 +181,10 @@ def test_another_user_who_may_not_read_the_lock_is_told_that_nothing_is_known(sh
 @pytest.mark.parametrize("held", [False, True])
 def test_mutation_two_containers_a_lock_that_says_nothing_is_caught(server, tmp_path, monkeypatch, held):
     """Liveness as it was: told by something that two live servers share."""
-    one = server("1-a")
+    one = server(A)
     one.does("front_end", "write")
-    assert "engaged" in status_of("1-a")[0]
+    assert "engaged" in status_of(A)[0]
     monkeypatch.setattr(files, "is_held", lambda lock, remove=False: held)
-    assert ("ended" in status_of("1-a")[0]) is not held
+    assert ("ended" in status_of(A)[0]) is not held
     one.dies()
-    assert ("ended" in status_of("1-a")[0]) is not held
+    assert ("ended" in status_of(A)[0]) is not held
