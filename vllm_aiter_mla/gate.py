@@ -67,16 +67,20 @@ class Changes:
 def apply(vllm_config: Any) -> int | Skip | None:
     """Decide on ``vllm_config`` and engage it if it is admitted. Idempotent: ``replace()`` runs it again.
 
+    Nothing changes once layers were built from its ``compilation_config``, which a draft model's config shares.
+
     Returns:
         the decode limit in tokens if the fast path is on, the reason if it is not although it was asked for, else None.
 
     Raises:
         SettingsError: an option is wrong, or the engine is skipped in strict mode.
     """
+    engaged = compat_config.engaged_pass(vllm_config)
+    if compat_config.has_layers(vllm_config):  # vLLM's compiler holds a copy of the options by now
+        return None if engaged is None else int(engaged.limit)
     settings = compat_config.settings_of(vllm_config)
     for key in near_misses(vllm_config.additional_config):
         log.say_once(logging.WARNING, f"additional_config.{key} is not read: the options belong into {OPTIONS}")
-    engaged = compat_config.engaged_pass(vllm_config)
     if not settings.enabled:
         _switch_off(vllm_config, settings, engaged)
         return None

@@ -4,7 +4,9 @@ import copy
 import logging
 
 import pytest
+from vllm.compilation.backends import VllmBackend
 from vllm.config.utils import replace
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tests.gate import gate_support
 from tests.gate.gate_support import ATTENTION_OPS, ON, PASSES, SLOT, USERS_PASS, added_to, pass_of, ranges_of
@@ -130,6 +132,44 @@ def test_replaced_config_of_a_draft_that_is_skipped_leaves_the_targets_pass(conf
     assert gate.apply(draft).code == "kv_cache_dtype"
     assert pass_of(built).limit == 16
     assert said.at(logging.WARNING) == []
+
+
+STRICT = {"aiter_mla": {"enabled": True, "strict": True}}
+
+
+@pytest.mark.parametrize(
+    ("flag", "target", "draft"),
+    [
+        (ON, "ROCM_AITER_MLA", "TRITON_MLA"),
+        (STRICT, "ROCM_AITER_MLA", "TRITON_MLA"),
+        (ON, "TRITON_MLA", "ROCM_AITER_MLA"),
+    ],
+    ids=["skipped", "skipped in strict mode", "admitted next to a skipped target"],
+)
+def test_replaced_config_of_a_draft_changes_nothing_once_the_target_is_built(
+    config, said, monkeypatch, flag, target, draft
+):
+    """vLLM's compiler holds a copy of the options, and the draft's config keeps the target's model."""
+    monkeypatch.setattr(compat_config, "platform_facts", lambda one: {"attention": one.attention_config.backend.name})
+    # vLLM's own fusion exists on GPUs only.
+    built = config(additional_config=flag, attention_backend=target, compilation_config=CONFIGS[-1])
+    had, lines, compiler = added_to(built), list(said), VllmBackend(built)
+    built.compilation_config.static_forward_context["layers.0"] = object()
+    replace(built, attention_config=replace(built.attention_config, backend=AttentionBackendEnum[draft]))
+    assert added_to(built) == had
+    assert said == lines
+    compiler.configure_post_pass()
+    assert (had["pass"] in compiler.pass_manager.passes) is (target == "ROCM_AITER_MLA")
+
+
+@pytest.mark.mutation("I5")
+@pytest.mark.parametrize(("target", "draft"), [("ROCM_AITER_MLA", "TRITON_MLA"), ("TRITON_MLA", "ROCM_AITER_MLA")])
+def test_mutation_replaced_config_of_a_draft_that_decides_again_is_caught(config, said, monkeypatch, target, draft):
+    monkeypatch.setattr(compat_config, "has_layers", lambda vllm_config: False)
+    with pytest.raises(AssertionError, match="'pass': "):
+        test_replaced_config_of_a_draft_changes_nothing_once_the_target_is_built(
+            config, said, monkeypatch, ON, target, draft
+        )
 
 
 @pytest.mark.mutation("I5")

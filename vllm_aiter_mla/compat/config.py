@@ -99,6 +99,11 @@ def shares_compilation(vllm_config: Any) -> bool:
     return model is None or not model.use_mla or getattr(model, "runner_type", None) == "draft"
 
 
+def has_layers(vllm_config: Any) -> bool:
+    """Return whether layers of a model were built from its ``compilation_config``; other processes' do not count."""
+    return bool(getattr(vllm_config.compilation_config, "static_forward_context", None))
+
+
 def drop_options(vllm_config: Any) -> None:
     """Remove options that say ``enabled: false``: vLLM hashes what is in ``additional_config`` into its cache keys."""
     options = vllm_config.additional_config
