@@ -30,6 +30,7 @@ from vllm_aiter_mla.serving import backends
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.startup import checks, timing
 
+planted = raising(torch.OutOfMemoryError("planted: out of memory"))
 QUICK_TRITON = costs(aiter=8.0, triton=5.0, vllm=10.0)
 LIMIT = 16
 
@@ -141,6 +142,29 @@ def test_a_start_without_time_for_the_rest_serves_by_the_figures_that_were_kept(
     assert made_up.said.at(logging.WARNING) == []
 
 
+def test_a_limit_that_no_batch_reaches_is_timed_up_to_the_largest_batch(made_up):
+    one = Worker(ours(4 * LIMIT))
+    one.vllm_config.scheduler_config.max_num_batched_tokens = LIMIT
+    one.load_model()
+    assert list(measured(one)[0].us) == [1, 2, 4, 8, LIMIT]
+    assert runs(one, 4 * LIMIT) == "triton"
+
+
+def test_a_count_that_memory_does_not_suffice_for_costs_the_others_nothing(made_up, monkeypatch):
+    """Also at the next start, which tries again: the figures that were kept still count."""
+    inner = stopwatch.calls_of
+    calls_of = lambda shape, weights, tokens, resident: (planted if tokens > 4 else inner)(  # noqa: E731
+        shape, weights, tokens, resident
+    )
+    monkeypatch.setattr(stopwatch, "calls_of", calls_of)
+    monkeypatch.setattr(stopwatch, "FIRST_TIMED", (1,))
+    for since in (False, True):
+        one = made_up.start()
+        assert (runs(one, 16), list(measured(one)[0].us)) == ("triton", [1, 2, 4])
+        assert bool(measured(one)[0].since) is since
+        assert made_up.said.at(logging.WARNING) == []
+
+
 def test_figures_of_another_tile_at_one_count_are_not_taken(made_up):
     made_up.start()
     made_up.kernels["triton"].kernel_of = lambda call: "another" if call.num_tokens == 8 else None
@@ -214,7 +238,6 @@ def test_a_batch_that_the_kernel_refuses_is_named_once_whatever_its_size(made_up
     assert line.endswith("aiter: at 8 tokens: too many")
 
 
-planted = raising(torch.OutOfMemoryError("planted: out of memory"))
 CANNOT = {
     "no memory": lambda patch, card_: patch(stopwatch, "cold_weights", planted),
     "no events": lambda patch, card_: patch(stopwatch, "looped", planted),

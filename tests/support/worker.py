@@ -33,6 +33,7 @@ class Worker:
         self.vllm_config.cache_config.cache_dtype = "auto"
         self.vllm_config.model_config = SimpleNamespace(dtype="torch.bfloat16")
         self.vllm_config.device_config = SimpleNamespace(device_type="cuda")
+        self.vllm_config.scheduler_config = SimpleNamespace(max_num_batched_tokens=2048)
         self.vllm_config.compute_hash = lambda: "k" * 64
         self.vllm_config.additional_config = {"aiter_mla": {"enabled": True} | options}
         self.steps = 0

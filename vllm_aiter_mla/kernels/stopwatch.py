@@ -164,6 +164,7 @@ def time_shape(
     budget: Budget,
     graphs: bool = True,
     pad: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    rounds: Rounds | None = None,
 ) -> Rounds:
     """Time ``backends`` on layers of ``shape``, as many token counts as the budget allows, ``FIRST_TIMED`` first.
 
@@ -177,6 +178,7 @@ def time_shape(
         budget: of this rank; what is spent here is taken from it.
         graphs: whether decode steps are captured; otherwise the calls are made one by one, as in serving.
         pad: what vLLM does to a query whose heads its decode kernel does not take; it belongs to a call's time.
+        rounds: takes the figures of each count at once, so that a count that raises costs none of those before it.
 
     Raises:
         OverBudgetError: the budget was spent before one token count was timed.
@@ -184,7 +186,7 @@ def time_shape(
     """
     resident = card().cache_bytes()
     weights = cold_weights(weight, resident)
-    rounds: Rounds = {}
+    rounds = {} if rounds is None else rounds
 
     for tokens in sorted(counts, key=lambda count: (count not in FIRST_TIMED, count)):
         calls = calls_of(shape, weights, tokens, resident)

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import JsonValue
 
 from vllm_aiter_mla import files
@@ -122,7 +123,8 @@ def _timed(config: Any, layers: Sequence[Layer], limit: int | None, groups: dict
         return Answer(why="its kernels could not be checked")
     budget, kinds, why = stopwatch.Budget(), dict[str, Taken](), ""
     try:
-        counts = stopwatch.token_counts(limit)
+        # No batch is larger, whatever limit the user has set.
+        counts = stopwatch.token_counts(min(limit, config.scheduler_config.max_num_batched_tokens))
         for layer in layers:
             if layer.usable():
                 groups.setdefault(layer.shape().in_words(), []).append(layer)
@@ -158,15 +160,17 @@ def _figures(config: Any, layer: Layer, counts: Sequence[int], budget: stopwatch
     left = [count for count in counts if count not in kept]
     if not left:
         return Taken(kept, "", key, kept, since)
+    timed, why = Rounds(), ""
     try:
         with card().fork_rng(), compat_config.as_current(config):
             pad = partial(compat_layer.pad_query, layer.module) if layer.out_heads else None
-            timed = stopwatch.time_shape(backends, shape, layer.weight(), left, budget, graphs, pad)
-            return Taken(kept | timed, "", key, kept)
-    except stopwatch.OverBudgetError as error:
-        return Taken(kept, "" if kept else _line(error), key, kept, since)
+            stopwatch.time_shape(backends, shape, layer.weight(), left, budget, graphs, pad, timed)
+    except (stopwatch.OverBudgetError, torch.OutOfMemoryError) as error:  # says nothing against what was timed
+        why = _line(error)
     except Exception as error:
         return Taken({}, _line(error), key, kept)
+    found = kept | timed
+    return Taken(found, "" if found else why, key, kept, "" if timed else since)
 
 
 def agree(answers: Sequence[Answer]) -> tuple[dict[str, Rounds], list[str]]:
