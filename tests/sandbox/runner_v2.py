@@ -220,7 +220,7 @@ def _layer(config: Any) -> tuple[Any, Any]:
 
 
 def real(setup: Setup, *requests: tuple[int, int, int], drafts: tuple[int, ...] = (), graphs: bool = True,
-         at_least: int = 0, optimism: int = 0) -> Step:  # fmt: skip
+         at_least: int = 0, optimism: int = 0, last_half: bool = False) -> Step:  # fmt: skip
     """Build a scheduled batch, as ``execute_model`` prepares it.
 
     Args:
@@ -230,6 +230,7 @@ def real(setup: Setup, *requests: tuple[int, int, int], drafts: tuple[int, ...] 
         graphs: whether graphs were captured.
         at_least: tokens to which another rank of a data-parallel group makes this one pad.
         optimism: drafts that Python still counts although the device has rejected them (async scheduling).
+        last_half: whether to return the last of two microbatches (dual batch overlap).
     """
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
@@ -254,7 +255,20 @@ def real(setup: Setup, *requests: tuple[int, int, int], drafts: tuple[int, ...] 
     state, uniform = GPUModelRunner.gather_batch_req_state(runner, output, False)
     found = _dispatch(setup, len(requests), max(state.num_tokens, at_least), uniform, graphs)
     batch = GPUModelRunner.prepare_inputs(runner, output, state, found, 0)
-    return _step(setup, batch, found.cg_mode, *GPUModelRunner.prepare_attn(runner, batch))
+    tables, slots = GPUModelRunner.prepare_attn(runner, batch)
+    if last_half:
+        batch, tables, slots = _last_half(batch, tables, slots)
+    return _step(setup, batch, found.cg_mode, tables, slots)
+
+
+def _last_half(batch: Any, tables: Any, slots: Any) -> tuple[Any, Any, Any]:
+    """As ``UBatchRunner.prepare``, which needs streams."""
+    from vllm.v1.worker.gpu import ubatch_utils
+
+    half = ubatch_utils.create_ubatch_slices(batch, 2)[-1]
+    buffers = (torch.zeros(MAX_REQS + 1, dtype=torch.int32), *torch.zeros(2, MAX_REQS, dtype=torch.int32))
+    tables = tuple(table[half.request_slice] for table in tables)
+    return ubatch_utils._slice_input_batch(batch, half, *buffers), tables, slots[:, half.token_slice]
 
 
 def _dispatch(setup: Setup, requests: int, tokens: int, uniform: int | None, graphs: bool) -> Any:
@@ -341,6 +355,7 @@ KINDS: dict[str, Callable[[Setup], Step]] = {
     "decode, no graph": lambda s: decodes(s, graphs=False),
     "decode, full graph, padded": lambda s: decodes(s),
     "decode, padded to another rank": lambda s: decodes(s, at_least=7 * (1 + s.drafts)),
+    "decode, microbatch of padding": lambda s: decodes(s, graphs=False, at_least=MAX_TOKENS, last_half=True),
     "decode, async scheduling": lambda s: decodes(s, optimism=s.drafts),
     "prefill, piecewise, padded": lambda s: real(s, (5, 0, 5), (6, 0, 6)),
     "prefill, no graph": lambda s: real(s, (5, 0, 5), graphs=False),

@@ -1,6 +1,7 @@
 """The three ops: what they return, what their fakes look at, and when they refuse to run."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.platforms import current_platform
 
-from tests.passes.stubs import forward
+from tests.passes.stubs import AiterMLAImpl, forward
 from tests.sandbox import gpu_ops
 from tests.support import opcalls
 from tests.support.opcalls import ATTENTION, FAKES, OPS, SIZES, arguments, batch_of, layer_of
@@ -351,6 +352,27 @@ def test_decode_rows_without_a_slot_each_are_no_decode_batch():
         metadata, slots = get_forward_context().attn_metadata[layer.layer_name], batch.slot_mapping()
         assert not compat_layer.is_decode_only(metadata, slots)
         assert compat_layer.is_decode_only(metadata, batch_of(6, decodes=4, slots=4).slot_mapping())
+
+
+@pytest.mark.parametrize("decode", [SimpleNamespace(), None], ids=["decode", "neither"])
+def test_a_batch_of_padding_alone_is_given_to_no_kernel(monkeypatch, decode):
+    """A microbatch of vLLM's V2 may hold no real row. vLLM launches nothing; HIP refuses a grid of none."""
+    layer, batch, args = layer_of(), batch_of(6, decodes=0), arguments(ROPE, layer_of(), 6)
+    for owner, name in (
+        (Layer, "_bind"), (AiterMLAImpl, "forward_mqa"), (compat_layer, "rope_and_write"),
+        (compat_layer, "rotary_embedding"),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, lambda *_, name=name, **__: pytest.fail(f"{name} of no row"))
+    before, output = [arg.clone() for arg in args[:7]], args[6]
+    with forward([layer], batch):
+        for metadata in get_forward_context().attn_metadata.values():
+            metadata.decode = decode
+        OPS[ROPE](*args)
+        get_forward_context().slot_mapping = {}
+        OPS[ROPE](*args)
+        OPS[ATTENTION[0]](args[0], args[2], args[1].unsqueeze(1), torch.zeros(6, 1), output, args[8], None)
+    assert all(map(torch.equal, before, args[:7])), "as vLLM's: rows that nobody reads stay as they are"
+    assert torch.equal(layer.kv_cache, layer.initial)
 
 
 @pytest.mark.parametrize("name", ["q", "k_pe", "kv_c", "positions", "cos_sin_cache", "slot_mapping", "k_scale"])

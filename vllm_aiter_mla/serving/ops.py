@@ -37,8 +37,8 @@ class LayerStep(NamedTuple):
     kv_cache: torch.Tensor
     slots: torch.Tensor | None  # [S] int64, S may exceed T; None while profiling
     metadata: Any  # of vLLM's attention, handed on as it is; None while profiling and in dummy runs
-    num_actual_tokens: int  # real rows; the others pad a graph
-    decode_only: bool  # whether every real row is a decode row, with a slot for its KV row
+    num_actual_tokens: int  # real rows; the others pad a graph, or all of a microbatch
+    decode_only: bool  # whether there are real rows, and each is a decode row with a slot for its KV row
     # Tells whether the forward pass runs, or records, piecewise graphs; only captures ask
     is_piecewise: Callable[[], bool]
 
@@ -167,7 +167,7 @@ def _step_of(
     if metadata is None:
         return LayerStep(name, layer, kv_cache, slots, None, 0, False, compat_layer.is_piecewise)
     rows = metadata.num_actual_tokens
-    decode_only = rows <= layer.limit and compat_layer.is_decode_only(metadata, slots) and kv_cache.numel() > 0
+    decode_only = 0 < rows <= layer.limit and compat_layer.is_decode_only(metadata, slots) and kv_cache.numel() > 0
     if decode_only:
         kv_cache = layer.cache_view(kv_cache)
     return LayerStep(name, layer, kv_cache, slots, metadata, rows, decode_only, compat_layer.is_piecewise)
@@ -198,7 +198,7 @@ def attention_with_rope(
     if query is not None:
         decode(step, query, output)
         return
-    if step.metadata is not None:
+    if step.metadata is not None and step.num_actual_tokens:
         rotate_and_write(step, q, k_pe, kv_c, rope)
     step.layer.vllm_forward(q, kv_c, k_pe.unsqueeze(1), step.metadata, output)
 
