@@ -91,17 +91,22 @@ def apply(vllm_config: Any) -> int | Skip | None:
         skip = Skip("capability", f"this vLLM's config cannot be read: {type(error).__name__}: {error}")
     if skip is None and engaged is None:
         skip = compat_config.why_not_chainable(vllm_config.compilation_config)
+    if skip is None:
+        # A draft model's config may hold no draft tokens; it must not shrink the limit that it shares with its target.
+        drafts = max(vllm_config.num_speculative_tokens, 0 if engaged is None else engaged.changes.drafts)
+        limit = admission.decode_limit(vllm_config.scheduler_config.max_num_seqs, drafts, settings.max_token_num)
+        integration = admission.integration_of(view) if engaged is None else engaged.integration
+        try:  # before anything is changed
+            made = _pass(vllm_config, limit, settings, engaged, integration)
+        except Exception as error:  # of an unknown vLLM, or of a broken torch
+            skip = Skip("capability", f"the pass cannot be made: {type(error).__name__}: {error}")
     if skip is not None:
         # A draft model's config shares compilation_config with its target: the target's pass stays.
         if engaged is None or not compat_config.shares_compilation(vllm_config):
             _take_back(vllm_config.compilation_config, engaged)
             _skip(vllm_config, skip, settings)
         return skip
-    # A draft model's config may hold no draft tokens; it must not shrink the limit that it shares with its target.
-    drafts = max(vllm_config.num_speculative_tokens, 0 if engaged is None else engaged.changes.drafts)
-    limit = admission.decode_limit(vllm_config.scheduler_config.max_num_seqs, drafts, settings.max_token_num)
-    integration = admission.integration_of(view) if engaged is None else engaged.integration
-    _engage(vllm_config, settings, limit, drafts, engaged, integration)
+    _engage(vllm_config, made, drafts, engaged)
     _announce(vllm_config, view, integration, settings, limit, drafts)
     return limit
 
@@ -114,10 +119,24 @@ def _switch_off(vllm_config: Any, settings: Settings, engaged: Any) -> None:
     compat_config.drop_options(vllm_config)
 
 
-def _engage(vllm_config: Any, settings: Settings, limit: int, drafts: int, engaged: Any, integration: str) -> None:
-    compilation = vllm_config.compilation_config
+def _pass(vllm_config: Any, limit: int, settings: Settings, engaged: Any, integration: str) -> Any:
+    """Return the pass to install. A worker's pass knows which kernels were checked: it stays if nothing has changed."""
+    if engaged is not None and (engaged.limit, engaged.settings) == (limit, settings):
+        return engaged
+    # The hook before the pass: should it fail, no worker may run kernels that nobody has checked.
+    patches.hook_workers()
+    # Imports torch's compiler, which a run with the flag off must not pay for.
+    from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
+
+    with log.warned(f"the gauge {gauge.NAME} is not available"):
+        gauge.show(compat_config.cache_folder())
+    chained = compat_config.wrapped_pass(vllm_config.compilation_config) if engaged is None else engaged.chained
+    return AiterMLAPipeline(vllm_config, limit=limit, settings=settings, chained=chained, integration=integration)
+
+
+def _engage(vllm_config: Any, made: Any, drafts: int, engaged: Any) -> None:
+    compilation, limit, integration = vllm_config.compilation_config, made.limit, made.integration
     _take_back(compilation, engaged)
-    chained = compat_config.wrapped_pass(compilation)
     given, before = patches.given(compilation), _values(compilation)
     endpoints = compilation.compile_ranges_endpoints or []
     if integration == "passes":
@@ -131,24 +150,9 @@ def _engage(vllm_config: Any, settings: Settings, limit: int, drafts: int, engag
     added = integration == "passes" and limit not in endpoints
     # At a second run vLLM has added its own ends since.
     theirs = endpoints if engaged is None else [end for end in engaged.changes.endpoints if end != engaged.limit]
-    changes = Changes(given, drafts, tuple(sorted({*theirs, limit})) * added, differ)
-    # A worker's pass knows which kernels were checked: it stays if it would be built the same.
-    if engaged is None or (engaged.limit, engaged.settings) != (limit, settings):
-        engaged = _new_pass(vllm_config, limit, settings, chained, integration)
-    engaged.changes = changes
+    made.changes = Changes(given, drafts, tuple(sorted({*theirs, limit})) * added, differ)
     # New containers instead of changes in place: another config may hold the same list or dict.
-    compilation.inductor_compile_config = {**compilation.inductor_compile_config, slot: engaged}
-
-
-def _new_pass(vllm_config: Any, limit: int, settings: Settings, chained: Any, integration: str) -> Any:
-    # The hook before the pass: should it fail, no worker may run kernels that nobody has checked.
-    patches.hook_workers()
-    # Imports torch's compiler, which a run with the flag off must not pay for.
-    from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
-
-    with log.warned(f"the gauge {gauge.NAME} is not available"):
-        gauge.show(compat_config.cache_folder())
-    return AiterMLAPipeline(vllm_config, limit=limit, settings=settings, chained=chained, integration=integration)
+    compilation.inductor_compile_config = {**compilation.inductor_compile_config, slot: made}
 
 
 def _open(vllm_config: Any, given: patches.Given, limit: int) -> None:

@@ -14,6 +14,7 @@ import torch
 from pydantic import ValidationError
 from typer.testing import CliRunner
 from vllm.config import VllmConfig
+from vllm.config.utils import replace
 
 from tests.gate import gate_support
 from tests.gate.gate_support import ON, PASSES, added_to, assert_skipped, pass_of
@@ -113,6 +114,26 @@ def test_a_failed_registration_step_skips_unless_it_is_optional(config, said):
 def test_strict_mode_makes_a_skip_an_error_that_names_the_knob(config):
     with pytest.raises(ValidationError, match=r"enforce_eager.*strict"):
         config(additional_config={"aiter_mla": PASSES["aiter_mla"] | {"strict": True}}, enforce_eager=True)
+
+
+BROKEN = {
+    "our pass": lambda patch: patch.setitem(sys.modules, "vllm_aiter_mla.passes.pipeline", None),
+    "vLLM's worker": lambda patch: patch.setattr(patches, "hook_workers", raising(ImportError("no worker_base"))),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
+def test_a_pass_that_cannot_be_made_skips_the_engine_before_anything_is_changed(config, said, monkeypatch, broken):
+    off, theirs = added_to(config()), config(additional_config=ON)
+    broken(monkeypatch)
+    built = config(additional_config=ON)
+    assert_skipped(said, built, "capability", "Error: ")
+    assert added_to(built) == off
+    moved = copy.copy(theirs.scheduler_config)
+    moved.max_num_seqs = 8
+    assert added_to(replace(theirs, scheduler_config=moved)) == off
+    with pytest.raises(ValidationError, match=r"capability.*strict"):
+        config(additional_config={"aiter_mla": {"enabled": True, "strict": True}})
 
 
 def test_a_skipped_config_is_in_the_status_file(registered, mla_model, cache_root):
