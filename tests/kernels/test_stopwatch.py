@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tests.sandbox.rehearsal_card import RehearsalCard
 from tests.support.made_up_clock import ORDER, MadeUpClock, Named, costs
 from tests.support.planted import break_import
 from vllm_aiter_mla.kernels import absorb, reference, stopwatch
@@ -179,6 +180,15 @@ def test_figures_of_another_machine_are_a_miss_and_a_broken_file_is_named(tmp_pa
     path.write_text(json.dumps(data)[:100])
     with pytest.raises(ValueError, match=path.name):
         timing.read(tmp_path, KEY)
+
+
+def test_figures_of_another_compute_partition_are_a_miss(monkeypatch, tmp_path):
+    """A card in CPX keeps its host and driver, and perhaps its name, and is an eighth of it in SPX."""
+    parts = RehearsalCard().install(monkeypatch)
+    timing.write(tmp_path, timing.about(), timed(MadeUpClock(EQUAL)))
+    assert timing.read(tmp_path, timing.about())[0]
+    monkeypatch.setattr(parts, "units", lambda: 38)
+    assert timing.read(tmp_path, timing.about()) == ({}, "")
 
 
 def test_ranks_agree_by_the_slowest_and_on_what_all_have_timed():

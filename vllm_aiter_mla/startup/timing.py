@@ -285,10 +285,11 @@ def write(folder: Path, key: Mapping[str, Any], rounds: Rounds) -> None:
 
 
 def about() -> dict[str, str | None]:
-    """Return ``machine`` with driver, plugin, vLLM, AITER and host: if one differs, the figures may differ too."""
+    """Return ``machine`` with units, driver, plugin, vLLM, AITER and host: if one differs, the figures may differ."""
     stamp = files.stamp("measured")
     versions = {name: getattr(stamp, name) for name in ("plugin", "vllm", "aiter", "host")}
-    return stopwatch.machine() | {"driver": _driver()} | versions
+    # A partition of a card has fewer units, and may have the name of the whole.
+    return stopwatch.machine() | {"units": str(card().units()), "driver": _driver()} | versions
 
 
 def _driver() -> str:
