@@ -340,7 +340,7 @@ def test_every_step_has_a_planted_fault() -> None:
 def of_shape(heads: int, drafts: int, cache: str, arch: str = "gfx942", vllm: str = "0.33.0") -> dict[str, Any]:
     found = made_up_plan(heads_per_rank=heads, arch=arch, vllm=vllm)
     found["options"] |= {"num_drafts": drafts, "kv_cache_dtype": cache}
-    found["captures"]["inside"] = [1, 2, 4]
+    found["captures"] |= {"inside": [1, 2, 4], "full": [1, 2, 4]}
     return found
 
 
@@ -357,7 +357,7 @@ def of_shape(heads: int, drafts: int, cache: str, arch: str = "gfx942", vllm: st
         (of_shape(8, 0, "fp8", vllm="0.32.0+cpu"), set()),
         (of_shape(8, 0, "fp8", vllm="dev"), {"vllm#51011"}),
         (of_shape(16, 1, "fp8", arch="gfx950"), {"aiter#3013"}),
-        (of_shape(16, 0, "fp8") | {"captures": {"inside": [], "outside": [], "note": ""}}, {"vllm#51171"}),
+        (of_shape(16, 0, "fp8") | {"captures": {"inside": [1, 2], "outside": [], "note": ""}}, {"vllm#51171"}),
     ],
 )
 def test_a_known_issue_is_found_by_card_cache_heads_and_drafts(plan: dict[str, Any], concerned: set[str]) -> None:
@@ -371,7 +371,7 @@ def test_a_known_issue_is_of_the_heads_and_rows_from_its_first_to_its_last(issue
     def concerns(heads: int, rows: int) -> bool:
         cache = "auto" if issue["cache"] == "16 bits" else "fp8"
         plan = of_shape(heads, rows - 1, cache, issue["arch"][0], vllm="dev")
-        plan["captures"]["inside"] = []
+        plan["captures"]["full"] = []
         plan["environment"] |= {issue["switch"]: ("1", "--env")} if "switch" in issue else {}
         made = plans.parsed(plan)
         with mock.patch.object(issues.files, "stamp", return_value=SimpleNamespace(aiter=None)):

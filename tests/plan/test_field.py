@@ -24,6 +24,7 @@ slow = pytest.mark.slow
 MTP = ("--speculative-config", '{"method":"mtp","num_speculative_tokens":3}')
 OTHERS = ("fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache")
 R1 = ("deepseek-r1", "-tp", "8")
+LMCACHE = ("--kv-transfer-config.kv_connector=LMCacheConnectorV1", "--kv-transfer-config.kv_role=kv_both")
 MISTRAL = {
     "dim": 7168, "n_layers": 61, "head_dim": 128, "hidden_dim": 16384, "n_heads": 128, "n_kv_heads": 128,
     "norm_eps": 1e-06, "vocab_size": 131072, "rope_theta": 10000.0, "tied_embeddings": False, "q_lora_rank": 1536,
@@ -100,6 +101,24 @@ def test_field_o8_a_plan_fits_into_80_columns(typed: Any, line: tuple[str, ...])
 def test_field_known_issues_are_in_a_plan(typed: Any, line: tuple[str, ...], concerned: str, remedy: str) -> None:
     _, text = typed("plan", *line)
     assert (concerned in text, remedy in text) == (True, True)
+
+
+@slow
+@pytest.mark.parametrize(
+    ("options", "listed"),
+    [
+        ((), False),
+        (("-cc.cudagraph_mode=FULL_DECODE_ONLY",), False),
+        (("-cc.cudagraph_mode=PIECEWISE",), True),
+        ((*LMCACHE, "--kv-transfer-config.kv_connector_extra_config.use_layerwise=false"), False),
+        ((*LMCACHE, "--kv-transfer-config.kv_connector_extra_config.use_layerwise=true"), True),
+        (("-cc.cudagraph_mode=NONE",), True),
+    ],
+    ids=["default", "full", "piecewise", "connector", "layerwise connector", "none"],
+)
+def test_field_decode_without_full_graphs_is_a_known_issue(typed: Any, options: tuple[str, ...], listed: bool) -> None:
+    code, text = typed("plan", *R1, "--kv-cache-dtype", "fp8", *options)
+    assert (code, "vllm#51171" in text) == (0, listed), text
 
 
 @slow

@@ -213,8 +213,8 @@ def engine_facts(config: Any) -> dict[str, Any]:
 
     Returns:
         ``gate``: limit, integration and added options of the plugin's pass in vLLM's slot, None without one. ``view``:
-        what admission reads. ``user_pass``: why the user's pass cannot be chained, or None. ``options``, ``ranges`` and
-        ``captures``.
+        what admission reads. ``user_pass``: why the user's pass cannot be chained, or None. ``options``, ``ranges``,
+        ``captures`` and ``full_graphs``: the sizes of vLLM's graphs, and of its full graphs of decode batches.
     """
     compilation, scheduler, parallel = config.compilation_config, config.scheduler_config, config.parallel_config
     engaged = compat_config.current_pass(compilation)
@@ -243,4 +243,5 @@ def engine_facts(config: Any) -> dict[str, Any]:
         },
         "ranges": [(one.start, one.end) for one in compilation.get_compile_ranges()] if compilation.mode else [],
         "captures": compat_config.capture_sizes(compilation),
+        "full_graphs": compat_config.full_graphs(compilation),
     }

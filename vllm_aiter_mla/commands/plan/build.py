@@ -162,6 +162,7 @@ def _graph(engine: dict[str, Any], limit: int) -> dict[str, Any]:
             tuple(size for size in sizes if size <= limit),
             tuple(size for size in sizes if size > limit),
             "" if sizes else f"none: {no_graph}",
+            tuple(size for size in engine["full_graphs"] if size <= limit),
         ),
     }
 

@@ -54,8 +54,7 @@ def applies(issue: Mapping[str, Any], plan: Plan) -> bool:
         return False
     if "switch" in issue and plan.environment[issue["switch"]][0].lower() not in ("1", "true"):
         return False
-    # A graph of decode batches is full only if vLLM captures one.
-    return "graphs" not in issue or not plan.captures.inside
+    return "graphs" not in issue or not plan.captures.full
 
 
 def _within(bounds: tuple[str | None, str | None], release: str | None) -> bool:

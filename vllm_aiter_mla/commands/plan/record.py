@@ -78,11 +78,12 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Captures:
-    """Captured sizes in tokens, up to the decode limit and above it."""
+    """Captured sizes in tokens, up to the decode limit and above it; ``full``: those inside with a full graph."""
 
     inside: tuple[int, ...]
     outside: tuple[int, ...]
     note: str
+    full: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
