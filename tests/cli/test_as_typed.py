@@ -142,6 +142,44 @@ def test_the_options_of_a_file_are_read_by_vllm(script, tmp_path):
     assert offline.serve_options(["deepseek-r1", *answer["reached"][:2]]).tensor_parallel_size == 8
 
 
+GRAPH, OF_FILE = "--compilation-config", "compilation-config:\n  cudagraph_mode: NONE\n"
+HALVES = [  # what names a config, option strings first, and the file of --config
+    ([f"{GRAPH}.cudagraph_mode=NONE", FLAG], ""),
+    ([FLAG, "--compilation_config.cudagraph_mode", "NONE"], ""),
+    ([GRAPH, '{"cudagraph_mode": "NONE"}', "-cc", '{"custom_ops": ["+v"]}'], ""),
+    (["-cc={}", FLAG], ""),
+    ([FLAG, "--compilation-conf", "{}"], ""),
+    ([FLAG], OF_FILE),
+    ([GRAPH, "{}"], OF_FILE),
+    (["-sc", '{"method": "ngram"}', "--speculative-config.num_speculative_tokens=3"], ""),
+    (["--attention-config.backend=TRITON_MLA", "-ac.flash_attn_version=3"], ""),
+    (["--hf-overrides.v=1", "--hf-overrides", '{"w": 1}'], ""),
+    (["--additional-config.aiter_mla.kernel=vllm"], "additional-config: {v: 1}"),
+]
+
+
+@pytest.mark.parametrize(("typed", "in_file"), HALVES)
+def test_a_config_of_which_vllm_would_drop_a_part_is_refused_with_its_spellings(typed, in_file, tmp_path):
+    path = tmp_path / "v.yaml"
+    path.write_text(in_file)
+    names = {word.partition(".")[0].partition("=")[0].replace("_", "-") for word in typed if word.startswith("-")}
+    with pytest.raises(ValueError, match="vLLM would use the last one only") as caught:
+        offline.serve_options(["deepseek-r1", *(["--config", str(path)] if in_file else []), *typed])
+    assert [name for name in names - {"--compilation-conf"} if name not in str(caught.value)] == []
+    assert ("the file of --config" in str(caught.value)) is bool(in_file)
+    assert "\n" not in str(caught.value)
+
+
+def test_values_of_one_spelling_and_another_options_config_are_one_source_each(tmp_path):
+    path = tmp_path / "v.yaml"
+    path.write_text(f"{OF_FILE}tensor-parallel-size: 2\n")
+    of_file = ["--config", str(path), "-tp", "4", "-ac.backend=TRITON_MLA"]
+    lines = (["-cc.mode=3", FLAG, "-sc.method=ngram"], of_file)
+    first, second = (offline.serve_options(["deepseek-r1", *line]) for line in lines)
+    assert (int(first.compilation_config.mode), SPELLINGS[0][1](first)) == (3, True)
+    assert (second.compilation_config.cudagraph_mode.name, second.tensor_parallel_size) == ("NONE", 4)
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_from_two_dashes_on_nothing_is_ours(script, command):
     typed = ["-tp", "8", "--", "--arch", "gfx950", "--json"]

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the commands ask vLLM without an engine: its options, its switches in the environment, its classes."""
 
+import argparse
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,6 +41,8 @@ def serve_parser() -> Any:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser()
+    for name in (None, "store"):
+        parser.register("action", name, _Store)
     for name in SERVE_PARSERS:
         try:
             module = import_module(name)
@@ -49,6 +53,16 @@ def serve_parser() -> Any:
     return AsyncEngineArgs.add_cli_args(parser)
 
 
+class _Store(argparse.Action):
+    """What argparse does by default; ``spelled`` remembers by which of its names the option was given."""
+
+    spelled: tuple[str | None, ...] = ()
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, values)
+        self.spelled += (option_string,)
+
+
 def serve_options(arguments: Sequence[str]) -> Any:
     """Return the options of ``vllm serve``: a namespace with vLLM's own config objects.
 
@@ -56,20 +70,35 @@ def serve_options(arguments: Sequence[str]) -> Any:
 
     Raises:
         ImportError: vLLM is not importable.
-        ValueError: an option is wrong, in vLLM's words; or one config is given as JSON and as dotted values.
+        ValueError: an option is wrong, in vLLM's words; or one config is given in two ways.
     """
-    heads = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
-    for names in (("--compilation-config", "-cc"), ("--additional-config",)):
-        if set(names) & set(heads) and any(head.startswith(f"{name}.") for name in names for head in heads):
-            _refuse(f"{names[0]}: given as JSON and as {names[0]}.NAME=VALUE; vLLM would use one of them only")
     parser = serve_parser()
     parser.error = _refuse
     try:
-        return parser.parse_args(list(arguments))
+        parsed = parser.parse_args(list(arguments))
     except LookupError as error:  # "-cc.mode" without a value
         _refuse(f"vLLM's parser of options: {type(error).__name__}: {error}")
     except SystemExit:  # its help was printed
         _refuse("the options of `vllm serve` are explained by `vllm serve --help=all`")
+    for action in parser._actions:
+        _check_config(action, getattr(parsed, action.dest, None), arguments)
+    return parsed
+
+
+def _check_config(action: argparse.Action, value: Any, arguments: Sequence[str]) -> None:
+    """Raise ValueError if ``value`` is a config that was given in several ways: vLLM uses the last one only.
+
+    Its parser makes JSON of a table in the file of --config, and one of all NAME=VALUE by the same spelling.
+    """
+    given = getattr(action, "spelled", ())
+    if len(given) < 2 or not (isinstance(value, dict) or is_dataclass(value)):
+        return
+    dotted = {word.partition(".")[0].replace("_", "-") for word in arguments if "." in word.partition("=")[0]}
+    # vLLM's parser appends what it makes of NAME=VALUE, so that is the last one of its spelling.
+    ways = [f"{name}{'.NAME=VALUE' * (name in dotted and name not in given[number:])}"
+            for number, name in enumerate(given, 1)]  # fmt: skip
+    file = " (the file of --config counts too)" * ("--config" in arguments)
+    _refuse(f"{action.option_strings[0]}: given as {' and as '.join(ways)}{file}; vLLM would use the last one only")
 
 
 def leave_out(parsed: Any, concerns: Callable[[str], bool]) -> list[str]:
