@@ -170,6 +170,21 @@ def test_a_config_of_which_vllm_would_drop_a_part_is_refused_with_its_spellings(
     assert "\n" not in str(caught.value)
 
 
+OBJECTS = ("--speculative-config", "--override-generation-config", "--mm-processor-kwargs")
+
+
+@pytest.mark.parametrize("value", ["[]", "2", "true", '"v"'])
+@pytest.mark.parametrize("option", OBJECTS)
+def test_json_that_is_no_object_is_refused_where_vllm_takes_objects(option, value):
+    with pytest.raises(ValueError, match=f"{option} .*: a JSON object expected"):
+        offline.serve_options(["deepseek-r1", option, value])
+
+
+def test_json_of_another_type_is_taken_where_vllm_takes_it():
+    found = offline.serve_options(["M", "--allowed-origins", '["v"]', "--limit-mm-per-prompt", "null", "-sc", "None"])
+    assert (found.allowed_origins, found.limit_mm_per_prompt, found.speculative_config) == (["v"], None, None)
+
+
 def test_values_of_one_spelling_and_another_options_config_are_one_source_each(tmp_path):
     path = tmp_path / "v.yaml"
     path.write_text(f"{OF_FILE}tensor-parallel-size: 2\n")

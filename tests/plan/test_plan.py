@@ -363,6 +363,7 @@ def refused(*arguments, status=outputs.WRONG):
         ([GRAPH, "{"], GRAPH),
         ([GRAPH, "{}", "-cc.mode=3"], GRAPH),
         (["-cc..x=1"], GRAPH),
+        ([MTP[0], "[]"], f"{MTP[0]} []: a JSON object expected"),
         (["-cc.mode"], "vLLM's parser"),
         ([OURS, '{"aiter_mla": {"kernel": "tritn"}}'], "aiter_mla.kernel"),
         (["--additional_config={}", f"{OURS}.x=3"], OURS),

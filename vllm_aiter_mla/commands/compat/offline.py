@@ -70,7 +70,7 @@ def serve_options(arguments: Sequence[str]) -> Any:
 
     Raises:
         ImportError: vLLM is not importable.
-        ValueError: an option is wrong, in vLLM's words; or one config is given in two ways.
+        ValueError: an option is wrong, in vLLM's words; or one config is given in two ways, or is no JSON object.
     """
     parser = serve_parser()
     parser.error = _refuse
@@ -86,11 +86,14 @@ def serve_options(arguments: Sequence[str]) -> Any:
 
 
 def _check_config(action: argparse.Action, value: Any, arguments: Sequence[str]) -> None:
-    """Raise ValueError if ``value`` is a config that was given in several ways: vLLM uses the last one only.
+    """Raise ValueError if ``value`` is no object where a config is one, or if it was given in several ways.
 
-    Its parser makes JSON of a table in the file of --config, and one of all NAME=VALUE by the same spelling.
+    vLLM uses the last way only. Its parser makes JSON of a table in the file of --config, and one of all NAME=VALUE by
+    the same spelling.
     """
     given = getattr(action, "spelled", ())
+    if given and not isinstance(value, (dict, type(None))) and _reads_any_json(action):
+        _refuse(f"{action.option_strings[0]} {json.dumps(value)}: a JSON object expected")
     if len(given) < 2 or not (isinstance(value, dict) or is_dataclass(value)):
         return
     dotted = {word.partition(".")[0].replace("_", "-") for word in arguments if "." in word.partition("=")[0]}
@@ -99,6 +102,14 @@ def _check_config(action: argparse.Action, value: Any, arguments: Sequence[str])
             for number, name in enumerate(given, 1)]  # fmt: skip
     file = " (the file of --config counts too)" * ("--config" in arguments)
     _refuse(f"{action.option_strings[0]}: given as {' and as '.join(ways)}{file}; vLLM would use the last one only")
+
+
+def _reads_any_json(action: Any) -> bool:
+    """Return whether vLLM reads an option by ``json.loads`` alone, and means no list, which the default would be."""
+    try:
+        return action.type("[{}]") == [{}] and not isinstance(action.default, list)
+    except Exception:
+        return False
 
 
 def leave_out(parsed: Any, concerns: Callable[[str], bool]) -> list[str]:
