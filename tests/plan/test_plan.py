@@ -248,7 +248,19 @@ def test_launches_per_step_count_every_mla_layer():
     paths = plan["figures"]["by_tokens"]["256"]
     assert paths["vLLM, unfused"]["launches_per_step"] == 4 * 24
     assert paths["aiter"]["launches_per_step"] == 2 * 24
-    assert plan["figures"]["q_prepared_bytes"] == 256 * 12 * 576
+    assert plan["figures"]["q_prepared_bytes"] == 256 * 16 * 576, "12 heads, which the decode kernel pads"
+
+
+@slow
+@pytest.mark.parametrize(
+    ("name", "arch", "cache", "heads"),
+    [("kimi-k2", "gfx942", "fp8", 16), ("kimi-k2", "gfx950", "auto", 8), ("kimi-k2", "gfx942", "auto", 16),
+     ("deepseek-r1", "gfx942", "fp8", 16)],
+)  # fmt: skip
+def test_the_prepared_query_has_the_heads_that_vllms_decode_kernel_reads(name, arch, cache, heads):
+    """Kimi-K2 has 8 heads a rank here; Gluon's kernel, on gfx950 over a 16-bit cache, takes them unpadded."""
+    plan = planned(name, "-tp", "8", "--kv-cache-dtype", cache, *REQUESTS, arch=arch)
+    assert plan["figures"]["q_prepared_bytes"] == 256 * heads * 576 * (1 if cache == "fp8" else 2)
 
 
 # Of a process that ends with an error at each attempt to connect.

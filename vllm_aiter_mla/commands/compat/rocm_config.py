@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from vllm_aiter_mla.admission import LayerView
-from vllm_aiter_mla.compat.layer import layer_view
+from vllm_aiter_mla.compat.layer import layer_view, padded_heads
 
 
 def take_rocm_platform(device_count: int) -> None:
@@ -63,6 +63,7 @@ class LayerKind(NamedTuple):
     weight: str  # dtype of that weight; empty if it is packed
     has_rope: bool  # the layer, or the module around it, has a rotary embedding
     draft: bool  # it belongs to the draft model
+    out_heads: int = 0  # that AITER's decode kernel takes, where vLLM pads; else 0
 
 
 def finished_config(args: Any) -> Any:
@@ -110,6 +111,7 @@ def _kind(layer: Any, parent: Any, draft: bool) -> LayerKind:
         dtype = str(layer._vllm_config.model_config.dtype).removeprefix("torch.")
         view = replace(view, has_absorbed_weight=True, has_rope_kernel=True, model_dtype=dtype)
     weight = getattr(layer.kv_b_proj, "weight", None)
+    padded = padded_heads(layer)
     fp4, fp8 = layer.is_aiter_triton_fp4_bmm_enabled, layer.is_aiter_triton_fp8_bmm_enabled
     return LayerKind(
         view,
@@ -118,6 +120,7 @@ def _kind(layer: Any, parent: Any, draft: bool) -> LayerKind:
         "" if weight is None else str(weight.dtype).removeprefix("torch."),
         any(getattr(module, "rotary_emb", None) is not None for module in (layer, parent)),
         draft,
+        padded.heads if padded else 0,
     )
 
 

@@ -86,6 +86,8 @@ class _Planned:
         self.built, self.view, self.count = built, built.view, count
         self.tp = engine["options"]["tp"]
         self.fp8_cache = self.view.kv_cache_dtype.startswith("fp8")
+        unpadded = vllm_own.may_take_parts(arch, self.view.num_heads, self.fp8_cache)  # as ``serving.layer`` has it
+        self.out_heads = self.view.num_heads if unpadded else built.out_heads or self.view.num_heads
         self.reasons = [*admission.layer_skips(self.view), *([] if built.has_rope else [NO_ROPE])]
         block = engine["options"]["block_size"]
         self.decision, self.spans = kernels.planned(arch, settings, self.view, built.format, block, limit)
@@ -181,7 +183,7 @@ def _figures(model: record.Model, planned: _Planned, limit: int, eager: bool) ->
         planned.count,
         table,
         # Of the largest prepared query up to the limit; layers run one after the other, so one of them is alive.
-        q_prepared_bytes=limit * heads * (latent + rope) * stored,
+        q_prepared_bytes=limit * planned.out_heads * (latent + rope) * stored,
         # The contiguous cos and sin that the AITER path keeps, once per rotary table and rank.
         table_halves_bytes=model.max_position * rope * formulas.ACT,
     )
