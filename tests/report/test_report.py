@@ -185,6 +185,77 @@ def test_ranks_that_measured_the_same_share_one_table(written: Write) -> None:
     assert [row for row in rows_of(page) if row[0] == "64"] == [["64", "4.27", "2.91", "6.56", "triton"]]
 
 
+def twins(files: dict[str, Path]) -> dict[str, tuple[Any, Any]]:
+    """Two inputs of each kind that say much the same, as two cards, servers or sets of options do."""
+    read = {kind: json.loads(path.read_text()) for kind, path in files.items()}
+    other = {kind: json.loads(json.dumps(data)) for kind, data in read.items()}
+    other["status"] |= {"run": "2-b", "capture_sizes": [3]}
+    other["status"]["measured"][0]["us"]["64"]["triton"] = 1.0
+    other["measure"]["machine"]["card"], other["measure"]["rows"][0]["us"]["triton"] = "another card", 1.0
+    other["verify"]["results"][0]["replays"] += 1
+    issue = dict.fromkeys(("effect", "state", "remedy", "link"), "v")
+    read["plan"]["known_issues"], other["plan"]["known_issues"] = [issue | {"id": "v#1"}], [issue | {"id": "v#2"}]
+    other["plan"] |= {"arch": "gfx950", "limit": 128}
+    other["plan"]["options"] |= {"tp": 16, "kv_cache_dtype": "auto"}
+    found = {kind: (read[kind], other[kind]) for kind in read}
+    parts = [
+        {"plan": one["plan"], "kernels": one["verify"], "timing": one["measure"], "launches": {"today": count},
+         "engine": {"distances": {"plugin, control": {"short": {"tokens": count}}}}}
+        for one, count in ((read, 7), (other, 8))
+    ]  # fmt: skip
+    steps = [[Step("passed", "", data=data, name=name) for name, data in part.items()] for part in parts]
+    return found | {"check": (check_run(*steps[0], status=0), check_run(*steps[1], status=0))}
+
+
+def tables(page: str) -> list[tuple[str, list[list[str]]]]:
+    """Title and rows of each table, its head first."""
+    parts = [part.partition("</h3>") for part in page.split("<h3>")[1:]]
+    return [(html.unescape(re.sub(r"<[^>]+>", "", title)), rows_of(text)) for title, _, text in parts]
+
+
+@pytest.mark.parametrize("kind", ["status", "verify", "measure", "plan", "check"])
+def test_two_inputs_of_a_kind_are_shown_as_each_is_alone(files: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    paths = [tmp_path / folder / "v.json" for folder in "ab"]
+    for path, data in zip(paths, twins(files)[kind], strict=True):
+        path.parent.mkdir()
+        path.write_text(json.dumps(data))
+    page = html_of(paths)
+    titles = [title for title, _ in tables(page)]
+    charts = re.findall(r'<svg [^>]*aria-label="([^"]+)"', page)
+    assert (len(titles), len(charts)) == (len(set(titles)), len(set(charts)))
+    shown = [rows for _, rows in tables(page.replace("v.json (2)", "v.json"))]
+    of_inputs = [row for rows in shown if rows[:1] and rows[0][0] == "input" for row in rows]
+    for path in paths:
+        alone = html_of([path])
+        for title, rows in tables(alone):
+            of_all = rows[:1] and rows[0][0] == "input"
+            assert [row for row in rows if row not in of_inputs] == [] if of_all else rows in shown, title
+        assert glances(alone)[0] in glances(page.replace("v.json (2)", "v.json"))
+    assert [facts["Input"] for _, _, facts in glances(page)] == ["v.json", "v.json (2)"]
+    assert len(re.findall(r"<svg ", page)) == sum(html_of([path]).count("<svg ") for path in paths)
+
+
+def test_two_plans_of_a_model_are_told_apart_by_their_options(files: dict[str, Path], written: Write) -> None:
+    options = {"a.json": "a model on gfx942, TP 8, fp8_e5m2 cache", "b.json": "a model on gfx950, TP 16, auto cache"}
+    page = html_of([written(*one) for one in zip(options, twins(files)["plan"], strict=True)])
+    for name, words in options.items():
+        (what,) = (what for _, what, facts in glances(page) if facts["Input"] == name)
+        assert words in what
+        assert [title for title, _ in tables(page) if "Launches by formula" in title and words in title]
+        assert len([row for row in rows_of(page) if row[0] == f"{name}: {words}"]) == 2, "layers and a known issue"
+
+
+def test_the_ranks_of_a_server_share_a_glance_that_says_what_each_says(written: Write) -> None:
+    skipped = {made_files.LAYERS[3]: ["sparse_mla", "sparse"]}
+    some = {"engaged": dict.fromkeys(made_files.LAYERS[:3], "triton"), "skipped": skipped}
+    changes: list[dict[str, Any]] = [{}, {"rank": 1}, {"rank": 2} | some, {"run": "2-b"}]
+    made = (made_files.status(**{"run": "1-a"} | one) for one in changes)
+    page = html_of([written(f"{number}.json", data) for number, data in enumerate(made)])
+    assert [(word, facts["Input"]) for word, _, facts in glances(page)] == [
+        ("engaged", "0.json; 1.json"), ("partly", "2.json"), ("engaged", "3.json"),
+    ]  # fmt: skip
+
+
 def test_a_plan_shows_every_reason_its_ranges_and_its_launches(files: dict[str, Path]) -> None:
     plan = json.loads(files["plan"].read_text())
     page = html_of([files["plan"]])

@@ -4,7 +4,7 @@
 The template escapes every value but the SVG of ``charts``: names and messages in the files may hold anything.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -38,7 +38,6 @@ SECTIONS = {
     "Versions": "any file",
 }
 
-
 NOTHING_RAN = "planned"
 NO_CARD = "none: nothing here ran on a GPU"
 
@@ -53,26 +52,31 @@ class Glance:
     means: str
     skipped: Sequence[str] = ()
     versions: Mapping[str, str] = field(default_factory=dict)  # besides those of the stamp
+    run: str = ""  # the server, whose ranks share a glance
 
 
 class Page:
     """The glances, and the blocks by section and title."""
 
     def __init__(self) -> None:
-        self.glances: dict[tuple[str, str], dict[str, Any]] = {}
+        self.input = ""  # the name of the one that is being read; no two have the same
+        self.glances: dict[tuple[str, str, str], dict[str, list[str]]] = {}
         self.sections: dict[str, dict[str, dict[str, Any]]] = {section: {} for section in SECTIONS}
 
     def begin(self, glance: Glance, evidence: files.Stamp) -> None:
-        """Add a glance to the first screen; the ranks of an engine share one."""
+        """Add a glance to the first screen; the ranks of a server share one, with what each says."""
         versions = {"vLLM": evidence.vllm, "AITER": evidence.aiter, **glance.versions, "plugin": evidence.plugin}
         facts = {
+            "Input": self.input,
             "Card": glance.card,
             "When": f"{evidence.time.replace('T', ' ').replace('+00:00', ' UTC')} on {evidence.host}",
             "Versions": ", ".join(f"{name} {value or 'not installed'}" for name, value in versions.items()),
             "Skipped": "; ".join(glance.skipped) or "nothing",
             "Means": glance.means,
         }
-        self.glances.setdefault((glance.word, glance.what), facts)
+        said = self.glances.setdefault((glance.word, glance.what, glance.run or self.input), defaultdict(list))
+        for name, fact in facts.items():
+            said[name] += [fact] * (fact not in said[name])
 
     def add(
         self,
@@ -85,19 +89,21 @@ class Page:
         alarms: Iterable[str] = (),
         planned: bool = False,
     ) -> None:
-        """Add a block, or new rows and lines to the block of that title: the ranks of an engine say the same.
+        """Add a block, or new lines to the block of that title and table: the ranks of an engine say the same.
 
+        A table whose first column is the input takes the rows of all inputs. Another input's table gets its name.
         ``rows`` have one cell per head of the table; a list in a cell is folded. ``chart`` draws SVG for a title.
         ``notes`` are lines above the table, ``alarms`` say what went wrong. A ``planned`` block is marked as such.
         """
-        blocks = self.sections[section]
-        if title not in blocks:
-            drawn = Markup(chart(title))
-            blocks[title] = {
-                "heads": heads, "chart": drawn, "rows": [], "notes": [], "alarms": [], "planned": planned
-            }  # fmt: skip
+        blocks, rows, heads = self.sections[section], [*map(tuple, rows)], tuple(heads)
+        of_all = heads[:1] == ("input",)
+        while not of_all and title in blocks and (blocks[title]["heads"], blocks[title]["rows"]) != (heads, rows):
+            title += f" ({self.input})"
+        if new := title not in blocks:
+            empty: dict[str, Any] = {"rows": [], "notes": [], "alarms": []}
+            blocks[title] = {"heads": heads, "chart": Markup(chart(title)), "planned": planned, **empty}
         block = blocks[title]
-        block["rows"] += [row for row in map(tuple, rows) if row not in block["rows"]]
+        block["rows"] += rows if new or of_all else []
         block["notes"] += [note for note in dict.fromkeys(notes) if note not in block["notes"]]
         block["alarms"] += alarms
 
@@ -109,12 +115,14 @@ def html_of(paths: Sequence[Path]) -> str:
         OSError: names a file that cannot be read.
         ValueError: names a file that is no JSON, of no known kind, or with other fields than are written here.
     """
-    page = Page()
+    page, names = Page(), Counter[str]()
     for path, name, schema, data in _files(paths):
         if schema not in READERS:
             raise ValueError(f"{path}: not recognised ({schema}); expected JSON of {', '.join(READERS)}")
         cls, reader = READERS[schema]
         record = files.parse(cls, path, data)
+        names[name] += 1
+        page.input = name = name if names[name] == 1 else f"{name} ({names[name]})"
         try:
             page.begin(reader(page, name, record), record.evidence)
         except Exception as error:  # whatever another hand wrote
@@ -177,8 +185,7 @@ def _status(
     for layer, (code, text) in skipped:
         reasons[f"{code}: {text}"].append(layer)
     cells = [f"{why} ({len(layers)}): {', '.join(layers)}" for why, layers in reasons.items()]
-    first = ("model", "would engage") if planned else ("run", "MLA layers")
-    heads = (*first, "kernel", "KV cache", "decode limit", "skipped")
+    heads = ("input", "would engage" if planned else "MLA layers", "kernel", "KV cache", "decode limit", "skipped")
     shown = f"1..{limit}" if limit else None
     row = (name, layers, ", ".join(sorted(kernels)) or None, cache, shown, cells or "none")
     page.add("Plan" if planned else "Status", "Layers", heads, [row], planned=planned)
@@ -220,19 +227,20 @@ def status_file(page: Page, name: str, data: RankStatus) -> Glance:
     word = "skipped" if not data.engaged else "engaged" if len(data.engaged) == data.total else "partly"
     reasons = dict.fromkeys(f"{code}: {text}" for code, text in data.skipped.values())
     on = "a CPU, for tests" if data.card == "cpu" else data.card or "not told: the engine was skipped as a whole"
-    return Glance(word, f"server of {data.model_name or 'a model'}", on, line.of(data), tuple(reasons))
+    return Glance(word, f"server of {data.model_name or 'a model'}", on, line.of(data), tuple(reasons), run=data.run)
 
 
 def plan(page: Page, name: str, data: Plan) -> Glance:
     """Add a plan: nothing in it was run."""
-    model, captures = data.model.name, data.captures
+    captures, cache = data.captures, data.options.kv_cache_dtype
+    model = f"{data.model.name} on {data.arch}, TP {data.options.tp}, {cache} cache"
+    label = f"{name}: {model}"
     kernels = {span.kernel for span in data.kernels or () if span.kernel}
     skipped = [(f"{one.scope} {one.code}", (one.code, one.message)) for one in data.reasons]
     shown = f"{data.layers.engaged}/{data.layers.mla}"
-    cache = data.options.kv_cache_dtype
-    _status(page, model, shown, kernels, cache, data.limit, skipped, planned=True)
+    _status(page, label, shown, kernels, cache, data.limit, skipped, planned=True)
     sizes = (*captures.inside, *captures.outside)
-    _ranges(page, model, data.compile_ranges.ranges, data.limit, sizes, captures.note, planned=True)
+    _ranges(page, label, data.compile_ranges.ranges, data.limit, sizes, captures.note, planned=True)
     rows = [
         (tokens, path, len(one.launches), one.launches_per_step, f"{one.bytes:,}")
         for tokens, paths in (data.figures.by_tokens if data.figures else {}).items()
@@ -241,11 +249,11 @@ def plan(page: Page, name: str, data: Plan) -> Glance:
     heads = ("tokens", "path", "launches per layer", "launches per step", "bytes per layer")
     parts = {path: {"launches": float(count)} for _, path, count, *_ in rows}
     draw = partial(charts.bars, "launches per layer", parts, planned=True)
-    page.add("Launches", f"Launches by formula, {model}", heads, rows, draw, planned=True)
-    issues = [(one.id, one.effect, one.state, one.remedy, one.link) for one in data.known_issues]
+    page.add("Launches", f"Launches by formula, {label}", heads, rows, draw, planned=True)
+    issues = [(label, one.id, one.effect, one.state, one.remedy, one.link) for one in data.known_issues]
     if issues:
-        heads = ("issue", "effect", "state", "remedy", "link")
-        page.add("Plan", "Known issues beside the plugin", heads, issues, planned=True)
+        columns = ("input", "issue", "effect", "state", "remedy", "link")
+        page.add("Plan", "Known issues beside the plugin", columns, issues, planned=True)
     means = f"nothing was run: by vLLM's own config {shown} MLA layers would engage on {data.arch}"
     if data.outcome == "unknown":
         means = "nothing was run, and vLLM could not say whether layers would engage"
@@ -339,9 +347,8 @@ def check(page: Page, name: str, data: CheckRun) -> Glance:
     if data.exit is None:
         alarms.append(f"The run was cut off after the step {data.steps[-1].name}." if data.steps else "No step ended.")
     notes = [f"{step.name}: no gain: {step.detail}" for step in data.steps if step.status == "no gain"]
-    page.add(
-        "Check", f"{data.model}: the steps", ("step", "outcome", "finding", "more"), rows, notes=notes, alarms=alarms
-    )
+    columns = ("step", "outcome", "finding", "more")
+    page.add("Check", f"{name}, {data.model}: the steps", columns, rows, notes=notes, alarms=alarms)
     found = {step.name: step.data for step in data.steps}
     for what, schema in (("plan", "plan"), ("kernels", "verify"), ("timing", "measure")):
         if found.get(what):
@@ -352,10 +359,10 @@ def check(page: Page, name: str, data: CheckRun) -> Glance:
     tokens = [(pair, what, *one.values()) for pair, by in pairs for what, one in by.items()]
     heads = ("sides", "scenario", "tokens", "equal", "compared", "agreed", "max |dlogprob|", "mean", "top-1")
     if tokens:
-        page.add("Check", "Plugin, control and today, token by token", heads, tokens)
+        page.add("Check", f"Plugin, control and today, token by token, {name}", heads, tokens)
     counts: Any = found.get("launches") or {}
     if counts:
-        page.add("Launches", "Kernels of one decode step", ("side", "kernels"), counts.items())
+        page.add("Launches", f"Kernels of one decode step, {name}", ("side", "kernels"), counts.items())
     return _of_check(data, found)
 
 
