@@ -1,6 +1,7 @@
 """What a worker does between loading and its first request, and that nothing of ours takes it down."""
 
 import logging
+import pickle
 from contextlib import contextmanager
 from threading import Event
 from types import SimpleNamespace
@@ -36,6 +37,15 @@ from vllm_aiter_mla.startup import worker as startup
 )
 def test_a_worker_whose_fast_path_is_off_is_left_as_it_is(pass_, options):
     assert set(vars(Worker(pass_, **options))) == {"vllm_config", "steps"}
+
+
+def test_a_worker_that_inherits_no_variable_of_ours_joins_its_servers_run(monkeypatch):
+    """As Ray starts workers: with the pickled config, and the variables whose names vLLM knows."""
+    monkeypatch.setenv(status.record.RUN, "front")
+    sent = pickle.dumps(ours())
+    monkeypatch.delenv(status.record.RUN)
+    Worker(pickle.loads(sent))
+    assert status.record.start_run() == "front"
 
 
 def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, monkeypatch):

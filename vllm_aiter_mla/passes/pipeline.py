@@ -24,6 +24,7 @@ from vllm_aiter_mla.passes.rope_probe import real_tensors
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import STRICT_OPTION, Settings, SettingsError
 from vllm_aiter_mla.status import EngineStatus
+from vllm_aiter_mla.status.record import start_run
 
 PASSES = {"rope_kv_cache": fuse_rope_and_kv_write, "q_prep_lift": lift_q_prep, "aiter_fusion": fuse_into_one_op}
 """What runs on each layer, in order."""
@@ -63,6 +64,7 @@ class AiterMLAPipeline(VllmInductorPass):
         self.kernels: tuple[str, ...] | None = None
         self.backends: Any = None  # the kernels of this engine, once its first layer is asked for: ``backends``
         self.status = EngineStatus()
+        self.run = start_run()  # of the process that has read the options: a worker of Ray inherits no variable of ours
         self.emitted: tuple[str, ...] = ()  # what each layer calls under the module integration, of ``module.emit``
 
     def __getstate__(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ strict mode. Otherwise the layers concerned run vLLM's own kernels, one line say
 """
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -50,6 +51,7 @@ def attach(worker: Any) -> None:
         our_pass = compat_config.engaged_pass(config)
         if not compat_config.settings_of(config).enabled or our_pass is None:
             return
+        os.environ.setdefault(status.record.RUN, our_pass.run)
         if our_pass.integration == "module":
             from vllm_aiter_mla.serving import module  # late: the passes do not need it
 
