@@ -54,8 +54,8 @@ def write_measure(folder: Path) -> Path:
     wrong, rows = {"aiter": "16 heads, fp8: aiter: self-check FAILED"}, []
     for heads in (16, 128):
         for tokens in (1, 64, 256):
-            us = {"triton": 4.0 + tokens / 30, "vllm": 8.0}
-            rows.append(row_of(tokens, heads, "fp8", us, {"aiter": "self-check FAILED"}))
+            us = {"triton": 4.0 + tokens / 30, "vllm": 8.0, "aiter-opt": 1.0}
+            rows.append(row_of(tokens, heads, "fp8", us, {"aiter": "self-check FAILED"}, ["aiter-opt"]))
     machine, stopped = {"card": "made up for a test"}, "16 heads, bf16: OutOfMemoryError"
     files.write(folder / "measure.json", Measurement(machine, "fp8", tuple(rows), wrong, stopped))
     return folder / "measure.json"

@@ -16,7 +16,7 @@ import jinja2
 from markupsafe import Markup
 
 from vllm_aiter_mla import __version__, files
-from vllm_aiter_mla.admission import REMEDIES
+from vllm_aiter_mla.admission import OVERFLOW, REMEDIES
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.measure import Measurement
 from vllm_aiter_mla.commands.outputs import printable
@@ -275,6 +275,7 @@ def measure(page: Page, name: str, data: Measurement) -> Glance:
         slower = [str(row.tokens) for row in found if row.ratio is not None and row.ratio < 1]
         alarms = [f"Our fastest kernel is slower than a rival at {', '.join(slower)} tokens."] if slower else []
         notes = [f"{kernel}: not timed: {why}" for row in found for kernel, why in row.untimed.items()]
+        notes += [f"{kernel} does not count as ours: it {OVERFLOW}" for row in found for kernel in row.left_out]
         draw = partial(charts.lines, "us a call", columns, rows)
         page.add("Timing", f"{name}: {heads} heads, {kind}", columns, rows, draw, notes, alarms)
     ratios = [row.ratio for row in data.rows if row.ratio is not None]
