@@ -20,7 +20,7 @@ ONE_CASE = ("--device", "cpu", "--quick", "--backend", "reference", "--only", "f
 
 def doctor_finds(status):
     def plant(monkeypatch, folder):
-        monkeypatch.setattr(doctor, "examine", lambda: (doctor.Check(status, "made up", name="made-up"),))
+        monkeypatch.setattr(doctor, "examine", lambda env: (doctor.Check(status, "made up", name="made-up"),))
 
     return plant
 

@@ -138,7 +138,7 @@ def test_a_pass_that_cannot_be_made_skips_the_engine_before_anything_is_changed(
 
 def test_a_skipped_config_is_in_the_status_file(registered, mla_model, cache_root):
     assert pass_of(gate_support.vllm_config(mla_model, additional_config=PASSES)) is None
-    (path,) = (cache_root / "aiter_mla").glob(f"status-{os.getpid()}-*.json")
+    (path,) = (cache_root / "aiter_mla").glob(f"status-*-{os.getpid()}-*.json")
     record = json.loads(path.read_text())
     assert (record["total"], record["engaged"]) == (2, {})
     assert {code for code, _ in record["skipped"].values()} == {"compilation_mode"}
