@@ -37,8 +37,7 @@ class Device(StrEnum):
 
 def verify(
     backend: Annotated[
-        list[str] | None,
-        typer.Option("--backend", "-b", help="Back end to verify; may be repeated. Default: all here."),
+        list[str] | None, typer.Option("--backend", "-b", help="Back end; may be repeated. Default: all here.")
     ] = None,
     only: Annotated[
         list[str] | None, typer.Option("--only", "-k", help="Cases to run: a name or a part of it; may be repeated.")
@@ -78,7 +77,6 @@ def verify(
     if listing:
         _list()
         return
-    names = (tuple(backend or ()), tuple(only or ()), tuple(variant or ()))
     sizes = {"heads": heads, "nope": nope, "v": v}
     again = _as_typed({
         "quick": quick and not replays, "small": small, "emulated": emulated, "limit": limit, "replays": replays,
@@ -89,8 +87,8 @@ def verify(
         geometry = replace(TINY if small else REAL, **given) if given else None
         weight = weights.key(detect_platform().fp8) if weights else None
         run = session.Session(
-            *names, seed, repeat, quick, limit, replays, device.value, geometry, weight, again, small=small,
-            emulated=emulated,
+            tuple(backend or ()), tuple(only or ()), tuple(variant or ()), seed, repeat, quick, limit, replays,
+            device.value, geometry, weight, again, small=small, emulated=emulated,
         )  # fmt: skip
     except ValueError as error:
         outputs.fail(f"verify: {error}")

@@ -170,10 +170,8 @@ def _of_the_kernel(limit: int) -> Iterator[Case]:
             (*(Replay(limit, rows) for rows in (limit, 1, half, limit - 1, 2, limit)), Eager(limit, half),
              Replay(limit, half)),
         ),
-        Case(
-            "no-real-row", "a data-parallel rank without work replays padding only",
-            (limit,), (start, Replay(limit, 0), start),
-        ),
+        Case("no-real-row", "a data-parallel rank without work replays padding only", (limit,),
+             (start, Replay(limit, 0), start)),
         Case(
             "every-capture-size",
             "each captured size, from 1 to the end of the decode limit, replays full and one row short", sizes,
@@ -201,10 +199,8 @@ def _of_the_kernel(limit: int) -> Iterator[Case]:
             (start, Replay(half, 1), Replay(limit, half)), layers=2,
         ),
         Case("kernel-status", "each layer launches what its back end should, and no more", few, ("launches",)),
-        Case(
-            "kernel-status-two-layers", "two layers launch twice as much",
-            (limit,), ("launches",), layers=2, quick=False,
-        ),
+        Case("kernel-status-two-layers", "two layers launch twice as much", (limit,), ("launches",), layers=2,
+             quick=False),
         Case("long-run", "one graph replays thousands of times", (limit,), (start, "soak")),
     )  # fmt: skip
 
