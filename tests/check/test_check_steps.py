@@ -86,7 +86,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(process, "call", in_this_process(made))
     monkeypatch.setattr(session, "Session", lambda **asked: made.update(asked=asked) or made["run"])
     RehearsalCard().install(monkeypatch)
-    monkeypatch.setattr(measure, "run", lambda *asked: made.update(timed=asked[1]) or made["measured"])
+    monkeypatch.setattr(measure, "run", lambda *_, **layer: made.update(timed=layer) or made["measured"])
     monkeypatch.setattr(engine, "run", lambda *asked: made.update({asked[2]: asked[3]}) or made["answers"][asked[2]])
     return made
 
@@ -272,9 +272,10 @@ def test_the_timing_is_of_the_models_own_layer(card: dict[str, Any]) -> None:
     card["plan"]["model"]["kinds"][0].update(widths)
     card["plan"]["model"]["dtype"] = "float16"
     outcomes()
-    (shape,) = card["timed"]
-    assert (shape.nope_dim, shape.rope, shape.latent, shape.heads) == (*widths.values(), 16)
-    assert (shape.act, measure.kind_of(replace(shape, cache_dtype=shape.act))) == (torch.float16, "fp16")
+    assert card["timed"] == widths | {"act": "float16"}
+    shape = measure.shape_of(16, "bf16", "bf16", **card["timed"])
+    assert (shape.nope_dim, shape.rope, shape.latent, shape.act) == (*widths.values(), torch.float16)
+    assert measure.kind_of(shape) == "fp16"
 
 
 def kernels_by_tokens(card: dict[str, Any], *spans: tuple[int, int, str]) -> None:

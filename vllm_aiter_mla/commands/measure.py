@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -118,9 +118,7 @@ def measure(
             tiles, status = tuning.run(tokens, (shape_of(count, one.value, weights.value) for one, count in sizes))
             text = files.text_of(tiles)
         else:
-            sizes = product(kinds, heads or HEADS)
-            shapes = (shape_of(count, one.value, weights.value) for one, count in sizes)
-            record = run(tokens or TOKENS, shapes, weights.value)
+            record = run(tokens or TOKENS, heads or HEADS, [one.value for one in kinds], weights.value)
             show(record)
             text, status = files.text_of(record), int(bool(record.stopped or record.wrong))
     if json is not None:
@@ -128,7 +126,7 @@ def measure(
     raise typer.Exit(status)
 
 
-def run(tokens: Sequence[int], shapes: Iterable[LayerShape], weights: str) -> Measurement:
+def run(tokens: Sequence[int], heads: Sequence[int], kinds: Sequence[str], weights: str, **widths: Any) -> Measurement:
     """Time every size; return the record.
 
     A size that raises ends the run, and ``stopped`` says which and why. What was timed before is kept. ``wrong`` says
@@ -136,8 +134,10 @@ def run(tokens: Sequence[int], shapes: Iterable[LayerShape], weights: str) -> Me
 
     Args:
         tokens: token counts of each layer.
-        shapes: the layers.
-        weights: the format of their absorb weights, for the record.
+        heads: of a rank.
+        kinds: as ``Row.kind``.
+        weights: the format of the absorb weights.
+        widths: of the layers and their activation dtype, as ``shape_of`` takes them.
     """
     from vllm_aiter_mla.commands.compat.offline import load_plugins
     from vllm_aiter_mla.compat import config as compat_config
@@ -149,12 +149,12 @@ def run(tokens: Sequence[int], shapes: Iterable[LayerShape], weights: str) -> Me
     machine, rows, wrong, stopped = stopwatch.machine(), list[Row](), dict[str, str](), ""
     backends = Backends(Settings(enabled=True), current_platform())
     with compat_config.as_current():
-        for shape in shapes:
+        for kind, count in product(kinds, heads):
             try:
-                for row in rows_of(backends, shape, tokens, wrong):
+                for row in rows_of(backends, shape_of(count, kind, weights, **widths), tokens, wrong):
                     rows.append(row)
             except Exception as error:  # out of memory for a large size, or a build that fails
-                stopped = f"{shape.heads} heads, {kind_of(shape)}: {type(error).__name__}: {error}"
+                stopped = f"{count} heads, {kind}: {type(error).__name__}: {error}"
                 break
     return Measurement(machine, weights, tuple(rows), wrong, stopped)
 

@@ -104,6 +104,6 @@ def test_triton_gpu_measure_finds_no_wrong_kernel_and_finishes():
     pytest.importorskip("vllm")
     from vllm_aiter_mla.commands import measure
 
-    found = measure.run([1, 8, 64, 256], [measure.shape_of(16, "fp8", "bf16")], "bf16")
+    found = measure.run([1, 8, 64, 256], [16], ["fp8"], "bf16")
     measure.show(found)
     assert (found.wrong, found.stopped) == ({}, "")

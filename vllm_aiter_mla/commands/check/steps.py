@@ -143,8 +143,7 @@ def timing(context: Context) -> Step:
     tokens = [*(count for count in TOKENS if count < made.limit), min(made.limit, measure.MOST_TOKENS)]
     kind, weights, sizes = "fp8" if has_fp8_cache(made) else "bf16", weights_of(made), made.model.kinds[0]
     widths = {name: getattr(sizes, name) for name in ("nope", "rope", "latent")}
-    shape = measure.shape_of(made.heads_per_rank, kind, weights, act=made.model.dtype, **widths)
-    record = measure.run(tokens, [shape], weights)
+    record = measure.run(tokens, [made.heads_per_rank], [kind], weights, act=made.model.dtype, **widths)
     lines = tuple(
         f"{row.tokens} tokens: " + ", ".join(f"{name} {us:.2f} us" for name, us in sorted(row.us.items()))
         for row in record.rows
