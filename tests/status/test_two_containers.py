@@ -144,10 +144,10 @@ def test_two_containers_the_marker_of_one_that_died_is_an_abort(server, how):
 @pytest.fixture
 def shared(server, tmp_path, monkeypatch):
     """A server, its lock, and what another user is told of it, who may write none of its files."""
-    monkeypatch.chdir(tmp_path)  # that user may not pass through the folders above
-    monkeypatch.setenv("VLLM_CACHE_ROOT", ".")
     one, folder = server(A), tmp_path / "aiter_mla"
     one.does("front_end", "write")
+    monkeypatch.chdir(tmp_path)  # that user may not pass through the folders above
+    monkeypatch.setenv("VLLM_CACHE_ROOT", ".")
     for path, mode in ((tmp_path, 0o755), (folder, 0o755), *((path, 0o444) for path in folder.iterdir())):
         path.chmod(mode)
 
