@@ -293,6 +293,20 @@ def test_no_launch_is_promised_of_a_step_in_which_vllms_own_kernels_run(
     assert outcomes()["launches"].status == status
 
 
+@pytest.mark.parametrize(("limit", "captured", "status"), [
+    (8, [8], "passed"), (20, [8, 24], "passed"), (24, [8, 24], "failed"), (16, [8], "failed"),
+])  # fmt: skip
+def test_no_launch_is_promised_of_a_step_beyond_the_decode_limit(
+    card: dict[str, Any], limit: int, captured: list[int], status: str
+) -> None:
+    """Sixteen tokens, or the captured size that they are padded to."""
+    card["plan"] |= {"limit": limit}
+    inside, outside = ([size for size in captured if (size <= limit) is within] for within in (True, False))
+    card["plan"]["captures"] |= {"inside": inside, "outside": outside}
+    an_extra_launch(card)
+    assert outcomes()["launches"].status == status
+
+
 @pytest.mark.parametrize(("arch", "status"), [("gfx950", "passed"), ("gfx942", "failed")])
 def test_a_decode_of_vllm_that_needs_no_concat_leaves_one_launch_less_to_save(
     card: dict[str, Any], arch: str, status: str

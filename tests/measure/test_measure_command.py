@@ -1,6 +1,7 @@
 """``vllm-aiter-mla measure`` on a made-up card: real operands and checks, times by kernel from a made-up clock."""
 
 import json
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -112,6 +113,11 @@ def test_a_query_that_vllm_pads_is_timed_with_that_copy(card, monkeypatch, arch,
     MadeUpClock(costs(aiter=8.0, triton=5.0, vllm=10.0)).install(monkeypatch)
     found = measure.run([2], [heads], ["bf16"], "bf16", nope=192)
     assert (found.stopped, found.rows[0].ratio, padded) == ("", 2.0, [(8, 8)] if copied else [])
+
+
+def test_a_vllm_that_pads_no_heads_is_timed_without_padding(card, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.mla.rocm_aiter_mla", None)
+    assert measure.shape_of(8, "bf16", "bf16").out_heads == 0
 
 
 def test_measure_does_not_time_a_wrong_kernel_and_exits_1(card, tmp_path):

@@ -153,9 +153,10 @@ def test_a_limit_that_no_batch_reaches_is_timed_up_to_the_largest_batch(made_up)
 def test_a_count_that_memory_does_not_suffice_for_costs_the_others_nothing(made_up, monkeypatch):
     """Also at the next start, which tries again: the figures that were kept still count."""
     inner = stopwatch.calls_of
-    calls_of = lambda shape, weights, tokens, resident: (planted if tokens > 4 else inner)(  # noqa: E731
-        shape, weights, tokens, resident
-    )
+
+    def calls_of(shape, weights, tokens, resident):
+        return (planted if tokens > 4 else inner)(shape, weights, tokens, resident)
+
     monkeypatch.setattr(stopwatch, "calls_of", calls_of)
     monkeypatch.setattr(stopwatch, "FIRST_TIMED", (1,))
     for since in (False, True):

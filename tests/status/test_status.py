@@ -373,7 +373,7 @@ def test_files_of_this_machines_ended_servers_are_removed(said, tmp_path, monkey
     stays = [left_by("2-a", host="another"), left_by("3-a"), tmp_path / "status-1-1-1.json"]
     (tmp_path / "lock-status-3-a").symlink_to("nowhere")  # nobody can tell
     other = tmp_path / "lock-status-0a1b2c3d-4-a"  # of another machine, where a lock may mean nothing here
-    ended = tmp_path / f"lock-status-{status.record.machine()}-5-a"
+    ended = tmp_path / f"lock-status-{status.record.host_id()}-5-a"
     other.touch()
     ended.touch()
     stays[-1].write_text("half a fi")

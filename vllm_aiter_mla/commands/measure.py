@@ -222,8 +222,9 @@ def shape_of(
 
     fp8, arch, padded = compat_layer.fp8_dtype(), card().arch, heads
     stored = fp8 if kind == "fp8" else getattr(torch, act)
-    if arch in ARCHITECTURES and not may_take_parts(arch, heads, kind == "fp8"):
-        padded = compat_layer.padding_helper().get_actual_mla_num_heads(heads)
+    helper = compat_layer.padding_helper()
+    if helper and arch in ARCHITECTURES and not may_take_parts(arch, heads, kind == "fp8"):
+        padded = helper.get_actual_mla_num_heads(heads)
     return LayerShape(
         heads, nope, stored, stored, 64, False, getattr(torch, act), card().torch_device, latent, rope,
         Weights(weights).key(fp8), padded if padded != heads else 0,

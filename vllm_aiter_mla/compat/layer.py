@@ -198,9 +198,11 @@ def pad_query(layer: Any, q: torch.Tensor) -> torch.Tensor:
 
 
 def padding_helper() -> Any:
-    """Return what pads the heads of a layer for AITER's decode kernels: for timing without a layer."""
-    from vllm.v1.attention.backends.mla.rocm_aiter_mla import AiterMLAHelper
-
+    """Return what pads the heads of a layer for AITER's decode kernels, None if nothing does: to time without one."""
+    try:
+        from vllm.v1.attention.backends.mla.rocm_aiter_mla import AiterMLAHelper
+    except ImportError:  # of another vLLM
+        return None
     return AiterMLAHelper
 
 

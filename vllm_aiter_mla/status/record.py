@@ -173,7 +173,7 @@ def write(folder: Path, record: RankStatus) -> tuple[Path, RankStatus]:
             # A lock may mean nothing to another machine that shares the folder.
             if known.evidence.host == record.evidence.host and lives(folder, known.run) is False:
                 old.unlink(missing_ok=True)
-    for lock in folder.glob(f"{LOCK}{machine()}-*"):
+    for lock in folder.glob(f"{LOCK}{host_id()}-*"):
         with suppress(Exception):
             files.is_held(lock, remove=True)
     return path, record
@@ -214,10 +214,10 @@ def by_engine(records: Sequence[RankStatus]) -> dict[tuple[str, str, str], list[
 
 def start_run() -> str:
     """Name this server's run in the environment, unless a parent process has, and return the name."""
-    return os.environ.setdefault(RUN, f"{machine()}-{os.getpid()}-{secrets.token_hex(4)}")
+    return os.environ.setdefault(RUN, f"{host_id()}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
-def machine() -> str:
+def host_id() -> str:
     """Return what tells the runs of this machine from those of others that share the folder."""
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 

@@ -322,7 +322,10 @@ def fewer_launches(context: Context) -> int:
     strongest -= may_take_parts(planned.arch, planned.heads_per_rank, has_fp8_cache(planned))  # it has no concat then
     requests = min(len(runs.SCENARIOS["concurrent"]), planned.options.max_num_seqs)
     rows = requests * (1 + (planned.options.num_drafts or 0))
-    tokens = min((size for size in planned.captures.inside if size >= rows), default=rows)
+    sizes = (*planned.captures.inside, *planned.captures.outside)
+    tokens = min((size for size in sizes if size >= rows), default=rows)
+    if tokens > planned.limit:
+        return 0  # vLLM's own graph
     first = min(records, key=lambda record: record.rank, default=None)
     run = [] if first is None else [
         name_at(one.kernels, tokens) or "" for one in first.decided for layer in one.layers if layer in first.engaged
