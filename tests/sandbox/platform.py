@@ -18,6 +18,18 @@ has_graphs = False
 chunks_fp8_prompts = False
 
 
+def see_no_amx() -> None:
+    """Let vLLM find no AMX tiles, whatever this processor has.
+
+    With them it takes an MLA back end without ``W_UK_T``, blocks of 128 rows, chunked prefill with another budget,
+    and other GEMMs. What else vLLM decides by the machine is set elsewhere: ``environment_for`` gives the KV cache's
+    size and the threads. AVX-512 moves no option of a dense model.
+    """
+    import torch
+
+    torch.cpu._is_amx_tile_supported = lambda: False
+
+
 @cache
 def wrap(platform_cls: type) -> None:
     """Wrap ``platform_cls.check_and_update_config`` so that the compile pipeline survives it. Idempotent."""
@@ -25,12 +37,8 @@ def wrap(platform_cls: type) -> None:
 
     @wraps(inner)
     def check_and_update_config(vllm_config: Any) -> None:
-        from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
         asked = (copy.copy(vllm_config.compilation_config), copy.copy(vllm_config.scheduler_config))
         caches_prefixes = vllm_config.cache_config.enable_prefix_caching
-        # By name: on processors with AMX vLLM would take a back end without W_UK_T.
-        vllm_config.attention_config.backend = AttentionBackendEnum.CPU_MLA
         inner(vllm_config)
         _restore(vllm_config, *asked)
         # A prompt that continues a cached prefix takes the path of a chunk.
