@@ -1,5 +1,6 @@
 """The sandbox: only its processes see its vLLM plugin, and its mended parts of vLLM do what vLLM would on a GPU."""
 
+import json
 import os
 import subprocess
 import sys
@@ -19,21 +20,25 @@ from vllm_aiter_mla.commands.plan import model
 GROUP = "vllm.general_plugins"
 
 
-def test_make_demo_plans_and_runs_its_engine_over_each_cache(monkeypatch):
-    caches = []
+def test_make_demo_plans_each_cache_and_runs_its_engine_over_each_by_both_integrations(monkeypatch):
+    ran = []
 
     def ask(source, arguments, *_):
         return plans.made_up(kv_cache_dtype="fp8" if "fp8" in arguments else "auto")
 
     def engine_of(context):
-        caches.append(context.plan.options.kv_cache_dtype)
+        partition = "-cc.use_inductor_graph_partition=true" in context.arguments
+        options = json.loads(context.arguments[-context.arguments[::-1].index("--additional-config")])
+        ran.append((context.plan.options.kv_cache_dtype, options["aiter_mla"]["integration"], partition))
+        assert context.answers == {}
         return steps.Step("passed", "")
 
     monkeypatch.setattr(model, "ask", ask)
     replaced = {"plan": steps.plan, "engine": engine_of, "decode against prefill": engine_of}
     monkeypatch.setattr(steps, "STEPS", replaced)
     check.main()
-    assert caches == ["auto", "auto", "fp8", "fp8"]
+    ways = [(cache, *way) for way in (("module", False), ("passes", True)) for cache in ("auto", "fp8")]
+    assert ran[::2] == ran[1::2] == ways
 
 
 def test_no_installed_package_lists_the_sandbox():

@@ -7,17 +7,15 @@ from tests.sandbox import plugin
 
 
 def attention_does_not_split() -> None:
-    """The attention op is missing from the splitting set: piecewise graphs would hold it."""
-    from torch._inductor import scheduler
+    """vLLM does not cut the graph at our op: a piece would hold it."""
+    from vllm.compilation import backends
 
-    from vllm_aiter_mla import gate
     from vllm_aiter_mla.admission import ATTENTION_OPS
 
-    def split(inner, compilation, integration):
-        return [op for op in inner(compilation, integration) if op not in ATTENTION_OPS]
+    def split(inner, graph, ops):
+        return inner(graph, [op for op in ops if op not in ATTENTION_OPS])
 
-    plugin.spoil(gate, "splitting_ops", split)
-    scheduler.is_cudagraph_unsafe_op = lambda node: False  # the op's tag would cut as well
+    plugin.spoil(backends, "split_graph", split)
 
 
 def prefill_rows_stay_raw_and_passes_ignore_the_range() -> None:

@@ -11,7 +11,7 @@ import torch
 from tests.sandbox import card, cuda_graphs, platform
 from tests.sandbox.spec import EngineSpec
 
-GRAPHS: dict[str, str] = {}
+GRAPHS: dict[str, list[str]] = {}
 CODE: dict[str, list[str]] = {}
 BRANCHES: Counter[str] = Counter()
 
@@ -117,7 +117,7 @@ def plain_linears() -> None:
 
 
 def dump_graphs() -> None:
-    """Keep the text of each range's graph as it leaves vLLM's post-grad passes, and the code that Inductor makes."""
+    """Keep the text of each range's graphs as they leave vLLM's post-grad passes, and the code that Inductor makes."""
     from torch._inductor.graph import GraphLowering
     from vllm.compilation.passes import inductor_pass, pass_manager
     from vllm.compilation.passes.inductor_pass import get_pass_context
@@ -126,7 +126,7 @@ def dump_graphs() -> None:
 
     def call(self: Any, graph: torch.fx.Graph) -> None:
         inner(self, graph)
-        GRAPHS[compile_range()] = str(graph)
+        GRAPHS.setdefault(compile_range(), []).append(str(graph))
 
     def compile_range() -> str:
         r = get_pass_context().compile_range
