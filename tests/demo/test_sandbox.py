@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 from importlib.metadata import distributions, entry_points
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.sandbox import check, engine, platform, plugin
+from tests.sandbox import check, engine, knobs, platform, plugin
 from tests.sandbox.card import PageIndices
-from tests.sandbox.spec import Emulation, EngineSpec, PluginOptions
+from tests.sandbox.spec import Emulation, EngineSpec, PluginOptions, VllmOptions
 from tests.support import plans
 from vllm_aiter_mla import status
 from vllm_aiter_mla.commands.check import steps
@@ -60,6 +61,42 @@ def test_an_engine_finds_the_sandboxs_plugin_and_inherits_the_path_but_not_the_g
     loaded = {entry.group: entry.load() for entry in found.entry_points if entry.name == plugin.NAME}
     assert loaded == {GROUP: plugin.activate, "vllm.platform_plugins": platform.find_ray}
     assert environment["VLLM_PLUGINS"].split(",") == ["aiter_mla", plugin.NAME][not spec.plugin.loaded :]
+
+
+def config_of(spec, **dropped):
+    """What ``knobs.check_kept`` reads of an engine's config, with the options of the spec but for those dropped."""
+    has = {"async_scheduling": False, "enable_prefix_caching": False, "mode": 3, "cudagraph_mode": "NONE",
+           "use_inductor_graph_partition": False} | spec.vllm.extra | spec.vllm.compilation | dropped  # fmt: skip
+    graphs = SimpleNamespace(name=has.pop("cudagraph_mode"))
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(**has), cache_config=SimpleNamespace(**has),
+        compilation_config=SimpleNamespace(**has, cudagraph_mode=graphs),
+        use_v2_model_runner=has.get("runner", spec.vllm.runner) == "v2",
+    )  # fmt: skip
+
+
+ASKED = EngineSpec(vllm=VllmOptions(
+    extra={"async_scheduling": True, "enable_prefix_caching": True, "block_size": 16},
+    compilation={"mode": 2, "cudagraph_mode": "PIECEWISE", "use_inductor_graph_partition": True},
+))  # fmt: skip
+
+
+def test_an_engine_runs_with_the_options_of_its_spec():
+    knobs.check_kept(ASKED, config_of(ASKED))
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    "dropped",
+    [
+        {"async_scheduling": False}, {"enable_prefix_caching": False}, {"mode": 0}, {"cudagraph_mode": "NONE"},
+        {"use_inductor_graph_partition": False}, {"runner": "v2"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_mutation_an_option_that_the_platform_drops_in_silence_ends_the_engine(dropped):
+    with pytest.raises(RuntimeError, match=next(iter(dropped))):
+        knobs.check_kept(ASKED, config_of(ASKED, **dropped))
 
 
 def test_an_interrupted_run_leaves_no_engine_behind():

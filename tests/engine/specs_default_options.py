@@ -25,7 +25,7 @@ from tests.sandbox.runs import BF16_SCENARIOS, FP8_SCENARIOS
 from tests.sandbox.spec import Emulation, EngineSpec, PluginOptions, VllmOptions
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}
-MIXED = EngineSpec(("mixed", "long"), VllmOptions(model=NO_YARN), emulation=PLAIN)
+MIXED = EngineSpec(("mixed", "long"), VllmOptions(model=NO_YARN), emulation=PLAIN, dump_graphs=True)
 
 
 def with_options(**vllm: object) -> EngineSpec:
@@ -41,8 +41,8 @@ WIDE = {
     "ngram": with_options(extra={"speculative_config": NGRAM}),
     "lora-compiled": with_options(lora=True),
     "tp2": with_options(tensor_parallel_size=2),
-    "glm-compiled": of_model("GLM-4.7-Flash", extra={}),
-    "eagle-compiled": of_model("DeepSeek-V3 with an EAGLE-3 draft", extra={}),
+    "glm-compiled": replace(of_model("GLM-4.7-Flash", extra={}), dump_graphs=True),
+    "eagle-compiled": replace(of_model("DeepSeek-V3 with an EAGLE-3 draft", extra={}), dump_graphs=True),
     **{f"mode-{mode}": with_options(compilation={"mode": mode}) for mode in (0, 1, 2)},
 }  # fmt: skip
 SPECS = {

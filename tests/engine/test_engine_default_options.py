@@ -94,6 +94,10 @@ def test_default_options_one_kind_of_graphs(engines, name, full, pieces):
     assert_equal(off, on)
 
 
+COMPILED = ("heads", "ngram", "lora-compiled", "glm-compiled", "eagle-compiled")
+"""Engines of one process in which vLLM's post-grad passes must have run."""
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "layers"),
     [
@@ -118,6 +122,7 @@ def test_default_options_and_one_other_give_the_tokens_of_the_flag_off(engines, 
     on = engines(f"{name}-on")
     assert_by_module(on, ranks)
     assert on.status[0]["total"] == layers
+    assert (on.compilations > 0) is (name in COMPILED)
     assert_parity(engines(f"{name}-off"), on)
 
 

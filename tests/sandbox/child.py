@@ -38,6 +38,7 @@ def main(spec_path: str, out_path: str) -> None:
     knobs.apply(spec)
     # In the cache root: vLLM's cache key holds the model's path, and a warm start must find the same.
     llm = build(spec, Path(os.environ["VLLM_CACHE_ROOT"]) / "model")
+    knobs.check_kept(spec, llm.llm_engine.vllm_config)
     print("sandbox: engine is up", flush=True)
     if spec.emulation.scales is not None:
         knobs.set_scales(llm, *spec.emulation.scales)

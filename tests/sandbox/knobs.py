@@ -19,6 +19,7 @@ BRANCHES: Counter[str] = Counter()
 def apply(spec: EngineSpec) -> None:
     """Set this process up; before any vLLM config is built."""
     platform.vllm_pass = spec.vllm.own_pass
+    platform.schedules_async = bool(spec.vllm.extra.get("async_scheduling"))
     if spec.emulation.linear == "aten":
         plain_linears()
     if spec.emulation.arch:
@@ -47,6 +48,29 @@ def apply(spec: EngineSpec) -> None:
     if spec.emulation.attention == "aiter":
         poison_queries()
         count_copies()
+
+
+def check_kept(spec: EngineSpec, config: Any) -> None:
+    """Check that the engine's config has the options that the spec names: vLLM's CPU platform drops some in silence.
+
+    Raises:
+        RuntimeError: an option has another value.
+    """
+    compilation = config.compilation_config
+    has = {
+        "async_scheduling": config.scheduler_config.async_scheduling,
+        "enable_prefix_caching": config.cache_config.enable_prefix_caching,
+        "mode": compilation.mode,
+        "cudagraph_mode": compilation.cudagraph_mode.name,
+        "use_inductor_graph_partition": compilation.use_inductor_graph_partition,
+        "runner": "v2" if config.use_v2_model_runner else "v1",
+    }
+    asked = spec.vllm.extra | spec.vllm.compilation
+    if spec.emulation.device == "cpu":  # a GPU's runner is vLLM's choice
+        asked |= {"runner": spec.vllm.runner}
+    lost = {name: value for name, value in asked.items() if name in has and has[name] != value}
+    if lost:
+        raise RuntimeError(f"the engine runs without these options of its spec: {lost}")
 
 
 def plant(mutation: str) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 vllm_pass = False
 # Whether CUDA graphs are emulated, so that vLLM's dispatcher pads batches to captured sizes.
 has_graphs = False
+# Set by a spec that asks for asynchronous scheduling, vLLM's default on a GPU.
+schedules_async = False
 # Whether something here gathers the context of a chunked prompt from an fp8 cache.
 chunks_fp8_prompts = False
 
@@ -78,9 +80,9 @@ def _restore(vllm_config: Any, compilation_asked: Any, scheduler_asked: Any) -> 
         compilation.ir_enable_torch_wrap = compilation_asked.ir_enable_torch_wrap
         # None makes the piecewise back end assert "out of considered ranges" without a GPU.
         compilation.compile_sizes = []
-        if has_graphs:
-            # What vLLM has computed for a platform with graphs; the CPU's empties it.
-            compilation.cudagraph_capture_sizes = compilation_asked.cudagraph_capture_sizes
+    if has_graphs:
+        # What vLLM has computed for a platform with graphs; the CPU's empties it.
+        compilation.cudagraph_capture_sizes = compilation_asked.cudagraph_capture_sizes
     if vllm_pass:
         compilation.pass_config.fuse_rope_kvcache_cat_mla = True
     # vLLM's chunked path for CPUs reads no fp8 cache.
@@ -88,6 +90,8 @@ def _restore(vllm_config: Any, compilation_asked: Any, scheduler_asked: Any) -> 
     if scheduler_asked.enable_chunked_prefill and (chunks_fp8_prompts or not is_fp8):
         scheduler.enable_chunked_prefill = True
         scheduler.max_num_batched_tokens = scheduler_asked.max_num_batched_tokens
+    if schedules_async:
+        scheduler.async_scheduling = scheduler_asked.async_scheduling
 
 
 RAY_SWITCH = "AITER_MLA_SANDBOX_RAY"

@@ -11,6 +11,7 @@ from vllm_aiter_mla.commands.compat.engine import Step
 
 Side = Literal["off", "on"]
 Integration = Literal["module", "passes", "auto"]
+Runner = Literal["v1", "v2"]
 LIMIT_REQUESTS = 16
 PARTITION = {"use_inductor_graph_partition": True}
 """What a user gives vLLM so that a graph holds whole layers, which the passes need."""
@@ -35,6 +36,7 @@ class VllmOptions:
         lora: every second request goes through a LoRA adapter of random weights.
         shares_kv: write KV rows through vLLM's example connector into a folder of the cache root, and read them there.
         spawn: run the engine core in its own process, as vLLM does by default.
+        runner: vLLM's model runner on a CPU.
         compile_cache: keep vLLM's compile cache on, for warm starts.
     """
 
@@ -52,6 +54,7 @@ class VllmOptions:
     lora: bool = False
     shares_kv: bool = False
     spawn: bool = False
+    runner: Runner = "v1"
     compile_cache: bool = False
 
 
