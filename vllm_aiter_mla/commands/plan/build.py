@@ -67,7 +67,7 @@ def build(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[s
         absorb_weight=main.built.format if main else None,
         absorb_weights=dict(formats),
         limit=limit,
-        **_graph(engine, limit),
+        **_graph(engine, answer.given.settings, limit),
         outcome=_outcome(reasons, engaged, total),
         layers=record.Layers(total, drafts, model.layers, engaged),
         reasons=tuple(record.Reason(level(reason.code), reason.code, reason.message) for reason in reasons),
@@ -106,11 +106,15 @@ def engine_reasons(answer: Answer) -> list[Skip]:
     """Return every reason for which no layer would engage, in the order in which they would stop the fast path."""
     engine, view = answer.engine, answer.engine["view"]
     # Eager mode sets the compilation mode, which is no reason of its own.
-    found = [skip for skip in admission.config_skips(view) if not view.enforce_eager or skip.code != "compilation_mode"]
+    found = [
+        skip
+        for skip in admission.config_skips(view, answer.given.settings)
+        if not view.enforce_eager or skip.code != "compilation_mode"
+    ]
     # Where AITER is off, what vLLM raises without it comes after.
     first = [skip for skip in found if skip.code == "aiter_off"]
     others = [skip for skip in found if skip not in first]
-    found = [skip for skip in (*first, answer.skip, *others, engine["user_pass"]) if skip]
+    found = [skip for skip in (*first, answer.skip, *others) if skip]
     if not engine["gate"] and not found:
         found.append(Skip("not_known", "the gate switched the fast path off; --verbose shows its line"))
     return found
@@ -143,7 +147,7 @@ def _layer_reasons(kinds: list[_Planned], total: int, engine_codes: set[str]) ->
     ]
 
 
-def _graph(engine: dict[str, Any], limit: int) -> dict[str, Any]:
+def _graph(engine: dict[str, Any], settings: Settings, limit: int) -> dict[str, Any]:
     """Return which integration would run, what the gate adds, vLLM's compile ranges, and its captured sizes."""
     view, sizes = engine["view"], engine["captures"]
     cut = why_not_passes(view)
@@ -152,8 +156,8 @@ def _graph(engine: dict[str, Any], limit: int) -> dict[str, Any]:
     passes = engine["gate"] is not None and engine["gate"]["integration"] == "passes"
     no_graph = "--enforce-eager" if view.enforce_eager else "CUDA graphs are off"
     return {
-        "integration": engine["gate"]["integration"] if engine["gate"] else integration_of(view),
-        "added": engine["gate"]["added"] if engine["gate"] else {},
+        "integration": engine["gate"]["integration"] if engine["gate"] else integration_of(view, settings),
+        "added": {},
         "why_not_passes": None if cut is None else record.Cause(cut.code, cut.message),
         "compile_ranges": record.Ranges(
             ranges,
@@ -203,7 +207,7 @@ def _assumptions(
         *((name not in VARIABLES, _passed_on(name, value, about["vllm"])) for name, (value, _) in variables.items()),
         (main and vllm_own.may_take_parts(arch, heads, main.fp8_cache), f"vLLM may decode {heads} heads by Gluon (a "
          "layer's cache up to 2 GiB), which needs no concat: vLLM then has a launch less than the figures say"),
-        (integration_of(engine["view"]) == "module",
+        (integration_of(engine["view"], settings) == "module",
          "the module integration asks each layer's wrapper and rotary embedding after loading; plan does not"),
         (pp > 1, f"figures are for all layers; with --pipeline-parallel-size {pp} a rank holds its share"),
         *((True, note) for note in answer.given.notes),
