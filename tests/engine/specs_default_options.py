@@ -48,16 +48,16 @@ WIDE = {
 SPECS = {
     **pair("default", BF16),
     "default-warm": replace(BF16, scenarios=("short",)),
-    # Three heads, an fp8 cache with scales, full graphs and pieces.
+    # Three heads, an fp8 cache with scales, full graphs and pieces. The default integration here is the module.
     **pair("fp8", with_graphs(EngineSpec(
         FP8_SCENARIOS, VllmOptions(model=SMALL | {"num_attention_heads": 3, "hidden_size": 192}, kv_cache_dtype="fp8"),
-        emulation=Emulation(scales=SCALES),
+        PluginOptions(integration="auto"), Emulation(scales=SCALES),
     ))),
     "fp32-off": replace(FP32, side="off"),
     "full-on": FULL,
     "limit-on": replace(BF16, vllm=CHUNKED, plugin=PluginOptions(additional={"max_token_num": 7}), dump_graphs=False),
     **pair("eager", EAGER),
-    # The default integration without a compiled graph is the module.
+    # And without a compiled graph.
     **pair("eager-drafts", replace(DRAFTING, plugin=replace(DRAFTING.plugin, integration="auto"))),
     "mutation-unknown-forward": broken(EAGER, "the_wrappers_forward_is_unknown"),
 }  # fmt: skip
