@@ -23,7 +23,6 @@ def above_the_decode_limit(result):
     [
         pytest.param(base, bug, marks=[pytest.mark.engine(base, bug), pytest.mark.mutation(*invariants)])
         for base, bug, *invariants in (
-            ("fp32-off", "mutation-no-split", "I2"),
             ("fp32-off", "mutation-padded-slots", "I10"),
             ("eager-off", "mutation-swapped"),
             ("eager-off", "mutation-no-kv-write"),
@@ -37,6 +36,15 @@ def test_mutation_a_wrong_op_changes_tokens(engines, base, bug):
     assert bug != "mutation-padded-slots" or padded(engines(bug))
     mixed = figures(engines(base), engines(bug))["mixed"]
     assert mixed.tokens_equal < mixed.tokens
+
+
+@pytest.mark.engine("mutation-no-split")
+@pytest.mark.mutation("I2")
+def test_mutation_i2_an_op_inside_a_captured_piece_ends_the_start_and_names_the_option(engines):
+    with pytest.raises(EngineFailedError) as failure:
+        engines("mutation-no-split")
+    assert "is inside a piecewise graph" in failure.value.log
+    assert "compilation_config.splitting_ops" in failure.value.log
 
 
 @pytest.mark.engine("bf16-off", "mutation-raw-prefill-and-no-range")
