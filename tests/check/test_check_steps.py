@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pkgutil
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -402,6 +403,39 @@ def test_a_known_issue_of_one_aiter_is_found_by_the_installed_version(monkeypatc
     for version, concerned in (("0.1.16.post2", True), ("0.1.24.post1", False), (None, True)):
         monkeypatch.setattr(issues.files, "stamp", lambda *_, version=version: SimpleNamespace(aiter=version))
         assert issues.applies(issue, plan) is concerned
+
+
+DEV_BUILDS: dict[str, dict[tuple[str | None, str | None], bool]] = {
+    "0.32.0rc1": {(None, "0.32"): True, ("0.32", None): True, (None, "0.31"): False, ("0.33", None): False},
+    "0.32.0.dev7+g1234abc": {(None, "0.32"): True, ("0.32.0", "0.33"): True},
+    "0.1.17.dev3": {("0.1.16.post2", "0.1.17"): True, ("0.1.18", None): False},
+    "0.1.16.post2": {("0.1.16.post2", "0.1.17"): True, (None, "0.1.16"): False},
+    "0.1.dev1+g1234abc": {("0.1.18", None): True, (None, "0.32"): True},
+    "0.32.1+rocm700": {(None, "0.32.1"): False, ("0.32.1", None): True},
+}
+"""Whether a known issue that has these bounds is one of the build."""
+
+
+@pytest.mark.parametrize("build", DEV_BUILDS)
+def test_dev_builds_have_the_known_issues_of_their_release_until_it_is_out(build: str) -> None:
+    assert {bounds: issues._within(bounds, build) for bounds in DEV_BUILDS[build]} == DEV_BUILDS[build]
+
+
+@pytest.mark.mutation
+def test_mutation_dev_builds_ordered_by_their_numbers_alone_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second number of a candidate put it after the release that mends the fault."""
+
+    def within(bounds: tuple[str | None, str | None], release: str) -> bool:
+        (first, before), found = map(numbers, bounds), numbers(release)
+        return (not first or first <= found) and (not before or found < before)
+
+    def numbers(release: str | None) -> tuple[int, ...]:
+        return tuple(map(int, re.findall(r"\d+", (release or "").partition("+")[0])))
+
+    monkeypatch.setattr(issues, "_within", within)
+    for build in ("0.32.0rc1", "0.32.0.dev7+g1234abc", "0.1.dev1+g1234abc"):
+        with pytest.raises(AssertionError, match="False"):
+            test_dev_builds_have_the_known_issues_of_their_release_until_it_is_out(build)
 
 
 @pytest.mark.parametrize(("kernel", "cache", "lines"), [("triton", "fp8", 1), ("aiter", "auto", 0)])
