@@ -433,9 +433,9 @@ def test_mutation_dev_builds_ordered_by_their_numbers_alone_are_caught(monkeypat
         return tuple(map(int, re.findall(r"\d+", (release or "").partition("+")[0])))
 
     monkeypatch.setattr(issues, "_within", within)
-    for build in ("0.32.0rc1", "0.32.0.dev7+g1234abc", "0.1.dev1+g1234abc"):
+    for candidate in ("0.32.0rc1", "0.32.0.dev7+g1234abc", "0.1.dev1+g1234abc"):
         with pytest.raises(AssertionError, match="False"):
-            test_dev_builds_have_the_known_issues_of_their_release_until_it_is_out(build)
+            test_dev_builds_have_the_known_issues_of_their_release_until_it_is_out(candidate)
 
 
 @pytest.mark.parametrize(("kernel", "cache", "lines"), [("triton", "fp8", 1), ("aiter", "auto", 0)])
