@@ -212,24 +212,17 @@ def engine_facts(config: Any) -> dict[str, Any]:
     """Return what the options became.
 
     Returns:
-        ``gate``: limit, integration and added options of the plugin's pass in vLLM's slot, None without one. ``view``:
-        what admission reads. ``user_pass``: why the user's pass cannot be chained, or None. ``options``, ``ranges``,
+        ``gate``: limit and integration of the plugin's pass in vLLM's slot, None without one. ``view``: what admission
+        reads. ``user_pass``: why the user's pass cannot be chained, or None. ``options``, ``ranges``,
         ``captures`` and ``full_graphs``: the sizes of vLLM's graphs, and of its full graphs of decode batches.
     """
     compilation, scheduler, parallel = config.compilation_config, config.scheduler_config, config.parallel_config
-    engaged = compat_config.current_pass(compilation)
-    limit = getattr(engaged, "limit", None)
+    engaged = compat_config.engaged_pass(config)
     view = compat_config.view_of(config, compat_config.settings_of(config))
     return {
-        "gate": None
-        if limit is None
-        else {
-            "limit": limit,
-            "integration": engaged.integration,
-            "added": compat_config.added_options(config),
-        },
+        "gate": None if engaged is None else {"limit": engaged.limit, "integration": engaged.integration},
         "view": view,
-        "user_pass": compat_config.why_not_chainable(compilation) if limit is None else None,
+        "user_pass": compat_config.why_not_chainable(compilation) if engaged is None else None,
         "options": {
             "tp": parallel.tensor_parallel_size,
             "pp": parallel.pipeline_parallel_size,

@@ -144,7 +144,7 @@ def _layer_reasons(kinds: list[_Planned], total: int, engine_codes: set[str]) ->
 
 
 def _graph(engine: dict[str, Any], limit: int) -> dict[str, Any]:
-    """Return which integration would run, what the gate adds, vLLM's compile ranges, and its captured sizes."""
+    """Return which integration would run, vLLM's compile ranges, and its captured sizes."""
     view, sizes = engine["view"], engine["captures"]
     cut = why_not_passes(view)
     compiled = view.mode == "VLLM_COMPILE" and not view.enforce_eager
@@ -153,7 +153,6 @@ def _graph(engine: dict[str, Any], limit: int) -> dict[str, Any]:
     no_graph = "--enforce-eager" if view.enforce_eager else "CUDA graphs are off"
     return {
         "integration": engine["gate"]["integration"] if engine["gate"] else integration_of(view),
-        "added": engine["gate"]["added"] if engine["gate"] else {},
         "why_not_passes": None if cut is None else record.Cause(cut.code, cut.message),
         "compile_ranges": record.Ranges(
             ranges,
