@@ -18,10 +18,10 @@ from vllm_aiter_mla.commands.check.steps import Context
 from vllm_aiter_mla.commands.plan import model as models
 from vllm_aiter_mla.commands.report.page import html_of
 
-# With the roundings of vLLM's compiled graph, so that the plugin's tokens equal the control's.
+# With the roundings of vLLM's compiled graph, so that the tokens with the flag on equal those with the flag off.
 ARGUMENTS = (
     "--max-num-seqs", "16", "--max-num-batched-tokens", "512",
-    "--additional-config", '{"aiter_mla": {"debug": {"rounding": "two"}}}',
+    "--additional-config.aiter_mla.debug.rounding=two",
 )  # fmt: skip
 TITLE = "a small random DeepSeek on this CPU"
 SHARED = ("PYTHONPATH", "VLLM_PLUGINS", "HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_CPU_KVCACHE_SPACE",

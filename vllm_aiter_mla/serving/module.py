@@ -150,14 +150,7 @@ def _emit(attention: Any) -> Skip | None:
     wrapper = wrapper_of(attention)
     if wrapper is not None:
         wrapper.is_neox = None  # whatever was decided before
-    skip = compat_wrapper.why_forwards_unknown()
-    if skip is not None:
-        return skip
-    if wrapper is None:
-        return Skip("unknown_forward", "the model's attention is not in vLLM's MultiHeadLatentAttentionWrapper")
-    if compat_wrapper.quantises_output(wrapper):
-        return Skip("fused_output_quant", "fuse_attn_quant is on, and vLLM's passes would not find the plugin's op")
-    skip = compat_wrapper.why_wrapper_unknown(wrapper) or why_not_rope(wrapper)
+    skip = why_not_wrapped(attention) or why_not_rope(wrapper)
     if skip is not None:
         return skip
     embedding = wrapper.rotary_emb
@@ -167,11 +160,24 @@ def _emit(attention: Any) -> Skip | None:
     return skip
 
 
+def why_not_wrapped(attention: Any) -> Skip | None:
+    """Return why the op may not replace the forward around a layer, which was built while ``installed``, or None."""
+    skip = compat_wrapper.why_forwards_unknown()
+    if skip is not None:
+        return skip
+    wrapper = wrapper_of(attention)
+    if wrapper is None:
+        return Skip("unknown_forward", "the model's attention is not in vLLM's MultiHeadLatentAttentionWrapper")
+    if compat_wrapper.quantises_output(wrapper):
+        return Skip("fused_output_quant", "fuse_attn_quant is on, and vLLM's passes would not find the plugin's op")
+    return compat_wrapper.why_wrapper_unknown(wrapper)
+
+
 # -- the rotary embedding
 
 
-def why_not_rope(wrapper: Any) -> Skip | None:
-    """Return why the op may not rotate for this wrapper, or None: its class must be known, and a trial must agree."""
+def why_rope_unknown(wrapper: Any) -> Skip | None:
+    """Return why the op may not rotate for a wrapper by the class and width of its embedding; needs no weights."""
     embedding, width = wrapper.rotary_emb, wrapper.qk_rope_head_dim
     if embedding is None:
         return Skip("no_rope", "the layer has no rotary embedding")
@@ -180,10 +186,21 @@ def why_not_rope(wrapper: Any) -> Skip | None:
         return Skip("rope_other_operand", f"the rotary embedding is {name}; known: {', '.join(KNOWN_ROPES)}")
     if (embedding.rotary_dim, embedding.cos_sin_cache.shape[-1]) != (width, width):
         return Skip("partial_rotary", f"the rotary embedding turns {embedding.rotary_dim} of {width} columns")
-    off = _rotation_error(embedding, width)
-    if not off <= ROUNDINGS:  # NaN included
-        return Skip("query_not_rope", f"{name} differs from the rotation by its table by {off:.3g} roundings")
     return None
+
+
+def why_not_rope(wrapper: Any) -> Skip | None:
+    """Return why the op may not rotate for this wrapper, or None: its class must be known, and a trial must agree."""
+    skip = why_rope_unknown(wrapper)
+    if skip is not None:
+        return skip
+    embedding = wrapper.rotary_emb
+    off = _rotation_error(embedding, wrapper.qk_rope_head_dim)
+    if off <= ROUNDINGS:
+        return None
+    # NaN included
+    name = type(embedding).__name__
+    return Skip("query_not_rope", f"{name} differs from the rotation by its table by {off:.3g} roundings")
 
 
 @torch.inference_mode()

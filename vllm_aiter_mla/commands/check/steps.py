@@ -243,9 +243,9 @@ def shown(found: runs.Figures) -> str:
 
 
 def prefill_rows(context: Context) -> Step:
-    """Compare batches that are not all decode, in which the flag changes nothing: their bytes, and how long they take.
+    """Compare steps that are not all decode, in which the flag changes nothing: their bytes, and how long they take.
 
-    It fails if they are further apart than one rounding explains, and warns if they take longer on a card.
+    It fails if more differs than one rounding of RoPE explains, and warns if they take longer on a card.
     """
     if not context.answers:
         return Step("skipped", "the engine did not run")
@@ -254,12 +254,12 @@ def prefill_rows(context: Context) -> Step:
     lines = tuple(f"{name}: {found.shown()}" for name, found in compared.items())
     data = {name: asdict(found) for name, found in compared.items()}
     if apart := [name for name, found in compared.items() if not found.explained]:
-        return Step("failed", f"further apart than one rounding of RoPE explains: {', '.join(apart)}", lines, data)
+        return Step("failed", f"one rounding of RoPE does not explain what differs: {', '.join(apart)}", lines, data)
     slower = [f"{name} ({found.ratio:.3f})" for name, found in compared.items() if found.ratio > runs.SLOWER]
     if slower and has_gpu():  # a CPU's times say nothing about a card
         return Step("warning", f"slower with the flag on: {', '.join(slower)}", lines, data)
-    equal = [name for name, found in compared.items() if found.max_apart == 0]
-    detail = f"the same bytes in {len(equal)} of {len(compared)} kinds of steps; the rest within one rounding of RoPE"
+    equal, prompts = (sum(getattr(found, of) for found in compared.values()) for of in ("equal", "prompts"))
+    detail = f"{equal} of {prompts} prompts have the same bytes, flag off and on"
     return Step("passed", detail if compared else "no such step fits", lines, data)
 
 

@@ -27,7 +27,7 @@ DEPLOYMENT = frozenset({
 """Options that need other machines, other engines or a front end, besides those of data parallelism; and one that this
 engine sets itself."""
 LONGEST = 64
-"""Tokens that a request of ``decoding`` generates at most: each step during the block takes one, or more with drafts."""
+"""Most tokens of a request of ``decoding``: each step during the block takes one, or more with drafts."""
 
 Request = tuple[str, list[int], int, int]
 """(request id, prompt token ids, tokens to generate, engine step at which it arrives)"""

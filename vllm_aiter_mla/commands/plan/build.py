@@ -88,7 +88,8 @@ class _Planned:
         self.fp8_cache = self.view.kv_cache_dtype.startswith("fp8")
         unpadded = vllm_own.may_take_parts(arch, self.view.num_heads, self.fp8_cache)  # as ``serving.layer`` has it
         self.out_heads = self.view.num_heads if unpadded else built.out_heads or self.view.num_heads
-        self.reasons = [*admission.layer_skips(self.view), *([] if built.has_rope else [NO_ROPE])]
+        own = (None if built.has_rope else NO_ROPE) if _integration(engine) == "passes" else built.why_not_module
+        self.reasons = [*admission.layer_skips(self.view), *([own] if own else [])]
         block = engine["options"]["block_size"]
         self.decision, self.spans = kernels.planned(arch, settings, self.view, built.format, block, limit)
         self.reasons += [self.decision.skip] if self.decision.skip else []
@@ -114,6 +115,11 @@ def engine_reasons(answer: Answer) -> list[Skip]:
     if not engine["gate"] and not found:
         found.append(Skip("not_known", "the gate switched the fast path off; --verbose shows its line"))
     return found
+
+
+def _integration(engine: dict[str, Any]) -> str:
+    """Return which integration runs, or would if the gate engaged."""
+    return engine["gate"]["integration"] if engine["gate"] else integration_of(engine["view"])
 
 
 def level(code: str) -> str:
@@ -152,7 +158,7 @@ def _graph(engine: dict[str, Any], limit: int) -> dict[str, Any]:
     passes = engine["gate"] is not None and engine["gate"]["integration"] == "passes"
     no_graph = "--enforce-eager" if view.enforce_eager else "CUDA graphs are off"
     return {
-        "integration": engine["gate"]["integration"] if engine["gate"] else integration_of(view),
+        "integration": _integration(engine),
         "why_not_passes": None if cut is None else record.Cause(cut.code, cut.message),
         "compile_ranges": record.Ranges(
             ranges,
@@ -202,8 +208,8 @@ def _assumptions(
         *((name not in VARIABLES, _passed_on(name, value, about["vllm"])) for name, (value, _) in variables.items()),
         (main and vllm_own.may_take_parts(arch, heads, main.fp8_cache), f"vLLM may decode {heads} heads by Gluon (a "
          "layer's cache up to 2 GiB), which needs no concat: vLLM then has a launch less than the figures say"),
-        (integration_of(engine["view"]) == "module",
-         "the module integration asks each layer's wrapper and rotary embedding after loading; plan does not"),
+        (_integration(engine) == "module",
+         "each layer's rotary embedding has a known class, and start-up's trial finds that it rotates by its table"),
         (pp > 1, f"figures are for all layers; with --pipeline-parallel-size {pp} a rank holds its share"),
         *((True, note) for note in answer.given.notes),
     )  # fmt: skip

@@ -361,7 +361,7 @@ def check(page: Page, name: str, data: CheckRun) -> Glance:
         tokens = [(scenario, *figures.values()) for scenario, figures in compared.items()]
         page.add("Check", f"Flag off and on, token by token, {name}", heads, tokens)
     prefill: Any = found.get("prefill rows") or {}
-    heads = ("step", "tokens", "mean |dlogprob|", "max", "off, repeated", "off ms", "on ms")
+    heads = ("step", "prompts", "equal bytes", "off, repeated", "max |dlogprob|", "off ms", "on ms")
     if prefill:
         rows = [(what, *figures.values()) for what, figures in prefill.items()]
         page.add("Check", f"Steps with prefill rows, flag off and on, {name}", heads, rows)
