@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_aiter_mla import admission
-from vllm_aiter_mla.admission import ConfigView, LayerView, Skip, config_skips, layer_skips
-from vllm_aiter_mla.settings import Kernel
+from vllm_aiter_mla.admission import ConfigView, Engage, LayerView, Skip, config_skips, decide_engine, layer_skips
+from vllm_aiter_mla.settings import DebugSettings, Kernel, Settings
 
 KV_UPDATE_OP, MLA_ATTENTION_OP = admission.KV_UPDATE_OP, admission.MLA_ATTENTION_OP
 NONE = Skip("not_run", "not skipped")
@@ -20,11 +20,13 @@ def first(skips):
     return next(iter(skips), NONE)
 
 
-PASSES = ConfigView(integration="passes")
-"""The passes asked for by name, so that what cuts their graph is a skip."""
+AUTO, PASSES, MODULE = (Settings(enabled=True, integration=name) for name in ("auto", "passes", "module"))
+"""With the passes asked for by name, what cuts their graph is a skip."""
+CUT = (MLA_ATTENTION_OP, KV_UPDATE_OP)
+"""Where vLLM cuts the graph by default."""
 
 CONFIG_SKIPS = [
-    ({"vllm_version": "0.34.0", "version_supported": False}, "vllm_version", "0.34.0"),
+    ({"vllm_version": "0.34.0", "in_window": False}, "vllm_version", "0.34.0"),
     ({"missing": ("Platform.pass_key",)}, "capability", "Platform.pass_key"),
     ({"failed_steps": ("torch ops: OSError",)}, "capability", "torch ops"),
     ({"op_schema": ("the op vllm::f differs in window",)}, "op_schema", "window"),
@@ -48,11 +50,11 @@ CONFIG_SKIPS = [
     ({"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype", "fp8_ds_mla"),
     ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype", "nvfp4"),
     ({"kv_cache_dtype": "bfloat16", "model_dtype": "float16"}, "kv_cache_dtype", "float16"),
-    ({"use_inductor_graph_partition": False}, "graph_partition", "use_inductor_graph_partition"),
-    ({"splitting_ops": (MLA_ATTENTION_OP,)}, "splitting_ops", MLA_ATTENTION_OP),
-    ({"splitting_ops": (f"{MLA_ATTENTION_OP}.default",)}, "splitting_ops", MLA_ATTENTION_OP),
-    ({"splitting_ops": (MLA_ATTENTION_OP, KV_UPDATE_OP)}, "splitting_ops", KV_UPDATE_OP),
-    ({"use_inductor_graph_partition": False, "splitting_ops": (KV_UPDATE_OP,)}, "splitting_ops", KV_UPDATE_OP),
+    ({"splitting_ops": CUT}, "graph_partition", "-cc.use_inductor_graph_partition=true"),
+    ({"splitting_ops": (MLA_ATTENTION_OP,)}, "graph_partition", MLA_ATTENTION_OP),
+    ({"splitting_ops": (f"{MLA_ATTENTION_OP}.default",)}, "graph_partition", MLA_ATTENTION_OP),
+    ({"splitting_ops": (KV_UPDATE_OP,)}, "graph_partition", KV_UPDATE_OP),
+    ({"user_pass": "the slot is str: a custom pass must be callable"}, "user_pass", "callable"),
 ]
 LAYER_SKIPS = [
     ({"is_sparse": True}, "sparse_mla"),
@@ -81,12 +83,13 @@ LAYER_SKIPS = [
     ({"kv_lora_rank": -1}, "geometry"),
     ({"qk_rope_head_dim": 63}, "geometry"),
 ]
-GRAPH_ONLY = {"enforce_eager", "breakable_cudagraph", "compilation_mode", "backend", "graph_partition", "splitting_ops"}
+GRAPH_ONLY = {"enforce_eager", "breakable_cudagraph", "compilation_mode", "backend", "graph_partition"}
+UNKNOWN = "the source of MLAAttention.forward is not known (abc)"
 
 
 @pytest.mark.parametrize(("facts", "code", "knob"), CONFIG_SKIPS)
 def test_an_engine_is_skipped_with_its_code_and_its_knob(facts, code, knob):
-    skip = first(config_skips(replace(PASSES, **facts)))
+    skip = first(config_skips(replace(ConfigView(), **facts), PASSES))
     assert (skip.code, knob in str(skip), "\n" in str(skip)) == (code, True, False)
 
 
@@ -100,25 +103,58 @@ def test_a_layer_is_skipped_with_its_code(facts, code):
     "facts",
     [
         {},
-        {"splitting_ops": ()},
-        {"splitting_ops": (), "use_inductor_graph_partition": False},
         {"splitting_ops": ("vllm::mamba_mixer",)},
-        {"splitting_ops": (MLA_ATTENTION_OP,), "use_inductor_graph_partition": True},
-        {"use_inductor_graph_partition": True},
+        {"splitting_ops": CUT, "use_inductor_graph_partition": True},
         {"kv_cache_dtype": "fp8"},
         {"kv_cache_dtype": "fp8_e4m3", "model_dtype": "bfloat16"},
         {"kv_cache_dtype": "bfloat16", "model_dtype": "bfloat16"},
         {"kv_cache_dtype": "bfloat16", "model_dtype": ""},
         {"kv_cache_dtype": "auto", "model_dtype": "float32"},
         {"breakable_cudagraph": True},
+        {"unknown_forward": UNKNOWN},
     ],
 )
-def test_an_engine_with_one_graph_and_a_writable_cache_is_admitted(facts):
-    assert config_skips(replace(PASSES, **facts)) == []
-    assert admission.integration_of(replace(ConfigView(), **facts)) == "passes"
-    for asked in admission.INTEGRATIONS:
-        assert admission.integration_of(replace(ConfigView(), integration=asked, enforce_eager=True, **facts)) == asked
-    assert config_skips(replace(ConfigView(), integration="module", enforce_eager=True, **facts)) == []
+def test_an_engine_with_a_whole_graph_and_a_writable_cache_gets_the_passes(facts):
+    view = replace(ConfigView(), **facts)
+    for settings in (AUTO, PASSES):
+        assert config_skips(view, settings) == []
+        assert decide_engine(view, settings).integration == "passes"
+    if not view.unknown_forward:
+        assert decide_engine(replace(view, enforce_eager=True), MODULE).integration == "module"
+
+
+@pytest.mark.parametrize("settings", [AUTO, MODULE])
+def test_the_module_must_know_vllms_forwards_and_its_skip_names_partition(settings):
+    skip = decide_engine(ConfigView(splitting_ops=CUT, unknown_forward=UNKNOWN), settings)
+    assert isinstance(skip, Skip)
+    assert (skip.code, admission.PARTITION in str(skip)) == ("unknown_forward", True)
+
+
+@pytest.mark.parametrize(
+    ("facts", "settings", "wanted"),
+    [
+        ({"splitting_ops": CUT, "endpoints": (2048,)}, AUTO,
+         Engage(16, "module", (*CUT, *admission.ATTENTION_OPS), (2048,))),
+        ({"splitting_ops": (MLA_ATTENTION_OP,), "use_inductor_graph_partition": True, "endpoints": (100, 2048)}, AUTO,
+         Engage(16, "passes", (MLA_ATTENTION_OP, *admission.ATTENTION_OPS), (16, 100, 2048))),
+        ({"splitting_ops": (), "endpoints": (2048,)}, AUTO, Engage(16, "passes", (), (16, 2048))),
+        # vLLM drops an end that no batch exceeds, and ends below 2.
+        ({"endpoints": (16,), "max_num_batched_tokens": 16}, PASSES, Engage(16, "passes", (), (16,))),
+        ({"splitting_ops": (), "mode": "NONE"}, AUTO, Engage(16, "module", (), ())),
+        ({"splitting_ops": (KV_UPDATE_OP,)}, MODULE,
+         Engage(16, "module", (KV_UPDATE_OP, *admission.ATTENTION_OPS), ())),
+        ({"splitting_ops": (*CUT, *admission.ATTENTION_OPS)}, AUTO,
+         Engage(16, "module", (*CUT, *admission.ATTENTION_OPS), ())),
+    ],
+)  # fmt: skip
+def test_what_the_gate_writes_is_vllms_own_and_the_least_of_ours(facts, settings, wanted):
+    view = replace(ConfigView(max_num_seqs=16, max_num_batched_tokens=2048), **facts)
+    assert decide_engine(view, settings) == wanted
+
+
+def test_a_release_outside_the_window_may_be_tried():
+    untested = replace(AUTO, debug=DebugSettings(untested_vllm=True))
+    assert isinstance(decide_engine(ConfigView(in_window=False), untested), Engage)
 
 
 PLATFORM_SKIPS = [facts for facts, code, _ in CONFIG_SKIPS if code in ("platform", "aiter_off", "attention_backend")]
@@ -127,19 +163,19 @@ PLATFORM_SKIPS = [facts for facts, code, _ in CONFIG_SKIPS if code in ("platform
 @pytest.mark.parametrize("facts", PLATFORM_SKIPS)
 @pytest.mark.parametrize("kernel", get_args(Kernel))
 def test_platform_skip_holds_for_every_kernel_but_those_for_tests_by_name(facts, kernel):
-    view = replace(ConfigView(), kernel=kernel, **facts)
-    assert (config_skips(view) == []) == (kernel in ("triton", "reference"))
+    view = replace(ConfigView(), **facts)
+    assert (config_skips(view, replace(AUTO, kernel=kernel)) == []) == (kernel in ("triton", "reference"))
     assert admission.why_not_platform(view) is not None
 
 
 def test_platform_skip_spares_aiters_attention_that_the_user_named_while_aiter_is_off():
-    assert config_skips(replace(ConfigView(), uses_aiter=False)) == []
+    assert config_skips(replace(ConfigView(), uses_aiter=False), AUTO) == []
 
 
 @pytest.mark.mutation("I11")
 def test_mutation_platform_skip_without_its_rules_is_caught(monkeypatch):
     for number, facts in enumerate(PLATFORM_SKIPS):
-        code = first(config_skips(replace(ConfigView(), **facts))).code
+        code = first(config_skips(replace(ConfigView(), **facts), AUTO)).code
         with monkeypatch.context() as patch:
             others = tuple(rule for rule in admission.PLATFORM_RULES if rule.code != code)
             patch.setattr(admission, "PLATFORM_RULES", others)
@@ -156,19 +192,19 @@ def test_a_layer_is_admitted(facts):
 
 @pytest.mark.parametrize(("facts", "code"), [(facts, code) for facts, code, _ in CONFIG_SKIPS])
 def test_only_reasons_about_a_graph_depend_on_the_integration(facts, code):
-    auto = replace(ConfigView(), **facts)
+    view = replace(ConfigView(), **facts)
     if code in GRAPH_ONLY or "fused_op" in facts:
-        assert (config_skips(auto), admission.integration_of(auto)) == ([], "module")
-        assert (admission.why_not_passes(auto) or NONE).code == code
+        assert decide_engine(view, AUTO).integration == "module"
+        assert (admission.why_not_passes(view) or NONE).code == code
         return
-    for asked in ("auto", *admission.INTEGRATIONS):
-        assert first(config_skips(replace(auto, integration=asked))).code == code
+    for settings in (AUTO, PASSES, MODULE):
+        assert first(config_skips(view, settings)).code == code
 
 
 def test_every_registered_code_can_be_reached():
     engine, layer = {code for _, code, _ in CONFIG_SKIPS}, {code for _, code in LAYER_SKIPS}
     engines, layers = set(admission.LEVELS["engine"]), set(admission.LEVELS["layer"])
-    assert engine == engines - {"user_pass", "not_known"}
+    assert engine == engines - {"not_known"}
     assert layers <= layer <= engines | layers | {"unknown_forward"}
     with pytest.raises(KeyError, match="unheard_of"):
         Skip("unheard_of", "message")
@@ -180,7 +216,7 @@ def test_every_registered_code_can_be_reached():
 )
 def test_any_combination_of_contradictions_is_skipped(engine, layer):
     facts = [dict(ChainMap(*(facts for facts, *_ in picked))) for picked in (engine, layer)]
-    assert config_skips(replace(PASSES, **facts[0]))
+    assert config_skips(replace(ConfigView(), **facts[0]), PASSES)
     assert layer_skips(replace(LayerView(), **facts[1]))
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vllm_aiter_mla.settings import Settings
+
 MLA_ATTENTION_OP = "vllm::unified_mla_attention_with_output"
 KV_UPDATE_OP = "vllm::unified_mla_kv_cache_update"
 ATTENTION_OPS = ("vllm_aiter_mla::mla_attention_with_prepared_q", "vllm_aiter_mla::mla_attention_with_rope")
@@ -40,6 +42,8 @@ ANY_CARD = frozenset({"triton", "reference"})
 """Kernels that run on other platforms too, if the user names one: for tests and other GPUs."""
 AITER_MLA = "ROCM_AITER_MLA"
 """vLLM's name of the attention back end that the fast path calls."""
+PARTITION = "-cc.use_inductor_graph_partition=true"
+"""The option with which vLLM compiles a graph that holds whole layers, as it is typed."""
 SMALLEST_LIMIT = 2
 """vLLM drops compile-range endpoints below 2, so a limit of 1 would never end a range and the passes would never run.
 A server with ``max_num_seqs=1`` gets a decode limit of two tokens."""
@@ -75,26 +79,45 @@ class _View:
 
 @dataclass(frozen=True)
 class ConfigView(_View):
-    """What the rules read of a finished ``VllmConfig``. The defaults describe an engine that is admitted."""
+    """What the gate decides by, of a finished ``VllmConfig``. The defaults describe an engine that is admitted."""
 
     vllm_version: str = ""  # as vLLM prints it
-    version_supported: bool = True  # inside the window, or forced by the user
+    in_window: bool = True  # whether that release is a supported one
     failed_steps: tuple[str, ...] = ()  # steps of the plugin's registration that failed, each with its error
     op_schema: tuple[str, ...] = ()  # how vLLM's MLA ops differ from what the plugin knows, one sentence each
     fused_op: tuple[str, ...] = ()  # likewise vLLM's fused RoPE + KV write, which only pass 1 calls
+    unknown_forward: str = ""  # why the module integration may not replace vLLM's forwards
+    user_pass: str = ""  # why the user's custom pass cannot run before ours
     atom_active: bool = False
     is_mla: bool = True
     enforce_eager: bool = False
     breakable_cudagraph: bool = False
     mode: str = "VLLM_COMPILE"  # name of the compilation mode
     backend: str = "inductor"
-    use_inductor_graph_partition: bool | None = None  # as the user gave it; ``None`` when not given
-    splitting_ops: tuple[str, ...] | None = None  # as the user gave them; ``None`` when not given
-    integration: str = "auto"  # as the user asked for it: "auto", or one of ``INTEGRATIONS``
-    kernel: str = "auto"  # as the user asked for it
+    use_inductor_graph_partition: bool = False
+    splitting_ops: tuple[str, ...] = ()  # where vLLM will cut the graph
+    endpoints: tuple[int, ...] = ()  # ends of vLLM's compile ranges in tokens
+    max_num_seqs: int = 1
+    num_drafts: int = 0  # draft tokens of a request in one step
+    max_num_batched_tokens: int | None = None
     card: str = "gfx942"  # architecture of an AMD card, else the name of vLLM's platform
     uses_aiter: bool = True  # vLLM takes AITER's MLA where the user names no attention back end
     attention: str = AITER_MLA  # the back end that vLLM takes, or why it cannot be told; asked on ROCm only
+    fusion: bool = False  # vLLM's own fusion of RoPE and the KV write for MLA is on
+    layers: tuple[int, ...] = ()  # indices of the model's MLA layers
+    # As vLLM's metrics label the engine; None for what cannot be read
+    model_name: str | None = None
+    engine: str | None = None
+
+
+@dataclass(frozen=True)
+class Engage:
+    """What the gate makes of an admitted config."""
+
+    limit: int  # the decode limit in tokens
+    integration: str  # one of ``INTEGRATIONS``
+    splitting_ops: tuple[str, ...]  # those of vLLM, and ours where vLLM cuts the graph at attention
+    endpoints: tuple[int, ...]  # ends of the compile ranges; the passes add the decode limit
 
 
 @dataclass(frozen=True)
@@ -158,7 +181,7 @@ SHARED_RULES = (
 ENGINE_RULES = (
     Rule(
         "vllm_version",
-        lambda v: not v.version_supported,
+        lambda v: not v.in_window,
         "vLLM {v.vllm_version} is outside the supported window",
     ),
     Rule("capability", lambda v: v.missing, "this vLLM ({v.vllm_version}) lacks {found}"),
@@ -169,6 +192,9 @@ ENGINE_RULES = (
     *SHARED_RULES,
 )
 """Whatever puts the op into the layers."""
+
+USER_RULES = (Rule("user_pass", lambda v: v.user_pass, "{v.user_pass}"),)
+"""What the user has put into the slot that our pass takes."""
 
 PLATFORM_RULES = (
     Rule(
@@ -207,16 +233,14 @@ PASSES_RULES = (
     Rule("backend", lambda v: v.backend != "inductor", "compilation_config.backend is {v.backend!r}, not 'inductor'"),
     Rule(
         "graph_partition",
-        lambda v: v.use_inductor_graph_partition is False and v.splitting_ops is None,
-        "compilation_config.use_inductor_graph_partition=False cuts the graph at attention",
-    ),
-    Rule(
-        "splitting_ops",
-        lambda v: not v.use_inductor_graph_partition and _cuts(v.splitting_ops or ()),
-        "compilation_config.splitting_ops cuts the graph at {found}",
+        lambda v: not v.use_inductor_graph_partition and _cuts(v.splitting_ops),
+        "vLLM cuts the graph at {found}",
     ),
 )
 """The passes need a compiled graph in which attention, the KV update and the query projection lie together."""
+
+MODULE_RULES = (Rule("unknown_forward", lambda v: v.unknown_forward, "{v.unknown_forward}"),)
+"""The module replaces two forwards of vLLM, so it must know them. Each layer's wrapper is looked at after loading."""
 
 LAYER_RULES = (
     Rule("capability", lambda v: v.missing, "the attention layer of this vLLM lacks {found}"),
@@ -253,10 +277,27 @@ LAYER_RULES = (
 )
 
 
-def config_skips(view: ConfigView) -> list[Skip]:
+def decide_engine(facts: ConfigView, settings: Settings) -> Skip | Engage:
+    """Return what the gate makes of an engine whose flag is on, or why the engine runs vLLM's own code. Pure."""
+    skip = next(iter(config_skips(facts, settings)), None)
+    if skip is not None:
+        return skip
+    limit, integration = decode_limit_of(facts, settings), integration_of(facts, settings)
+    added = integration == "passes" and _ends_a_range(limit, facts.max_num_batched_tokens)
+    cut = (MLA_ATTENTION_OP,) if integration == "passes" else (MLA_ATTENTION_OP, KV_UPDATE_OP)
+    cuts = facts.mode == "VLLM_COMPILE" and any(plain_name(op) in cut for op in facts.splitting_ops)
+    ours = [op for op in ATTENTION_OPS if cuts and op not in facts.splitting_ops]
+    endpoints = tuple(sorted({*facts.endpoints, limit})) if added else facts.endpoints
+    return Engage(limit, integration, (*facts.splitting_ops, *ours), endpoints)
+
+
+def config_skips(facts: ConfigView, settings: Settings) -> list[Skip]:
     """Return every reason for which no layer of this engine may take the fast path, in the order of the rules."""
-    platform = PLATFORM_RULES * (view.kernel not in ANY_CARD)
-    return _all(ENGINE_RULES + platform + PASSES_RULES * (view.integration == "passes"), view)
+    untested = settings.debug.untested_vllm
+    engine = tuple(rule for rule in ENGINE_RULES if not (untested and rule.code == "vllm_version"))
+    platform = PLATFORM_RULES * (settings.kernel not in ANY_CARD)
+    by = PASSES_RULES if integration_of(facts, settings) == "passes" else MODULE_RULES
+    return _all((*engine, *platform, *by, *USER_RULES), facts)
 
 
 def layer_skips(view: LayerView) -> list[Skip]:
@@ -264,21 +305,21 @@ def layer_skips(view: LayerView) -> list[Skip]:
     return _all(LAYER_RULES, view)
 
 
-def why_not_platform(view: ConfigView) -> Skip | None:
+def why_not_platform(facts: ConfigView) -> Skip | None:
     """Return why the platform is not one for the fast path, whatever the kernel; ``None`` if it is one."""
-    return next(iter(_all(PLATFORM_RULES, view)), None)
+    return next(iter(_all(PLATFORM_RULES, facts)), None)
 
 
-def why_not_passes(view: ConfigView) -> Skip | None:
+def why_not_passes(facts: ConfigView) -> Skip | None:
     """Return why the passes cannot run in this engine, or ``None``."""
-    return next(iter(_all(PASSES_RULES, view)), None)
+    return next(iter(_all(PASSES_RULES, facts)), None)
 
 
-def integration_of(view: ConfigView) -> str:
-    """Return what puts the op into an admitted engine's layers; ``auto`` is the passes if they can run."""
-    if view.integration != "auto":
-        return view.integration
-    return "passes" if why_not_passes(view) is None else "module"
+def integration_of(facts: ConfigView, settings: Settings) -> str:
+    """Return what puts the op into an engine's layers; ``auto`` is the passes where the user's options let them run."""
+    if settings.integration != "auto":
+        return settings.integration
+    return "passes" if why_not_passes(facts) is None else "module"
 
 
 def plain_name(op: str) -> str:
@@ -294,6 +335,16 @@ def decode_limit(max_num_seqs: int, num_speculative_tokens: int, override: int |
     a short prompt runs the same compiled range as a decode step, so correctness must not depend on the limit.
     """
     return max(override or max_num_seqs * (1 + num_speculative_tokens), SMALLEST_LIMIT)
+
+
+def decode_limit_of(facts: ConfigView, settings: Settings) -> int:
+    """Return the decode limit of an engine in tokens."""
+    return decode_limit(facts.max_num_seqs, facts.num_drafts, settings.max_token_num)
+
+
+def _ends_a_range(limit: int, max_num_batched_tokens: int | None) -> bool:
+    """Return whether vLLM lets a compile range end at ``limit``: it drops 1, and what no batch exceeds."""
+    return limit > 1 and (max_num_batched_tokens is None or limit < max_num_batched_tokens)
 
 
 def within_limit(range_end: int, limit: int) -> bool:

@@ -4,6 +4,7 @@ Also a script: it reports what a process sees before it loads the plugin.
 """
 
 import base64
+import dataclasses
 import json
 import logging
 import os
@@ -17,12 +18,15 @@ import pytest
 import vllm.engine.arg_utils  # noqa: F401  what vLLM has imported by the time it loads plugins
 
 from tests.support.planted import Said
+from vllm_aiter_mla.settings import FLAG_FIELD
 
 ATTENTION_OPS = ("vllm_aiter_mla::mla_attention_with_prepared_q", "vllm_aiter_mla::mla_attention_with_rope")
 
 Build = Callable[..., Any]
 ON = {"aiter_mla": {"enabled": True}}
 PASSES = {"aiter_mla": {"enabled": True, "integration": "passes"}}
+WHOLE = {"use_inductor_graph_partition": True}
+"""The option of ``compilation_config`` with which one graph holds whole layers."""
 SLOT = "post_grad_custom_post_pass"
 USERS_PASS = {"inductor_passes": {SLOT: "aiter_mla_users_pass.users_pass"}}
 # vLLM resolves the name by __import__(module), which gives the top package of a dotted one.
@@ -63,17 +67,37 @@ def differing(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     return [name for name in found if found[name] != wanted[name]]
 
 
-def added_to(config: Any) -> dict[str, Any]:
-    """What the gate may have added, of a finished config."""
+def compile_options(config: Any) -> dict[str, Any]:
+    """Every option of a finished config that decides what vLLM compiles, by name."""
     compilation = config.compilation_config
-    return {
-        "pass": pass_of(config),
-        "ranges": ranges_of(config),
-        "partition": compilation.use_inductor_graph_partition,
-        "splitting_ops": compilation.splitting_ops,
-        "fusion": compilation.pass_config.fuse_rope_kvcache_cat_mla,
-        "users_passes": compilation.inductor_passes,
-    }
+    found = {field.name: getattr(compilation, field.name) for field in dataclasses.fields(compilation)}
+    found |= {f"pass_config.{field.name}": value for field, value in _fields(found.pop("pass_config"))}
+    found["slot"] = found["inductor_compile_config"].get(SLOT)
+    found["inductor_compile_config"] = {k: v for k, v in found["inductor_compile_config"].items() if k != SLOT}
+    # The flag itself, and what is no option: measured times, and the layers of a model.
+    for name in (f"pass_config.{FLAG_FIELD}", "compilation_time", "encoder_compilation_time", "static_forward_context"):
+        found.pop(name, None)
+    return found
+
+
+def _fields(record: Any) -> list[tuple[Any, Any]]:
+    return [(field, getattr(record, field.name)) for field in dataclasses.fields(record)]
+
+
+def wrongly_changed(off: dict[str, Any], on: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What the flag has changed of ``compile_options`` besides what the gate may change.
+
+    That is its slot, its own splitting ops, and for the passes one end of a compile range.
+    """
+    found = {name: (off[name], on[name]) for name in off if off[name] != on[name] and name != "slot"}
+    passes = getattr(on["slot"], "integration", None) == "passes"
+    ops = [op for op in on["splitting_ops"] or () if op not in ATTENTION_OPS]
+    if ops == (off["splitting_ops"] or []):
+        found.pop("splitting_ops", None)
+    ends = {*(on["compile_ranges_endpoints"] or ())} ^ {*(off["compile_ranges_endpoints"] or ())}
+    if passes and ends == {on["slot"].limit}:
+        found.pop("compile_ranges_endpoints", None)
+    return found
 
 
 def modelless_config(compilation: dict[str, Any] | None = None) -> Any:

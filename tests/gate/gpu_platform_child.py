@@ -59,14 +59,15 @@ def built(model: str, options: dict[str, Any]) -> dict[str, Any]:
         return {"error": str(error), "said": said}
     finally:
         log.say = say
-    compilation = config.compilation_config
+    from tests.gate.gate_support import compile_options  # it imports vLLM, which asks for the platform
+
+    options = compile_options(config)
+    slot = options.pop("slot")
     return answer.engine_facts(config) | {
         "said": said,
-        "fusion": compilation.pass_config.fuse_rope_kvcache_cat_mla,
         "backend": backend_of(config),
-        "cudagraph_mode": compilation.cudagraph_mode.name,
-        "graph_partition": compilation.use_inductor_graph_partition,
-        "splitting_ops": list(compilation.splitting_ops or ()),
+        "options": options,
+        "slot": {name: getattr(slot, name) for name in ("limit", "integration") if hasattr(slot, name)},
     }
 
 

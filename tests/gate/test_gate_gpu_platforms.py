@@ -6,14 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.gate.gate_support import wrongly_changed
 from tests.sandbox import child, plugin
 from tests.sandbox.model import TinyDeepseek
 from tests.sandbox.spec import Emulation, EngineSpec, PluginOptions, VllmOptions
 from vllm_aiter_mla.admission import ATTENTION_OPS
-from vllm_aiter_mla.compat.config import VLLMS_FUSION
 
 pytestmark = pytest.mark.slow
 
@@ -39,24 +40,37 @@ def build(model, platform, arch, options, **environment):
 
 
 PARTITION = {"use_inductor_graph_partition": True}
-FUSED = {"pass_config": {"fuse_rope_kvcache_cat_mla": True}}
-UNFUSED = {"pass_config": {"fuse_rope_kvcache_cat_mla": False}}
+OFF = {"max_num_seqs": 256}
+FUSION = "pass_config.fuse_rope_kvcache_cat_mla"
+COMPILE_OPTIONS = {
+    "default": {},
+    **{f"O{level}": {"optimization_level": level} for level in range(4)},
+    **{f"mode {mode}": {"compilation_config": {"mode": mode}} for mode in range(4)},
+    **{mode: {"compilation_config": {"cudagraph_mode": mode}}
+       for mode in ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")},
+    "rotary op": {"compilation_config": {"custom_ops": ["+rotary_embedding"]}},
+    "rotary op, fusions": {"compilation_config": {"custom_ops": ["+rotary_embedding"], "pass_config": {
+        "fuse_rope_kvcache": True}}},
+    "partition": {"compilation_config": PARTITION},
+    "partition, O1": {"compilation_config": PARTITION, "optimization_level": 1},
+    "partition, no fusion": {"compilation_config": {**PARTITION, "pass_config": {"fuse_rope_kvcache_cat_mla": False}}},
+    "partition, fusion": {"compilation_config": {**PARTITION, "pass_config": {"fuse_rope_kvcache_cat_mla": True}}},
+    "nothing splits": {"compilation_config": {"splitting_ops": []}},
+    "output quantised": {"compilation_config": {"pass_config": {"fuse_attn_quant": True}}},
+    "eager": {"enforce_eager": True},
+}  # fmt: skip
 WITH_AITER = {
-    "flag": ON,
-    "partition without the flag": {"max_num_seqs": 256, "compilation_config": PARTITION},
-    "the user's False": ON | {"compilation_config": UNFUSED},
-    "the user's True": ON | {"compilation_config": FUSED},
-    "level 1": ON | {"optimization_level": 1},
-    "level 1 without the flag": {"max_num_seqs": 256, "optimization_level": 1, "compilation_config": PARTITION},
+    **{f"{name}, off": {**OFF, **options} for name, options in COMPILE_OPTIONS.items()},
+    **{f"{name}, on": {**ON, **options} for name, options in COMPILE_OPTIONS.items()},
     "other attention": ON | {"attention_backend": "TRITON_MLA"},
+    "other attention, off": OFF | {"attention_backend": "TRITON_MLA"},
     "aiter by name": ON | {"attention_backend": "ROCM_AITER_MLA"},
     "triton": {"max_num_seqs": 256, "attention_backend": "TRITON_MLA",
                "additional_config": {"aiter_mla": {"enabled": True, "kernel": "triton"}}},
-    "off": {"max_num_seqs": 256},
 }  # fmt: skip
 STRICT = ON | {"additional_config": {"aiter_mla": {"enabled": True, "strict": True}}}
 WITHOUT_AITER = {
-    "flag": ON, "strict": STRICT, "off": {"max_num_seqs": 256},
+    "flag": ON, "strict": STRICT, "off": OFF,
     "aiter by name": ON | {"attention_backend": "ROCM_AITER_MLA"},
 }  # fmt: skip
 
@@ -77,24 +91,33 @@ def without_aiter(model):
     return build_all(model, WITHOUT_AITER, VLLM_ROCM_USE_AITER="0")
 
 
-def test_on_vllms_rocm_platform_one_flag_opens_the_decode_limit_and_keeps_full_graphs(with_aiter):
-    found = with_aiter["flag"]
-    added = {"use_inductor_graph_partition": True, "compile_ranges_endpoints": [256], VLLMS_FUSION: True}
-    assert found["gate"] == {"limit": 256, "integration": "passes", "added": added}
-    assert found["ranges"][0] == [1, 256]
-    assert found["graph_partition"] is found["fusion"] is True
-    assert found["cudagraph_mode"] == "FULL_AND_PIECEWISE"
-    assert {*ATTENTION_OPS, "vllm::unified_mla_attention_with_output"} <= set(found["splitting_ops"])
+def test_on_vllms_rocm_platform_one_flag_engages_the_module_and_keeps_full_graphs(with_aiter):
+    found = with_aiter["default, on"]
+    assert found["gate"] == {"limit": 256, "integration": "module"}
+    assert found["options"]["use_inductor_graph_partition"] is False
+    assert "FULL_AND_PIECEWISE" in str(found["options"]["cudagraph_mode"])
+    assert {*ATTENTION_OPS, "vllm::unified_mla_attention_with_output"} <= set(found["options"]["splitting_ops"])
     assert any("decode limit 256" in line for _, line in found["said"])
 
 
+def test_on_vllms_rocm_platform_the_passes_run_where_the_user_switches_partition_on(with_aiter):
+    found = with_aiter["partition, on"]
+    assert found["gate"] == {"limit": 256, "integration": "passes"}
+    assert found["ranges"][0] == [1, 256]
+
+
 def test_on_vllms_rocm_platform_without_the_flag_nothing_of_ours_is_in_the_config(with_aiter):
-    found = with_aiter["off"]
+    found = with_aiter["default, off"]
     assert (found["gate"], found["said"]) == (None, [])
-    assert not set(ATTENTION_OPS) & set(found["splitting_ops"])
+    assert not set(ATTENTION_OPS) & set(found["options"]["splitting_ops"])
 
 
-MAY_CHANGE = ("ranges", "graph_partition", "fusion", "splitting_ops", "cudagraph_mode")
+@pytest.mark.parametrize("name", COMPILE_OPTIONS)
+def test_i18_on_vllms_rocm_platform_no_compile_option_changes_by_the_flag_but_its_own(with_aiter, name):
+    off, on = with_aiter[f"{name}, off"], with_aiter[f"{name}, on"]
+    assert on["slot"]["limit"] == 256
+    off, on = ({**one["options"], "slot": SimpleNamespace(**one["slot"])} for one in (off, on))
+    assert wrongly_changed(off, on) == {}
 
 
 def assert_added_nothing(found, off, code, remedy):
@@ -104,7 +127,7 @@ def assert_added_nothing(found, off, code, remedy):
     assert code in line
     assert remedy in line
     assert found["gate"] is None
-    assert [name for name in MAY_CHANGE if found[name] != off[name]] == []
+    assert found["options"] == off["options"]
 
 
 def test_platform_skip_with_aiter_off(without_aiter):
@@ -118,23 +141,24 @@ def test_platform_skip_ends_the_start_in_strict_mode(without_aiter):
 def test_platform_skip_spares_aiters_attention_by_name_as_vllm_takes_it(without_aiter, with_aiter):
     for found in (without_aiter["aiter by name"], with_aiter["aiter by name"]):
         assert found["backend"] == "AiterMLAImpl"
-        assert (found["gate"]["limit"], found["gate"]["integration"]) == (256, "passes")
+        assert (found["gate"]["limit"], found["gate"]["integration"]) == (256, "module")
 
 
 def test_platform_skip_with_another_attention(with_aiter):
-    assert_added_nothing(with_aiter["other attention"], with_aiter["off"], "attention_backend", "--attention-backend")
+    off = with_aiter["other attention, off"]
+    assert_added_nothing(with_aiter["other attention"], off, "attention_backend", "--attention-backend")
 
 
 def test_platform_skip_leaves_out_a_kernel_by_name_and_says_so(with_aiter):
     found = with_aiter["triton"]
     assert found["gate"]["limit"] == 256
     assert any("kernel triton" in line and "attention_backend" in line for _, line in found["said"])
-    assert not any("attention_backend" in line for _, line in with_aiter["flag"]["said"])
+    assert not any("attention_backend" in line for _, line in with_aiter["default, on"]["said"])
 
 
 @pytest.mark.wide
 def test_platform_skip_with_aiters_mla_off(model):
-    options = {"flag": ON, "off": {"max_num_seqs": 256}}
+    options = {"flag": ON, "off": OFF}
     found = build_all(model, options, VLLM_ROCM_USE_AITER="1", VLLM_ROCM_USE_AITER_MLA="0")
     assert_added_nothing(found["flag"], found["off"], "aiter_off", "VLLM_ROCM_USE_AITER_MLA")
 
@@ -142,33 +166,23 @@ def test_platform_skip_with_aiters_mla_off(model):
 @pytest.mark.wide
 def test_platform_skip_on_cuda(model):
     build(model, "cpu", "", [{}])  # vLLM keeps what it finds out about a model class
-    found = build_all(model, {"flag": ON, "off": {"max_num_seqs": 256}}, "cuda")
+    found = build_all(model, {"flag": ON, "off": OFF}, "cuda")
     assert_added_nothing(found["flag"], found["off"], "platform", "kernel=triton")
 
 
-def assert_prerequisite(found, control):
-    """The flag gives vLLM's own fusion what vLLM gives it where the user switches partition on."""
-    given = [(one["graph_partition"], one["fusion"]) for one in (found, control)]
-    assert given == [(True, control["fusion"])] * 2
+# The founding prerequisite: vLLM's own table switches its fusion on where the user switches partition on.
 
 
-def test_prerequisite_is_what_vllms_defaults_give_with_partition(with_aiter):
-    assert_prerequisite(with_aiter["flag"], with_aiter["partition without the flag"])
-    assert with_aiter["flag"]["fusion"] is True
-    assert [line for level, line in with_aiter["flag"]["said"] if f"-cc.{VLLMS_FUSION}=true" in line]
-    assert with_aiter["off"]["fusion"] is False
-
-
-def test_prerequisite_follows_the_optimization_level(with_aiter):
-    assert_prerequisite(with_aiter["level 1"], with_aiter["level 1 without the flag"])
-    assert with_aiter["level 1"]["fusion"] is False
-
-
-@pytest.mark.parametrize(("given", "kept"), [("the user's False", False), ("the user's True", True)])
-def test_prerequisite_that_the_user_gave_is_kept_without_a_line(with_aiter, given, kept):
-    assert with_aiter[given]["graph_partition"] is True
-    assert with_aiter[given]["fusion"] is kept
-    assert not [line for _, line in with_aiter[given]["said"] if "fuse_rope_kvcache_cat_mla" in line]
+@pytest.mark.parametrize(
+    ("name", "fusion"), [("partition", True), ("partition, fusion", True), ("partition, no fusion", False),
+                         ("partition, O1", False), ("default", False)],
+)  # fmt: skip
+def test_prerequisite_is_what_vllm_gives_and_is_said_in_one_line(with_aiter, name, fusion):
+    off, on = with_aiter[f"{name}, off"], with_aiter[f"{name}, on"]
+    assert off["options"][FUSION] is on["options"][FUSION] is fusion
+    lines = [line for _, line in on["said"] if "fuse_rope_kvcache_cat_mla" in line]
+    assert len(lines) == (name != "default"), "said where the passes run"
+    assert not lines or f"is {'on' if fusion else 'off'}: " in lines[0]
 
 
 @pytest.mark.wide

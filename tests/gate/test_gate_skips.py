@@ -14,10 +14,9 @@ import torch
 from pydantic import ValidationError
 from typer.testing import CliRunner
 from vllm.config import VllmConfig
-from vllm.config.utils import replace
 
 from tests.gate import gate_support
-from tests.gate.gate_support import ON, PASSES, added_to, assert_skipped, pass_of
+from tests.gate.gate_support import ON, PASSES, WHOLE, assert_skipped, compile_options, pass_of
 from tests.support.planted import raising
 from vllm_aiter_mla import admission, gate, status
 from vllm_aiter_mla.admission import Skip
@@ -64,12 +63,12 @@ def test_what_a_cpu_config_cannot_be_built_with_skips_too(config, said, change, 
 
 
 def test_platform_skip_on_a_cpu_adds_nothing(config, said, monkeypatch, real_facts):
-    off = added_to(config())
+    off = compile_options(config())
     monkeypatch.setattr(compat_config, "platform_facts", real_facts)
     built = config(additional_config=ON)
     assert_skipped(said, built, "platform", "kernel=triton")
     assert not [line for line in said.at(logging.INFO) if "on: " in line]
-    assert added_to(built) == off
+    assert compile_options(built) == off
 
 
 @pytest.mark.parametrize("kernel", ["triton", "reference"])
@@ -124,14 +123,11 @@ BROKEN = {
 
 @pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
 def test_a_pass_that_cannot_be_made_skips_the_engine_before_anything_is_changed(config, said, monkeypatch, broken):
-    off, theirs = added_to(config()), config(additional_config=ON)
+    off = compile_options(config())
     broken(monkeypatch)
     built = config(additional_config=ON)
     assert_skipped(said, built, "capability", "Error: ")
-    assert added_to(built) == off
-    moved = copy.copy(theirs.scheduler_config)
-    moved.max_num_seqs = 8
-    assert added_to(replace(theirs, scheduler_config=moved)) == off
+    assert compile_options(built) == off
     with pytest.raises(ValidationError, match=r"capability.*strict"):
         config(additional_config={"aiter_mla": {"enabled": True, "strict": True}})
 
@@ -208,9 +204,8 @@ OTHERS = {
 }
 
 
-def by_passes(options):
-    """Only the passes need every op."""
-    return {"aiter_mla": options["aiter_mla"] | {"integration": "passes"}}
+BY_PASSES = {"compilation_config": WHOLE}
+"""Only the passes need every op."""
 
 
 def plant(monkeypatch, op, old="", new=""):
@@ -226,7 +221,8 @@ def test_another_argument_of_an_op_skips_the_engine_by_name(config, said, monkey
     op, old, new, word = OTHERS[other]
     plant(monkeypatch, op, old, new)
     # An untested vLLM may be tried; an unknown argument may not.
-    assert_skipped(said, config(additional_config=by_passes(UNTESTED)), "op_schema", word)
+    asked = {"aiter_mla": UNTESTED["aiter_mla"] | {"integration": "passes"}}
+    assert_skipped(said, config(additional_config=asked, **BY_PASSES), "op_schema", word)
     assert f"vllm::{op}" in said.at(logging.WARNING)[0]
 
 
@@ -235,7 +231,8 @@ def test_the_known_arguments_are_accepted_and_a_missing_op_skips_the_engine(conf
     plant(monkeypatch, op)
     assert release.op_differences(op == FUSED) == ()
     monkeypatch.setattr(torch.ops.vllm, op, SimpleNamespace())
-    assert_skipped(said, config(additional_config=by_passes(ON)), "op_schema", f"vllm::{op} cannot be found")
+    built = config(additional_config=PASSES, **BY_PASSES)
+    assert_skipped(said, built, "op_schema", f"vllm::{op} cannot be found")
 
 
 def test_a_module_that_cannot_be_imported_skips_the_engine(config, said, monkeypatch):
@@ -245,8 +242,7 @@ def test_a_module_that_cannot_be_imported_skips_the_engine(config, said, monkeyp
 
 def test_without_vllms_fused_op_which_only_the_passes_need_the_module_serves(config, said, monkeypatch):
     monkeypatch.setattr(release, "FUSED_MODULE", "vllm.moved.elsewhere")
-    assert pass_of(config(additional_config=ON)).integration == "module"
-    assert any("op_schema" in line for line in said.at(logging.INFO))
+    assert pass_of(config(additional_config=ON, **BY_PASSES)).integration == "module"
 
 
 @pytest.mark.mutation("I11")

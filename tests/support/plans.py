@@ -82,7 +82,7 @@ def made_up_answer(**changes: Any) -> Answer:
     options = {"tp": 8, "pp": 1, "dp": 1, "max_num_seqs": 256, "max_num_batched_tokens": 16384, "block_size": 16,
                "num_drafts": 0, "kv_cache_dtype": view.kv_cache_dtype, "dcp": view.dcp, "pcp": view.pcp,
                "enforce_eager": view.enforce_eager, "mode": view.mode}  # fmt: skip
-    engine = {"gate": None, "view": view, "user_pass": None, "options": options, "captures": [1, 2, 256, 512],
+    engine = {"gate": None, "view": view, "options": options, "captures": [1, 2, 256, 512],
               "full_graphs": [1, 2, 256, 512]}  # fmt: skip
     kind = rocm_config.LayerKind(LayerView(model_dtype="bfloat16"), "fp8", "Fp8LinearMethod", "", True, False)
     given = Given(Settings(), None, None, [])

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's ``VllmConfig`` as plain records, and its slot for a custom pass."""
+"""vLLM's ``VllmConfig``: read into plain records, written by the gate, and its slot for a custom pass."""
 
 import inspect
-import json
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
-from vllm_aiter_mla.admission import ConfigView, Skip
+from vllm_aiter_mla.admission import ConfigView, Engage
 from vllm_aiter_mla.compat import patches, release
 from vllm_aiter_mla.settings import NAMESPACE, Settings, resolve
 
-# -- a config
+# -- the gate's reads and writes
 
 
 def settings_of(vllm_config: Any) -> Settings:
@@ -21,29 +19,86 @@ def settings_of(vllm_config: Any) -> Settings:
     return resolve(values, vllm_config.additional_config)
 
 
-def view_of(vllm_config: Any, settings: Settings) -> ConfigView:
-    """Return the facts that admission reads, as they are after the platform's own ``check_and_update_config``."""
+def is_decided(vllm_config: Any) -> bool:
+    """Return whether the gate must leave a config alone: it has engaged, or layers stand on the options.
+
+    vLLM builds further configs around the same ``compilation_config``, for a draft model or a part of the model. Its
+    compiler holds a copy of the options by the time it builds layers; other processes' layers do not count.
+    """
     compilation = vllm_config.compilation_config
-    partition, splitting_ops, _ = patches.given(compilation)
-    version = release.vllm_version()
+    return is_ours(current_pass(compilation)) or bool(getattr(compilation, "static_forward_context", None))
+
+
+def read(vllm_config: Any) -> ConfigView:
+    """Return every fact of a finished config that the gate decides by.
+
+    Raises:
+        Exception: of any kind, if this vLLM keeps them elsewhere.
+    """
+    compilation, model, version = vllm_config.compilation_config, vllm_config.model_config, release.vllm_version()
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    facts: dict[str, Any] = {
+        "vllm_version": version,
+        "in_window": release.in_window(version),
+        "missing": release.missing_capabilities(),
+        "failed_steps": tuple(f"{name}: {error}" for name, error in patches.failures(needed=True).items()),
+        "user_pass": why_not_chainable(compilation),
+        "atom_active": _atom_active(),
+        "breakable_cudagraph": _breakable_cudagraph(),
+        "mode": "unset" if compilation.mode is None else compilation.mode.name,
+        "backend": compilation.backend,
+        "use_inductor_graph_partition": bool(compilation.use_inductor_graph_partition),
+        "splitting_ops": tuple(compilation.splitting_ops or ()),
+        "endpoints": tuple(compilation.compile_ranges_endpoints or ()),
+        "fusion": bool(getattr(compilation.pass_config, VLLMS_FUSION, False)),
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "num_drafts": vllm_config.num_speculative_tokens,
+        "hisparse": getattr(vllm_config.attention_config, "hisparse_config", None) is not None,
+        "dcp": getattr(parallel, "decode_context_parallel_size", 1),
+        "pcp": getattr(parallel, "prefill_context_parallel_size", 1),
+        "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
+        "layers": mla_layers(model),
+        **metric_labels(vllm_config),
+    }
+    if model is None or not model.use_mla:  # then nothing of vLLM's attention is imported
+        return ConfigView(**facts, is_mla=False)
+    from vllm_aiter_mla.compat.layer import missing_names
+
+    facts["missing"] += missing_names()
     return ConfigView(
-        vllm_version=version,
-        version_supported=release.in_window(version) or settings.debug.untested_vllm,
-        failed_steps=tuple(f"{name}: {error}" for name, error in patches.failures(needed=True).items()),
-        atom_active=_atom_active(),
-        breakable_cudagraph=_breakable_cudagraph(),
-        mode="unset" if compilation.mode is None else compilation.mode.name,
-        backend=compilation.backend,
-        hisparse=getattr(vllm_config.attention_config, "hisparse_config", None) is not None,
-        use_inductor_graph_partition=partition,
-        splitting_ops=splitting_ops,
-        dcp=getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1),
-        pcp=getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1),
-        kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
-        integration=settings.integration,
-        kernel=settings.kernel,
-        **_model_facts(vllm_config),
+        **facts,
+        is_sparse=getattr(model.hf_text_config, "index_topk", None) is not None,
+        enforce_eager=bool(model.enforce_eager),
+        model_dtype=str(model.dtype).removeprefix("torch."),
+        op_schema=release.op_differences(fused=False),
+        fused_op=release.op_differences(fused=True),
+        unknown_forward=_unknown_forward(),
+        **platform_facts(vllm_config),
     )
+
+
+def write(vllm_config: Any, engage: Engage, made: Any) -> None:
+    """Engage a config: the pass in its slot, our splitting ops, and for the passes one end of a compile range.
+
+    Nothing else changes. Containers are new, because another config may hold the same list or dict.
+    """
+    compilation = vllm_config.compilation_config
+    if compilation.splitting_ops is not None:
+        compilation.splitting_ops = list(engage.splitting_ops)
+    compilation.compile_ranges_endpoints = list(engage.endpoints)
+    compilation.inductor_compile_config = {**compilation.inductor_compile_config, pass_slot(): made}
+
+
+def drop_options(vllm_config: Any) -> None:
+    """Remove our entry of ``additional_config``, whose content vLLM hashes into its cache keys."""
+    options = vllm_config.additional_config
+    if isinstance(options, dict) and NAMESPACE in options:
+        vllm_config.additional_config = {key: value for key, value in options.items() if key != NAMESPACE}
+
+
+VLLMS_FUSION = "fuse_rope_kvcache_cat_mla"
+"""vLLM's own fusion of RoPE and the KV write for MLA, a field of ``PassConfig``. The passes take its result over."""
 
 
 def platform_facts(vllm_config: Any) -> dict[str, Any]:
@@ -57,58 +112,31 @@ def platform_facts(vllm_config: Any) -> dict[str, Any]:
         return {"card": str(current_platform.device_name or current_platform.device_type)}
     from vllm._aiter_ops import rocm_aiter_ops
     from vllm.platforms import rocm
+    from vllm.v1.attention.selector import get_attn_backend
 
+    model, cache = vllm_config.model_config, str(vllm_config.cache_config.cache_dtype)
+    heads = model.get_num_attention_heads(vllm_config.parallel_config)
+    try:  # as a layer asks for its back end
+        with as_current(vllm_config):
+            backend = get_attn_backend(model.get_head_size(), model.dtype, cache, use_mla=True, num_heads=heads)
+        attention = str(backend.get_name())
+    except Exception as error:  # also what vLLM raises where no back end takes the layers
+        attention = f"not known ({type(error).__name__}: {' '.join(str(error).split())})"
     return {
         "card": str(rocm._GCN_ARCH).partition(":")[0],
         "uses_aiter": bool(rocm_aiter_ops.is_mla_enabled()),
-        "attention": _attention_backend(vllm_config),
+        "attention": attention,
     }
 
 
-def _attention_backend(vllm_config: Any) -> str:
-    """Return the back end that an MLA layer would get, asked as the layer asks; or why vLLM names none."""
-    model = vllm_config.model_config
-    heads = model.get_num_attention_heads(vllm_config.parallel_config)
-    try:
-        from vllm.v1.attention.selector import get_attn_backend
+def _unknown_forward() -> str:
+    from vllm_aiter_mla.compat.wrapper import why_forwards_unknown
 
-        with as_current(vllm_config):
-            cache = str(vllm_config.cache_config.cache_dtype)
-            backend = get_attn_backend(model.get_head_size(), model.dtype, cache, use_mla=True, num_heads=heads)
-        return str(backend.get_name())
-    except Exception as error:  # also what vLLM raises where no back end takes the layers
-        return f"not known ({type(error).__name__}: {' '.join(str(error).split())})"
+    skip = why_forwards_unknown()
+    return "" if skip is None else skip.message
 
 
-def default_of_fusion(vllm_config: Any) -> bool:
-    """Return what vLLM's table of defaults gives for its own MLA fusion, with the graph cut as it is now.
-
-    Raises:
-        Exception: of any kind, if this vLLM has no such table or field.
-    """
-    from vllm.config.vllm import OPTIMIZATION_LEVEL_TO_CONFIG
-
-    table: Any = OPTIMIZATION_LEVEL_TO_CONFIG[vllm_config.optimization_level]
-    default = table["compilation_config"]["pass_config"][patches.FUSION_FIELD]
-    return bool(default(vllm_config) if callable(default) else default)
-
-
-def shares_compilation(vllm_config: Any) -> bool:
-    """Return whether another model may own its ``compilation_config``: it is a draft's, or one without MLA."""
-    model = vllm_config.model_config
-    return model is None or not model.use_mla or getattr(model, "runner_type", None) == "draft"
-
-
-def has_layers(vllm_config: Any) -> bool:
-    """Return whether layers of a model were built from its ``compilation_config``; other processes' do not count."""
-    return bool(getattr(vllm_config.compilation_config, "static_forward_context", None))
-
-
-def drop_options(vllm_config: Any) -> None:
-    """Remove options that say ``enabled: false``: vLLM hashes what is in ``additional_config`` into its cache keys."""
-    options = vllm_config.additional_config
-    if isinstance(options, dict) and (options.get(NAMESPACE) or {}).get("enabled") is False:
-        vllm_config.additional_config = {key: value for key, value in options.items() if key != NAMESPACE}
+# -- what else is asked of a config
 
 
 def mla_layers(model: Any) -> tuple[int, ...]:
@@ -203,37 +231,6 @@ def replica(vllm_config: Any) -> int | None:
     return index if index or int(getattr(parallel, "data_parallel_size", 1)) > 1 else None
 
 
-VLLMS_FUSION = f"pass_config.{patches.FUSION_FIELD}"
-"""vLLM's own fusion of RoPE and the KV write, as ``-cc.NAME`` spells it."""
-
-
-def gates_options(compilation: Any) -> dict[str, Any]:
-    """Return the options of a ``CompilationConfig`` that the gate may change, by the NAME of ``-cc.NAME``."""
-    return {
-        "use_inductor_graph_partition": bool(compilation.use_inductor_graph_partition),
-        "compile_ranges_endpoints": list(compilation.compile_ranges_endpoints or ()),
-        VLLMS_FUSION: bool(getattr(compilation.pass_config, patches.FUSION_FIELD, False)),
-    }
-
-
-def set_options(compilation: Any, options: Mapping[str, Any]) -> None:
-    """Set options that ``gates_options`` names."""
-    for name, value in options.items():
-        path, _, field = name.rpartition(".")
-        setattr(getattr(compilation, path) if path else compilation, field, value)
-
-
-def added_options(vllm_config: Any) -> dict[str, Any]:
-    """Return what the gate changed of ``gates_options``; empty if it has not engaged."""
-    engaged = engaged_pass(vllm_config)
-    return {} if engaged is None or engaged.changes is None else dict(engaged.changes.added)
-
-
-def as_typed(options: Mapping[str, Any]) -> str:
-    """Return options of ``compilation_config`` as they are typed."""
-    return " ".join(f"-cc.{name}={json.dumps(value, separators=(',', ':'))}" for name, value in options.items())
-
-
 # -- the slot for a custom pass
 
 
@@ -250,13 +247,14 @@ def current_pass(compilation: Any) -> Any:
 
 
 def engaged_pass(vllm_config: Any) -> Any:
-    """Return the plugin's own pass if the gate has engaged, else None.
-
-    Told by the class's module, because importing the class imports torch's compiler.
-    """
+    """Return the plugin's own pass if the gate has engaged, else None."""
     found = current_pass(getattr(vllm_config, "compilation_config", None))
-    ours = any(cls.__module__.partition(".")[0] == "vllm_aiter_mla" for cls in type(found).__mro__)
-    return found if ours else None
+    return found if is_ours(found) else None
+
+
+def is_ours(found: Any) -> bool:
+    """Return whether a pass is the plugin's, told by its module: importing the class imports torch's compiler."""
+    return any(cls.__module__.partition(".")[0] == "vllm_aiter_mla" for cls in type(found).__mro__)
 
 
 def wrapped_pass(compilation: Any) -> Any:
@@ -279,32 +277,14 @@ def wrapped_pass(compilation: Any) -> Any:
     return CallableInductorPass(pass_)
 
 
-def why_not_chainable(compilation: Any) -> Skip | None:
-    """Return a reason if the pass in the slot cannot run, or cannot be identified in a cache key."""
+def why_not_chainable(compilation: Any) -> str:
+    """Return why the pass in the slot cannot run, or cannot be identified in a cache key; "" if it can."""
     try:
         wrapped_pass(compilation)
     except (TypeError, OSError) as error:
         where = f"compilation_config.inductor_compile_config[{pass_slot()!r}]"
-        return Skip("user_pass", f"{where} is {type(current_pass(compilation)).__name__}: {error}")
-    return None
-
-
-def _model_facts(vllm_config: Any) -> dict[str, Any]:
-    """What depends on the model; for one without MLA nothing of vLLM's attention is imported."""
-    model = vllm_config.model_config
-    if model is None or not model.use_mla:
-        return {"is_mla": False, "missing": release.missing_capabilities()}
-    from vllm_aiter_mla.compat.layer import missing_names
-
-    return {
-        "missing": (*release.missing_capabilities(), *missing_names()),
-        "is_sparse": getattr(model.hf_text_config, "index_topk", None) is not None,
-        "enforce_eager": bool(model.enforce_eager),
-        "model_dtype": str(model.dtype).removeprefix("torch."),
-        "op_schema": release.op_differences(fused=False),
-        "fused_op": release.op_differences(fused=True),
-        **platform_facts(vllm_config),
-    }
+        return f"{where} is {type(current_pass(compilation)).__name__}: {error}"
+    return ""
 
 
 def _atom_active() -> bool:
@@ -320,3 +300,23 @@ def _breakable_cudagraph() -> bool:
     except ImportError:
         return False
     return bool(is_breakable_cudagraph_enabled())
+
+
+# MERGE: go with the third side of the commands.
+def as_typed(options: Any) -> str:
+    """Return nothing."""
+    return ""
+
+
+def gates_options(compilation: Any) -> dict[str, Any]:
+    """Return nothing."""
+    return {}
+
+
+def set_options(compilation: Any, options: Any) -> None:
+    """Do nothing."""
+
+
+def added_options(vllm_config: Any) -> dict[str, Any]:
+    """Return nothing."""
+    return {}

@@ -7,14 +7,11 @@ because of it. Importing this file imports no vLLM.
 
 import dataclasses
 import hashlib
-import inspect
 import sys
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
@@ -30,7 +27,7 @@ def apply_all(gate: Callable[[Any], None], attach: Callable[[Any], None]) -> Non
         gate: takes each ``VllmConfig`` that is built from now on.
         attach: takes each worker that is built from now on.
     """
-    operands = {"platform_hook": [gate], "worker_hook": [attach]}
+    operands = {"config_hook": [gate], "worker_hook": [attach]}
     for name, patch in PATCHES.items():
         keep_failure(f"patch {name}", partial(patch, *operands.get(name, ())))
 
@@ -133,9 +130,9 @@ def _wrap_methods(cls: type, added: tuple[str, ...]) -> None:
         return f"{text[:-1]}, {ours})" if ours else text
 
     def compute_hash(self: Any) -> str:
-        """vLLM's own hash; with our fields set, also their values and the plugin's fingerprint."""
+        """vLLM's own hash; with the flag on, also our fields and the plugin's fingerprint."""
         base: str = vllm_hash(_WithoutFields(self, added))
-        ours = changed(self)
+        ours = changed(self) if getattr(self, FLAG_FIELD) else []
         return hashlib.sha256(repr((base, ours, files.fingerprint())).encode()).hexdigest() if ours else base
 
     cls.__eq__, cls.__repr__ = eq, show  # type: ignore[assignment]
@@ -196,100 +193,33 @@ def _undo_pass_config(cls: type, before: dict[str, Any]) -> None:
     _rebuild_validators()
 
 
-# -- the gate, inside VllmConfig.__post_init__
+# -- the gate, at the end of VllmConfig.__post_init__
 
 _HOOK_MARK = "_aiter_mla_hook"
-FUSION_FIELD = "fuse_rope_kvcache_cat_mla"
-"""vLLM's own MLA fusion of RoPE and the KV write, a field of ``pass_config``."""
 
 
-class Given(NamedTuple):
-    """What the user gave of the options that vLLM fills in; None if not given."""
+def hook_configs(gate: Callable[[Any], None]) -> None:
+    """Call ``gate`` for every ``VllmConfig`` that is built, once vLLM has finished it.
 
-    partition: bool | None  # use_inductor_graph_partition
-    splitting_ops: tuple[str, ...] | None
-    fusion: bool | None  # pass_config.fuse_rope_kvcache_cat_mla
-
-
-# By id, because a config is not hashable, and vLLM's replace() fails on one with an attribute that is not a field.
-_noted: dict[int, tuple[weakref.ref[Any], Given]] = {}
-_nesting = threading.local()  # one post-init of a config calls the other hooked method; each thread builds its own
-
-
-def hook_platform(gate: Callable[[Any], None]) -> None:
-    """Call ``gate`` for every ``VllmConfig``, between vLLM's defaults and its compile ranges.
-
-    Symptom: vLLM has no plugin hook between these two.
+    Symptom: vLLM has no plugin hook after it has filled in splitting ops and compile ranges.
     Upstream: https://docs.vllm.ai/en/latest/design/plugin_system/
-    Remove when: vLLM calls plugins while it builds a VllmConfig.
+    Remove when: vLLM calls plugins with each finished VllmConfig.
 
-    The order in ``__post_init__`` is ``apply_config_platform_defaults``, mode, optimisation-level defaults,
-    ``check_and_update_config``, compile ranges, splitting ops. The first method is wrapped to note what the user did
-    not give: later ``None`` has become ``False``. The second is wrapped to call the gate. If another plugin has wrapped
-    it since, it is wrapped again, and the gate runs once, after all wrappers.
+    vLLM changes neither afterwards. A config that arrives pickled in another process is not built there.
     """
-    from vllm.platforms import current_platform
+    from vllm.config import VllmConfig
 
-    cls = type(current_platform)
-
-    def prepare(vllm_config: Any) -> None:
-        note(vllm_config.compilation_config, given(vllm_config.compilation_config))
-        _wrap(cls, "check_and_update_config", after=gate)
-
-    _wrap(cls, "apply_config_platform_defaults", before=prepare)
-    _wrap(cls, "check_and_update_config", after=gate)
-
-
-def given(compilation: Any) -> Given:
-    """Return what the user gave. In a copy, or a config from another process, a filled-in False counts as given."""
-    known = _noted.get(id(compilation))
-    return known[1] if known is not None and known[0]() is compilation else _read(compilation)
-
-
-def note(compilation: Any, choice: Given) -> None:
-    """Remember what the user gave: later the config holds vLLM's defaults, or what the gate made of them."""
-    key = id(compilation)
-    _noted[key] = (weakref.ref(compilation, lambda _: _noted.pop(key, None)), choice)
-
-
-def _read(compilation: Any) -> Given:
-    # Also runs with the flag off: on a vLLM without such a field it must not fail.
-    ops = getattr(compilation, "splitting_ops", None)
-    return Given(
-        getattr(compilation, "use_inductor_graph_partition", None),
-        None if ops is None else tuple(ops),
-        getattr(getattr(compilation, "pass_config", None), FUSION_FIELD, None),
-    )
-
-
-def _wrap(
-    cls: type,
-    name: str,
-    before: Callable[[Any], None] = lambda vllm_config: None,
-    after: Callable[[Any], None] = lambda vllm_config: None,
-) -> None:
-    original = inspect.getattr_static(cls, name)
-    inner = getattr(original, "__func__", original)
-    # The mark points at its own function: functools.wraps in another plugin's wrapper copies it, but not the identity.
-    if getattr(inner, _HOOK_MARK, None) is inner:
+    inner = VllmConfig.__post_init__
+    if getattr(inner, _HOOK_MARK, False):
         return
 
-    def hooked(platform: type, vllm_config: Any) -> None:
-        inside_another = getattr(_nesting, "active", False)
-        _nesting.active = True
-        try:
-            if not inside_another:
-                before(vllm_config)
-            # Whatever kind of method stood in the class body, for the class that it was looked up on.
-            original.__get__(None, platform)(vllm_config)
-        finally:
-            _nesting.active = inside_another
-        if not inside_another:
-            after(vllm_config)
+    @wraps(inner)
+    def finish(self: Any, *args: Any, **kwargs: Any) -> None:
+        inner(self, *args, **kwargs)
+        gate(self)
 
-    hooked.__name__ = name
-    setattr(hooked, _HOOK_MARK, hooked)
-    setattr(cls, name, classmethod(hooked))
+    setattr(finish, _HOOK_MARK, True)
+    VllmConfig.__post_init__ = finish  # type: ignore[method-assign]
 
 
 # -- two moments in a worker's life
@@ -371,7 +301,7 @@ def after(worker: Any, method: str, then: Callable[[Any], None], failed: Callabl
 
 PATCHES: dict[str, Callable[..., None]] = {
     "pass_config": extend_pass_config,
-    "platform_hook": hook_platform,
+    "config_hook": hook_configs,
     "worker_hook": hook_loaded_workers,
 }
 """In the order in which they are applied; the error of one that failed is kept as "patch NAME"."""

@@ -10,7 +10,7 @@ from importlib import import_module
 WINDOW: tuple[tuple[int, int], tuple[int, int]] = ((0, 30), (0, 34))
 """First supported release and first unsupported one: 0.30 <= vLLM < 0.34. The only place that says so."""
 CONFIG_FIELDS = ("compile_ranges_endpoints", "inductor_compile_config", "splitting_ops", "use_inductor_graph_partition")
-PLATFORM_NAMES = ("check_and_update_config", "apply_config_platform_defaults", "pass_key")
+PLATFORM_NAMES = ("pass_key",)
 
 ATTENTION_MODULE = "vllm.model_executor.layers.attention.mla_attention"
 # vLLM imports it on GPU platforms only, but it can be imported anywhere. Pass 1 writes its op into every graph.

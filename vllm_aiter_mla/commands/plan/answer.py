@@ -213,16 +213,14 @@ def engine_facts(config: Any) -> dict[str, Any]:
 
     Returns:
         ``gate``: limit and integration of the plugin's pass in vLLM's slot, None without one. ``view``: what admission
-        reads. ``user_pass``: why the user's pass cannot be chained, or None. ``options``, ``ranges``,
-        ``captures`` and ``full_graphs``: the sizes of vLLM's graphs, and of its full graphs of decode batches.
+        reads. ``options``, ``ranges``, ``captures`` and ``full_graphs``: the sizes of vLLM's graphs, and of its full
+        graphs of decode batches.
     """
     compilation, scheduler, parallel = config.compilation_config, config.scheduler_config, config.parallel_config
-    engaged = compat_config.engaged_pass(config)
-    view = compat_config.view_of(config, compat_config.settings_of(config))
+    engaged, view = compat_config.engaged_pass(config), compat_config.read(config)
     return {
         "gate": None if engaged is None else {"limit": engaged.limit, "integration": engaged.integration},
         "view": view,
-        "user_pass": compat_config.why_not_chainable(compilation) if engaged is None else None,
         "options": {
             "tp": parallel.tensor_parallel_size,
             "pp": parallel.pipeline_parallel_size,

@@ -67,7 +67,7 @@ def build(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[s
         absorb_weight=main.built.format if main else None,
         absorb_weights=dict(formats),
         limit=limit,
-        **_graph(engine, limit),
+        **_graph(engine, answer.given.settings, limit),
         outcome=_outcome(reasons, engaged, total),
         layers=record.Layers(total, drafts, model.layers, engaged),
         reasons=tuple(record.Reason(level(reason.code), reason.code, reason.message) for reason in reasons),
@@ -88,7 +88,11 @@ class _Planned:
         self.fp8_cache = self.view.kv_cache_dtype.startswith("fp8")
         unpadded = vllm_own.may_take_parts(arch, self.view.num_heads, self.fp8_cache)  # as ``serving.layer`` has it
         self.out_heads = self.view.num_heads if unpadded else built.out_heads or self.view.num_heads
-        own = (None if built.has_rope else NO_ROPE) if _integration(engine) == "passes" else built.why_not_module
+        own = (
+            (None if built.has_rope else NO_ROPE)
+            if _integration(engine, settings) == "passes"
+            else built.why_not_module
+        )
         self.reasons = [*admission.layer_skips(self.view), *([own] if own else [])]
         block = engine["options"]["block_size"]
         self.decision, self.spans = kernels.planned(arch, settings, self.view, built.format, block, limit)
@@ -107,19 +111,23 @@ def engine_reasons(answer: Answer) -> list[Skip]:
     """Return every reason for which no layer would engage, in the order in which they would stop the fast path."""
     engine, view = answer.engine, answer.engine["view"]
     # Eager mode sets the compilation mode, which is no reason of its own.
-    found = [skip for skip in admission.config_skips(view) if not view.enforce_eager or skip.code != "compilation_mode"]
+    found = [
+        skip
+        for skip in admission.config_skips(view, answer.given.settings)
+        if not view.enforce_eager or skip.code != "compilation_mode"
+    ]
     # Where AITER is off, what vLLM raises without it comes after.
     first = [skip for skip in found if skip.code == "aiter_off"]
     others = [skip for skip in found if skip not in first]
-    found = [skip for skip in (*first, answer.skip, *others, engine["user_pass"]) if skip]
+    found = [skip for skip in (*first, answer.skip, *others) if skip]
     if not engine["gate"] and not found:
         found.append(Skip("not_known", "the gate switched the fast path off; --verbose shows its line"))
     return found
 
 
-def _integration(engine: dict[str, Any]) -> str:
+def _integration(engine: dict[str, Any], settings: Settings) -> str:
     """Return which integration runs, or would if the gate engaged."""
-    return engine["gate"]["integration"] if engine["gate"] else integration_of(engine["view"])
+    return engine["gate"]["integration"] if engine["gate"] else integration_of(engine["view"], settings)
 
 
 def level(code: str) -> str:
@@ -149,7 +157,7 @@ def _layer_reasons(kinds: list[_Planned], total: int, engine_codes: set[str]) ->
     ]
 
 
-def _graph(engine: dict[str, Any], limit: int) -> dict[str, Any]:
+def _graph(engine: dict[str, Any], settings: Settings, limit: int) -> dict[str, Any]:
     """Return which integration would run, vLLM's compile ranges, and its captured sizes."""
     view, sizes = engine["view"], engine["captures"]
     cut = why_not_passes(view)
@@ -158,7 +166,7 @@ def _graph(engine: dict[str, Any], limit: int) -> dict[str, Any]:
     passes = engine["gate"] is not None and engine["gate"]["integration"] == "passes"
     no_graph = "--enforce-eager" if view.enforce_eager else "CUDA graphs are off"
     return {
-        "integration": _integration(engine),
+        "integration": _integration(engine, settings),
         "why_not_passes": None if cut is None else record.Cause(cut.code, cut.message),
         "compile_ranges": record.Ranges(
             ranges,
@@ -208,7 +216,7 @@ def _assumptions(
         *((name not in VARIABLES, _passed_on(name, value, about["vllm"])) for name, (value, _) in variables.items()),
         (main and vllm_own.may_take_parts(arch, heads, main.fp8_cache), f"vLLM may decode {heads} heads by Gluon (a "
          "layer's cache up to 2 GiB), which needs no concat: vLLM then has a launch less than the figures say"),
-        (_integration(engine) == "module",
+        (_integration(engine, settings) == "module",
          "each layer's rotary embedding has a known class, and start-up's trial finds that it rotates by its table"),
         (pp > 1, f"figures are for all layers; with --pipeline-parallel-size {pp} a rank holds its share"),
         *((True, note) for note in answer.given.notes),
