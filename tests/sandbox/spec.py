@@ -58,7 +58,7 @@ class PluginOptions:
 
     Attributes:
         kernel: the plugin's kernel option.
-        rounding: of the reference kernel: "single" is AITER's, "two" is vLLM's own.
+        rounding: of the reference kernel, see ``DebugSettings``.
         additional: overrides of the plugin's ``additional_config`` mapping.
         loaded: load the plugin at all.
     """
