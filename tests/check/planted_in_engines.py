@@ -19,19 +19,13 @@ def decode_reads_another_channel() -> None:
 
 
 def prefill_rows_are_rotated_with_three_roundings() -> None:
-    """With the flag on, vLLM's rotation of a batch with prefill rows rounds both products too, as in bf16 arithmetic.
+    """The rotary kernel of batches with prefill rows computes in their dtype: it rounds both products, and the sum.
 
-    The graph of the flag off has its own rotation, and the kernels of decode rows theirs.
+    With the flag off the rotation is Inductor's code, and decode rows have kernels of their own.
     """
-    import torch
-
     from tests.sandbox import gpu_ops
 
-    def rotate(inner: Any, x: Any, cos: Any, sin: Any, is_neox: bool) -> Any:
-        pairs = x.unflatten(-1, (2, -1) if is_neox else (-1, 2))
-        at = -2 if is_neox else -1
-        one, two = pairs.unbind(at)
-        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-        return torch.stack((one * cos - two * sin, two * cos + one * sin), at).reshape(x.shape)
+    def rotate(inner: Any, x: Any, cos: Any, sin: Any, is_neox: bool, *_: Any) -> Any:
+        return inner(x, cos, sin, is_neox, x.dtype)
 
     plugin.spoil(gpu_ops, "rotate", rotate)
