@@ -63,6 +63,7 @@ LAYER_SKIPS = [
     ({"own_forward": "Subclass"}, "unknown_forward"),
     ({"q_pad_num_heads": 16}, "q_padding"),
     ({"sliding_window": True}, "sliding_window"),
+    ({"query_scaled": True}, "query_scaled"),
     ({"missing": ("use_pcp", "impl.is_sparse")}, "capability"),
     ({"amx_bmm": True, "has_absorbed_weight": False}, "amx_bmm"),
     ({"has_absorbed_weight": False}, "no_absorbed_weight"),

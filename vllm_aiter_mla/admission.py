@@ -140,6 +140,7 @@ class LayerView(_View):
     graph_dtype: str = ""  # dtype that the graph computes in if it is not the layer's, else empty
     cos_sin_dtype_matches: bool = True
     sliding_window: bool = False
+    query_scaled: bool = False  # the model scales the rotated query by a factor per row (``llama_4_scaling``)
     num_heads: int = 16  # N (per rank), P, R, L and V
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64
@@ -250,6 +251,10 @@ LAYER_RULES = (
     Rule("unknown_forward", lambda v: v.own_forward, "forward_impl comes from {v.own_forward}, not from vLLM's layer"),
     Rule("q_padding", lambda v: v.q_pad_num_heads, "the query is padded to {v.q_pad_num_heads} heads"),
     Rule("sliding_window", lambda v: v.sliding_window, "the layer has a sliding window"),
+    # A kernel of ours would scale before it rotates, which rounds elsewhere.
+    Rule(
+        "query_scaled", lambda v: v.query_scaled, "the model scales its rotated query (llama_4_scaling in its config)"
+    ),
     Rule("no_rope_kernel", lambda v: not v.has_rope_kernel, "vLLM has no concat_and_cache_mla_rope_fused here"),
     Rule("amx_bmm", lambda v: v.amx_bmm, "the CPU backend packed the absorb weights for AMX"),
     Rule("no_absorbed_weight", lambda v: not v.has_absorbed_weight, "the layer has no W_UK_T, or no W_K and W_K_scale"),

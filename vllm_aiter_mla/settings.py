@@ -32,7 +32,7 @@ _BOTH = {"enabled": FLAG_FIELD, "max_token_num": LIMIT_FIELD}
 
 Integration = Literal["auto", "passes", "module"]
 Kernel = Literal["auto", "aiter", "aiter-opt", "triton", "vllm", "reference"]
-Rounding = Literal["single", "two"]
+Rounding = Literal["single", "two", "three"]
 Tokens = Annotated[int, Field(strict=True, gt=0)]
 
 KERNELS = get_args(Kernel)
@@ -49,8 +49,9 @@ class DebugSettings:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    # ``single`` rounds the rotated half once, as AITER does; ``two`` rounds it to the activation dtype first, as vLLM's
-    # kernels and its compiled graph do, so that fp8 runs can be compared bit for bit
+    # How the reference kernel rounds, so that runs can be compared bit for bit: ``single`` rounds the rotated half
+    # once, as AITER does; ``two`` to the activation dtype first, as vLLM's compiled graph does; ``three`` each product
+    # too, as vLLM's fused RoPE + KV write does
     rounding: Rounding = "single"
     untested_vllm: StrictBool = False  # engage on a vLLM release outside the supported window
 

@@ -12,7 +12,8 @@ from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.check.record import Step
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
-NAMES = ("plan", "engine", "decode against prefill")
+NAMES = ("plan", "engine", "prefill rows", "decode against prefill")
+MODULE = ("--additional-config.aiter_mla.integration=module",)
 
 
 def outcomes(folder: Path, mutation: str = "", ranks: int = 1, *typed: str) -> dict[str, Step]:
@@ -41,19 +42,16 @@ def test_the_engine_runs_without_the_options_of_a_deployment(tmp_path: Path) -> 
     ("bug", "failed", "shown"),
     [
         pytest.param(
-            "decode_reads_another_channel", NAMES[2], "vLLM's own decode", id="decode", marks=pytest.mark.wide
+            "decode_reads_another_channel", NAMES[3], "vLLM's own decode", id="decode", marks=pytest.mark.wide
         ),
         pytest.param(
-            "the_gate_partitions_with_the_flag_off", NAMES[1], "-cc.use_inductor_graph_partition=true",
-            id="three_sides-today", marks=pytest.mark.wide,
-        ),
-        pytest.param(
-            "a_rounding_moves_above_the_limit", NAMES[1], "above the decode limit", id="three_sides-above-the-limit"
+            "prefill_rows_are_rotated_with_three_roundings", NAMES[2], "above the decode limit, prompts among decodes",
+            id="three-roundings",
         ),
     ],
 )  # fmt: skip
 def test_mutation_a_bug_in_the_engine_fails_its_own_step(tmp_path: Path, bug: str, failed: str, shown: str) -> None:
-    """No bound on tokens would show a rounding above the limit, and no distance shows a today that is the control."""
-    found = outcomes(tmp_path, f"{planted_in_engines.__name__}:{bug}")
+    """No bound on tokens would show the roundings of prefill rows."""
+    found = outcomes(tmp_path, f"{planted_in_engines.__name__}:{bug}", 1, *MODULE)
     assert [name for name, outcome in found.items() if outcome.status != "passed"] == [failed], found
     assert shown in found[failed].detail

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pkgutil
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -40,16 +41,15 @@ from vllm_aiter_mla.verify import session
 
 ISSUES = {issue["id"]: issue for issue in json.loads(issues.KNOWN_ISSUES.read_text())}
 NO_CUSTOM_AR = "VLLM_ROCM_USE_AITER_CUSTOM_AR=0"
-ENVIRONMENTS = ("machine", "kernels", "timing", "plugin", "control", "today")
+ENVIRONMENTS = ("machine", "kernels", "timing", "off", "on")
 """The steps and the engines that get variables, as ``card`` notes them."""
 STEP = (3, {3: -0.5, 4: -1.0})
 ANSWER = {
     "scenarios": {"short": [[STEP] * 20]},
     "prefill": {"short": [[-0.5] * 20]},
-    "above": [[[-0.5] * 20]] * 2,
+    "batches": {name: [[[-0.5, -0.5]] * 20] * 2 for name in engine.PREFILLS},
+    "seconds": {name: [0.09, 0.02, 0.02] for name in engine.PREFILLS},
     "launches": 40,
-    "compiled": {"use_inductor_graph_partition": True},
-    "added": {},
     "status": [
         replace(
             record_of(["layer"], 16, "fp8", 0), engaged={"layer": "aiter"}, skipped={},
@@ -69,9 +69,8 @@ def made_up_plan(**changes: Any) -> dict[str, Any]:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A card on which every step passes; a test replaces what it breaks."""
-    answers = {side: deepcopy(ANSWER) for side in ("plugin", "control", "today")}
-    answers["plugin"] |= {"launches": 38, "added": {"use_inductor_graph_partition": True}}
-    answers["today"]["compiled"] = {"use_inductor_graph_partition": False}
+    answers = {side: deepcopy(ANSWER) for side in ("off", "on")}
+    answers["on"]["launches"] = 38
     made: dict[str, Any] = {"plan": made_up_plan(), "answers": answers, "checks": (Check("ok", "fine"),)}
     result = SimpleNamespace(status="passed", backend="aiter", writes_nan=False)
     made["run"] = SimpleNamespace(
@@ -177,35 +176,40 @@ def nothing_is_timed(card: dict[str, Any]) -> None:
 
 
 def other_tokens(card: dict[str, Any]) -> None:
-    card["answers"]["plugin"]["scenarios"]["short"] = [[(4, {4: -0.1, 3: -3.0})] * 20]
-    card["answers"]["plugin"]["prefill"]["short"] = [[-0.1] * 20]
+    card["answers"]["on"]["scenarios"]["short"] = [[(4, {4: -0.1, 3: -3.0})] * 20]
+    card["answers"]["on"]["prefill"]["short"] = [[-0.1] * 20]
 
 
 def log_probabilities_apart(card: dict[str, Any]) -> None:
-    card["answers"]["plugin"]["scenarios"]["short"] = [[(3, {3: -1.5, 4: -3.0})] * 20]
-    card["answers"]["plugin"]["prefill"]["short"] = [[-1.5] * 20]
+    card["answers"]["on"]["scenarios"]["short"] = [[(3, {3: -1.5, 4: -3.0})] * 20]
+    card["answers"]["on"]["prefill"]["short"] = [[-1.5] * 20]
 
 
-def today_is_partitioned(card: dict[str, Any]) -> None:
-    card["answers"]["today"]["compiled"] = {"use_inductor_graph_partition": True}
+def three_roundings_above_the_limit(card: dict[str, Any]) -> None:
+    """They change every prompt by less than any bound on tokens would show; the engine repeats itself exactly."""
+    other_prompts(card, engine.ABOVE, 20)
 
 
-def the_control_is_compiled_as_today(card: dict[str, Any]) -> None:
-    card["answers"]["control"]["compiled"] = {"use_inductor_graph_partition": False}
+def three_roundings_among_decodes(card: dict[str, Any]) -> None:
+    other_prompts(card, engine.MIXED, 20)
 
 
-def a_rounding_moves_above_the_limit(card: dict[str, Any]) -> None:
-    """By less than any bound on tokens would show; the engine repeats itself exactly."""
-    card["answers"]["plugin"]["above"] = [[[-0.5] * 19 + [-0.5001]]] * 2
-
-
-def not_a_number_above_the_limit(card: dict[str, Any]) -> None:
+def a_row_that_is_not_a_number(card: dict[str, Any]) -> None:
     """As where vLLM's own attention saw a query that nobody wrote."""
-    card["answers"]["plugin"]["above"] = [[[-0.5] * 19 + [float("nan")]]] * 2
+    other_prompts(card, engine.ABOVE, 1, float("nan"))
+
+
+def a_row_of_another_request(card: dict[str, Any]) -> None:
+    other_prompts(card, engine.MIXED, 1, -4.0)
+
+
+def other_prompts(card: dict[str, Any], name: str, count: int, other: float = -0.501) -> None:
+    """Give so many of the twenty prompts another log-probability with the flag on."""
+    card["answers"]["on"]["batches"][name] = [[[-0.5, other]] * count + [[-0.5, -0.5]] * (20 - count)] * 2
 
 
 def nothing_engaged(card: dict[str, Any]) -> None:
-    card["answers"]["plugin"]["status"] = [record_of(["layer"], 16, "fp8", 0)]
+    card["answers"]["on"]["status"] = [record_of(["layer"], 16, "fp8", 0)]
 
 
 def a_broken_decode_on_both_sides(card: dict[str, Any]) -> None:
@@ -214,7 +218,7 @@ def a_broken_decode_on_both_sides(card: dict[str, Any]) -> None:
 
 
 def a_decode_that_is_not_a_number(card: dict[str, Any]) -> None:
-    card["answers"]["plugin"]["prefill"]["short"] = [[float("nan")] * 20]
+    card["answers"]["on"]["prefill"]["short"] = [[float("nan")] * 20]
 
 
 def a_profiler_that_sees_nothing(card: dict[str, Any]) -> None:
@@ -223,7 +227,7 @@ def a_profiler_that_sees_nothing(card: dict[str, Any]) -> None:
 
 
 def an_extra_launch(card: dict[str, Any]) -> None:
-    card["answers"]["plugin"]["launches"] = 40
+    card["answers"]["on"]["launches"] = 40
 
 
 PLANTED: dict[str, dict[Callable[[dict[str, Any]], None], str]] = {
@@ -236,19 +240,21 @@ PLANTED: dict[str, dict[Callable[[dict[str, Any]], None], str]] = {
         nothing_is_timed: "a kernel is wrong, or none of ours was timed",
     },
     "engine": {
-        other_tokens: "plugin and control are apart in short",
-        log_probabilities_apart: "plugin and control are apart in short",
+        other_tokens: "off and on are apart in short",
+        log_probabilities_apart: "off and on are apart in short",
         nothing_engaged: "not every MLA layer engaged",
-        today_is_partitioned: "-cc.use_inductor_graph_partition=true",
-        the_control_is_compiled_as_today: "another value of use_inductor_graph_partition",
-        a_rounding_moves_above_the_limit: "plugin against control: max |dlogprob| 0.0001",
-        not_a_number_above_the_limit: "plugin against control: max |dlogprob| inf",
+    },
+    "prefill rows": {
+        three_roundings_above_the_limit: engine.ABOVE,
+        three_roundings_among_decodes: engine.MIXED,
+        a_row_that_is_not_a_number: engine.ABOVE,
+        a_row_of_another_request: engine.MIXED,
     },
     "decode against prefill": {
-        a_broken_decode_on_both_sides: "plugin: 2, control: 2, today: 2",
-        a_decode_that_is_not_a_number: "plugin: inf, control: 0, today: 0",
+        a_broken_decode_on_both_sides: "off: 2, on: 2",
+        a_decode_that_is_not_a_number: "off: 0, on: inf",
     },
-    "launches": {an_extra_launch: "plugin 40, control 40", a_profiler_that_sees_nothing: "saw no kernel"},
+    "launches": {an_extra_launch: "off 40, on 40", a_profiler_that_sees_nothing: "saw no kernel"},
 }
 """What is wrong, by the step that must fail, and what that step then shows."""
 
@@ -279,7 +285,7 @@ def test_the_timing_is_of_the_models_own_layer(card: dict[str, Any]) -> None:
 
 
 def kernels_by_tokens(card: dict[str, Any], *spans: tuple[int, int, str]) -> None:
-    answer = card["answers"]["plugin"]
+    answer = card["answers"]["on"]
     answer["status"] = [replace(answer["status"][0], decided=(Decided(("layer",), spans, ()),))]
 
 
@@ -313,39 +319,74 @@ def test_a_decode_of_vllm_that_needs_no_concat_leaves_one_launch_less_to_save(
 ) -> None:
     card["plan"] = made_up_plan(arch=arch, heads_per_rank=8)
     card["plan"]["options"]["kv_cache_dtype"] = "auto"
-    card["answers"]["plugin"]["launches"] = 40
+    card["answers"]["on"]["launches"] = 40
     assert outcomes()["launches"].status == status
 
 
-def test_three_sides_the_controls_distance_from_today_is_reported_and_fails_nothing(card: dict[str, Any]) -> None:
-    card["answers"]["today"]["scenarios"]["short"] = [[(4, {4: -0.1, 3: -3.0})] * 20]
-    card["answers"]["today"]["above"] = [[[-0.7] * 20]] * 2
+def test_two_sides_tokens_with_the_flag_on_are_compared_with_those_of_the_flag_off(card: dict[str, Any]) -> None:
+    other_tokens(card)
     found = outcomes()["engine"]
-    assert found.status == "passed"
-    distances = {pair: figures["short"]["tokens_equal"] for pair, figures in found.data["distances"].items()}
-    assert distances == {"plugin against control": 20, "control against today": 0}
-    assert found.data["above the limit"] == {"plugin": 0.0, "control": pytest.approx(0.2), "repeated": 0.0}
+    assert {name: figures["tokens_equal"] for name, figures in found.data["distances"].items()} == {"short": 0}
+    assert ENVIRONMENTS[-2:] == tuple(side for side in card["answers"] if card[side]), "both engines ran, and no third"
 
 
-def test_three_sides_an_engine_that_does_not_repeat_itself_is_held_to_its_own_noise(card: dict[str, Any]) -> None:
-    card["answers"]["control"]["above"] = [[[-0.5] * 20], [[-0.5] * 19 + [-0.501]]]
-    a_rounding_moves_above_the_limit(card)
-    assert outcomes()["engine"].status == "passed"
+@pytest.mark.parametrize(("differ", "status"), [(0, "passed"), (10, "passed"), (11, "failed")])
+@pytest.mark.parametrize("name", engine.PREFILLS)
+def test_prompts_with_the_same_bytes_are_counted_and_half_of_them_may_differ_by_a_rounding(
+    card: dict[str, Any], name: str, differ: int, status: str
+) -> None:
+    other_prompts(card, name, differ)
+    found = outcomes()["prefill rows"]
+    assert found.status == status
+    assert (found.data[name]["prompts"], found.data[name]["equal"]) == (20, 20 - differ)
+    assert f"{20 - differ} of 20 prompts have the same bytes" in " ".join(found.lines)
 
 
-def test_three_sides_without_additions_the_control_is_the_engine_of_today(card: dict[str, Any]) -> None:
-    """As with the module integration: only two engines start."""
-    card["answers"]["plugin"]["added"] = {}
-    del card["answers"]["control"]
-    card["answers"]["today"]["compiled"] = card["answers"]["plugin"]["compiled"]
-    assert outcomes()["engine"].status == "passed"
+@pytest.mark.mutation
+def test_mutation_prefill_rows_without_a_bound_hide_three_roundings(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "MOST_UNEQUAL", 1.0)
+    with pytest.raises(AssertionError, match="'passed' == 'failed'"):
+        test_prompts_with_the_same_bytes_are_counted_and_half_of_them_may_differ_by_a_rounding(
+            card, engine.ABOVE, 20, "failed"
+        )
 
 
-@given(st.integers(1, 4096), st.integers(1, 8192), st.integers(8, 504))
-def test_three_sides_prompts_above_the_limit_fill_one_step(limit: int, budget: int, longest: int) -> None:
-    lengths = [len(prompt) for prompt in engine.above_limit(limit, budget, longest)]
-    assert max(lengths, default=0) <= longest
-    assert limit < sum(lengths) <= budget if lengths else budget < limit + 8
+def test_an_engine_that_does_not_repeat_itself_is_held_to_its_own_noise(card: dict[str, Any]) -> None:
+    card["answers"]["off"]["batches"][engine.ABOVE] = [[[-0.5, -0.5]] * 20, [[-0.5, -0.502]] * 20]
+    three_roundings_above_the_limit(card)
+    assert outcomes()["prefill rows"].status == "passed"
+
+
+@pytest.mark.parametrize("name", engine.PREFILLS)
+@pytest.mark.parametrize(("on_card", "median_s", "status"), [
+    (True, 0.0203, "passed"), (True, 0.0205, "warning"), (False, 0.0205, "passed"),
+])  # fmt: skip
+def test_a_slower_step_with_prefill_rows_is_a_warning_on_a_card_and_no_failure(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, name: str, on_card: bool, median_s: float, status: str
+) -> None:
+    card["answers"]["on"]["seconds"] |= {name: [0.01, median_s, 0.5]}
+    asked = Context(model.find("deepseek-r1"))
+    asked.answers = card["answers"]
+    monkeypatch.setattr(steps, "has_gpu", lambda: on_card)
+    found = steps.prefill_rows(asked)
+    assert (found.status, name in found.detail) == (status, status == "warning")
+    assert found.data[name]["on_ms"] == pytest.approx(1e3 * median_s)
+    assert command.exit_status([found], on_cpu=True) == 0
+
+
+@given(st.integers(0, 8192), st.integers(1, 1024), st.integers(8, 504))
+def test_short_prompts_fill_one_step_and_are_as_short_as_the_requests_allow(
+    total: int, requests: int, longest: int
+) -> None:
+    lengths = engine.short_prompts(total, requests, longest)
+    if not lengths:
+        assert total < engine.SHORTEST or total > requests * longest or total // engine.SHORTEST * longest < total
+        return
+    assert (sum(lengths), len(lengths) <= requests, max(lengths) <= longest) == (total, True, True)
+    assert min(lengths) >= engine.SHORTEST
+    assert len(lengths) == requests or max(lengths) - engine.SHORTEST < 3
 
 
 def test_every_step_has_a_planted_fault() -> None:
@@ -404,6 +445,39 @@ def test_a_known_issue_of_one_aiter_is_found_by_the_installed_version(monkeypatc
         assert issues.applies(issue, plan) is concerned
 
 
+DEV_BUILDS: dict[str, dict[tuple[str | None, str | None], bool]] = {
+    "0.32.0rc1": {(None, "0.32"): True, ("0.32", None): True, (None, "0.31"): False, ("0.33", None): False},
+    "0.32.0.dev7+g1234abc": {(None, "0.32"): True, ("0.32.0", "0.33"): True},
+    "0.1.17.dev3": {("0.1.16.post2", "0.1.17"): True, ("0.1.18", None): False},
+    "0.1.16.post2": {("0.1.16.post2", "0.1.17"): True, (None, "0.1.16"): False},
+    "0.1.dev1+g1234abc": {("0.1.18", None): True, (None, "0.32"): True},
+    "0.32.1+rocm700": {(None, "0.32.1"): False, ("0.32.1", None): True},
+}
+"""Whether a known issue that has these bounds is one of the build."""
+
+
+@pytest.mark.parametrize("build", DEV_BUILDS)
+def test_dev_builds_have_the_known_issues_of_their_release_until_it_is_out(build: str) -> None:
+    assert {bounds: issues._within(bounds, build) for bounds in DEV_BUILDS[build]} == DEV_BUILDS[build]
+
+
+@pytest.mark.mutation
+def test_mutation_dev_builds_ordered_by_their_numbers_alone_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second number of a candidate put it after the release that mends the fault."""
+
+    def within(bounds: tuple[str | None, str | None], release: str) -> bool:
+        (first, before), found = map(numbers, bounds), numbers(release)
+        return (not first or first <= found) and (not before or found < before)
+
+    def numbers(release: str | None) -> tuple[int, ...]:
+        return tuple(map(int, re.findall(r"\d+", (release or "").partition("+")[0])))
+
+    monkeypatch.setattr(issues, "_within", within)
+    for candidate in ("0.32.0rc1", "0.32.0.dev7+g1234abc", "0.1.dev1+g1234abc"):
+        with pytest.raises(AssertionError, match="False"):
+            test_dev_builds_have_the_known_issues_of_their_release_until_it_is_out(candidate)
+
+
 @pytest.mark.parametrize(("kernel", "cache", "lines"), [("triton", "fp8", 1), ("aiter", "auto", 0)])
 def test_an_overflow_of_a_kernel_or_a_cache_that_does_not_serve_is_no_failure(
     card: dict[str, Any], kernel: str, cache: str, lines: int
@@ -454,7 +528,7 @@ def test_an_engine_that_needs_more_gpus_than_are_here_is_skipped(card: dict[str,
 
 
 def test_what_is_left_out_of_the_engine_is_said(card: dict[str, Any]) -> None:
-    card["answers"]["plugin"]["left_out"] = ["--data-parallel-size", "--nnodes"]
+    card["answers"]["on"]["left_out"] = ["--data-parallel-size", "--nnodes"]
     (line,) = [line for line in outcomes()["engine"].lines if "left out" in line]
     assert "--data-parallel-size, --nnodes" in line
 
@@ -497,7 +571,7 @@ def test_without_a_gpu_the_steps_of_a_card_are_skipped_and_the_exit_status_is_3(
     assert "nothing ran on a card" in done.output
     record = json.loads(path.read_text())
     skipped = {step["name"] for step in record["steps"] if step["status"] == "skipped"}
-    assert skipped == {"kernels", "timing", "engine", "decode against prefill", "launches"}
+    assert skipped == {"kernels", "timing", "engine", "prefill rows", "decode against prefill", "launches"}
     assert (record["exit"], record["evidence"]["schema"]) == (3, "vllm-aiter-mla/check")
 
 
@@ -529,8 +603,8 @@ def test_rounding_does_not_explain_a_run_without_tokens() -> None:
 
 def vllm_is_faster(card: dict[str, Any]) -> None:
     record = record_of(["layer"], 16, "fp8", 0)
-    card["answers"]["plugin"]["status"] = [replace(record, skipped={"layer": (steps.VLLM_FASTER, "it is faster")})]
-    card["answers"]["plugin"]["launches"] = 40
+    card["answers"]["on"]["status"] = [replace(record, skipped={"layer": (steps.VLLM_FASTER, "it is faster")})]
+    card["answers"]["on"]["launches"] = 40
 
 
 def test_a_card_on_which_vllm_is_faster_is_no_failure_and_has_an_exit_status_of_its_own(card: dict[str, Any]) -> None:
@@ -551,8 +625,8 @@ def test_over_an_fp8_cache_an_engine_may_differ_by_what_the_cast_does_to_vllms_o
     for answer in card["answers"].values():
         answer["prefill"]["short"] = [[-0.67] * 20]
     other = (4, {3: STEP[1][3] - apart, 4: STEP[1][4] + apart})
-    card["answers"]["plugin"]["scenarios"]["short"] = [[other] * 20]
-    card["answers"]["plugin"]["prefill"]["short"] = [[-1.0] * 20]
+    card["answers"]["on"]["scenarios"]["short"] = [[other] * 20]
+    card["answers"]["on"]["prefill"]["short"] = [[-1.0] * 20]
     assert outcomes()["engine"].status == status
 
 

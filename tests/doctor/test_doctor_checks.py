@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -97,6 +99,32 @@ AITER_ON = {"VLLM_ROCM_USE_AITER": "1"}
 def test_a_variable_that_keeps_the_fast_path_off_is_a_problem(name: str, env: dict[str, str], remedy: str) -> None:
     check = found(name, **env)
     assert (check.status, remedy in check.detail + check.remedy) == ("problem" if remedy else "ok", True)
+
+
+PLUGINS_WITH_BLANKS = ("other, aiter_mla", " aiter_mla", "aiter_mla ", "aiter_mla\n", "aiter_mla,other ", "aiter_mla")
+
+
+def vllms_plugins(allowed: str) -> list[str]:
+    """Return what vLLM itself makes of the variable."""
+    from vllm import envs
+
+    with mock.patch.dict(os.environ, {"VLLM_PLUGINS": allowed}):
+        found: list[str] = envs.environment_variables["VLLM_PLUGINS"]()
+    return found
+
+
+@pytest.mark.parametrize("allowed", PLUGINS_WITH_BLANKS)
+def test_plugins_with_blanks_are_read_as_vllm_reads_them(allowed: str) -> None:
+    loads = "aiter_mla" in vllms_plugins(allowed)
+    assert status("plugin", VLLM_PLUGINS=allowed) == ("ok" if loads else "problem")
+
+
+@pytest.mark.mutation
+def test_mutation_plugins_with_blanks_that_are_stripped_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.offline, "plugins", lambda allowed: [name.strip() for name in allowed.split(",")])
+    assert status("plugin", VLLM_PLUGINS="other, aiter_mla") == "ok"
+    with pytest.raises(AssertionError, match="'ok' == 'problem'"):
+        test_plugins_with_blanks_are_read_as_vllm_reads_them("other, aiter_mla")
 
 
 def test_field_without_rocm_the_switches_of_aiter_are_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,13 @@ def a_private_function_is_renamed() -> None:
     plugin.bug_ran()
 
 
+def vllms_fused_op_rounds_once() -> None:
+    """vLLM's fused RoPE + KV write rounds its rotation once, as Inductor's code does."""
+    from tests.sandbox import gpu_ops
+
+    plugin.spoil(gpu_ops, "rotate", lambda inner, x, cos, sin, is_neox, *_: inner(x, cos, sin, is_neox))
+
+
 def q_scale_is_applied_twice() -> None:
     """The query is scaled before the kernel and by it."""
     from vllm_aiter_mla.kernels import absorb

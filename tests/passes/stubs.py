@@ -91,6 +91,7 @@ class StubLayer:
         self.kv_cache = self.initial.clone()
         self.impl = AiterMLAImpl()
         self._vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(hf_text_config=SimpleNamespace()),
             cache_config=SimpleNamespace(block_size=BLOCK_SIZE),
             compilation_config=SimpleNamespace(pass_config=PassConfig()),
             additional_config={"aiter_mla": {"enabled": True, "debug": {"rounding": "two"}} | options},
@@ -117,7 +118,8 @@ class StubLayer:
             output.zero_()
             return
         n, total = metadata.num_decode_tokens, metadata.num_actual_tokens
-        assert k_pe.shape == (q.shape[0], 1, self.qk_rope_head_dim), "vLLM's kernels of prefill rows split its heads"
+        assert k_pe.shape[1:] == (1, self.qk_rope_head_dim), "vLLM's kernels of prefill rows split its heads"
+        q, kv_c, k_pe, output = (x[:total] for x in (q, kv_c, k_pe, output))
         absorbed, q_pe = absorb_plain(q[..., : self.qk_nope_head_dim], self.W_UK_T), q[..., self.qk_nope_head_dim :]
         if n:
             quantised = self.kv_cache_dtype == "fp8" and self.impl.supports_quant_query_input

@@ -14,9 +14,6 @@ BF16 = torch.bfloat16
     ("kind", "is_neox", "q_lora"),
     [
         ("plain", True, True),
-        ("plain, scaled", False, True),
-        ("deepseek, scaled", True, False),
-        ("plain, op, scaled", False, False),
         ("plain", False, False),
         ("deepseek", False, True),
         ("deepseek", True, False),
@@ -25,9 +22,7 @@ BF16 = torch.bfloat16
     ],
 )
 def test_traced_layers_are_all_rewritten_and_right(kind, is_neox, q_lora):
-    scales = kind.endswith("scaled")
-    kind = kind.removesuffix(", scaled")
-    module, names = model(kind, is_neox, layers=2, q_lora=q_lora, dtype=BF16, scales=scales)
+    module, names = model(kind, is_neox, layers=2, q_lora=q_lora, dtype=BF16)
     gm = trace(module, BF16)
     stubs = [StubLayer(name, Sizes(), BF16) for name in names]
     counts = assert_rewritten_right(gm, stubs, batches=(DECODE, MIXED))

@@ -81,10 +81,8 @@ def wrapper(name: str, rope: nn.Module, sizes: Sizes, dtype: torch.dtype, q_lora
     return made.eval().requires_grad_(False)
 
 
-def model(
-    kind: str, is_neox: bool, layers: int, q_lora: bool, dtype: torch.dtype, scales: bool = False
-) -> tuple[nn.Module, list[str]]:
-    """A stack of layers with residuals, and their names; ``scales`` multiplies later queries by powers of two."""
+def model(kind: str, is_neox: bool, layers: int, q_lora: bool, dtype: torch.dtype) -> tuple[nn.Module, list[str]]:
+    """A stack of layers with residuals, and their names."""
     sizes = Sizes()
     torch.manual_seed(0)
     rope = rotary(kind, is_neox, sizes, dtype)
@@ -97,9 +95,8 @@ def model(
             self.stack = stack
 
         def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            factor = torch.exp2(torch.floor(positions / 8))[..., None, None] if scales else None
             for layer in self.stack:
-                x = x + layer.forward(positions, x, factor)
+                x = x + layer.forward(positions, x)
             return x
 
     return Model(), names

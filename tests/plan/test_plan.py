@@ -13,6 +13,7 @@ from tests.support import plans
 from tests.support.model_configs import ROWS as MATRIX
 from tests.support.pages import PAGES, ROOT, quoted, table, words
 from tests.support.plans import codes, planned
+from vllm_aiter_mla import admission
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.main import app
@@ -185,6 +186,40 @@ def test_the_options_of_the_graph_decide_which_integration_runs(option, code):
     assert (plan["why_not_passes"] or {"code": None})["code"] == code
     assert bool(plan["compile_ranges"]["inside"]) is (code is None), "the module has no compile range"
     assert (f"the passes cannot run: {code}" in printout.text(plans.parsed(plan))) is (code is not None)
+
+
+MODULE = (OURS, '{"aiter_mla": {"integration": "module"}}')
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "code"),
+    [
+        ("", (), None),
+        ("vLLM has another forward", (), "unknown_forward"),
+        ("vLLM has another rotary embedding", (), "rope_other_operand"),
+        pytest.param("", ("--model-impl", "transformers"), "unknown_forward", marks=slow),
+        pytest.param("", ("-cc.pass_config.fuse_attn_quant=true",), "fused_output_quant", marks=slow),
+    ],
+)
+def test_plan_sees_why_the_module_integration_leaves_a_layer_to_vllm(changed, options, code):
+    """As the status line would say it: start-up asks the same functions. The trial of the rotation needs a card."""
+    plan = planned("deepseek-v2-lite", *MODULE, *options, bug=changed)
+    assert (plan["integration"], codes(plan)) == ("module", [code] if code else [])
+    assert plan["layers"]["engaged"] == (0 if code else 27)
+    assert plan["outcome"] == ("skipped" if code else "engaged")
+
+
+@pytest.mark.mutation
+def test_mutation_a_plan_that_asks_no_wrapper_is_caught():
+    with pytest.raises(AssertionError, match=r"\[\] != \['unknown_forward'\]"):
+        test_plan_sees_why_the_module_integration_leaves_a_layer_to_vllm("plan asks no wrapper", (), "unknown_forward")
+
+
+def test_the_passes_need_no_known_forward_and_the_remedy_names_partition():
+    options = ("-cc.use_inductor_graph_partition=true", OURS, '{"aiter_mla": {"integration": "passes"}}')
+    plan = planned("deepseek-v2-lite", *options, bug="vLLM has another forward")
+    assert (plan["outcome"], codes(plan)) == ("engaged", [])
+    assert "-cc.use_inductor_graph_partition=true" in admission.REMEDIES["unknown_forward"]
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,12 @@ from vllm_aiter_mla.serving.backends import candidates
 from vllm_aiter_mla.settings import Settings
 
 ENGINE = admission.ConfigView(
-    version_supported=False, missing=("x",), op_schema=("x",), atom_active=True, is_mla=False, is_sparse=True,
+    in_window=False, missing=("x",), op_schema=("x",), atom_active=True, is_mla=False, is_sparse=True,
     enforce_eager=True, breakable_cudagraph=True, mode="NONE", backend="eager", dcp=2, pcp=2, hisparse=True,
     kv_cache_dtype="fp8_e5m2", model_dtype="float16",
-    use_inductor_graph_partition=False, integration="passes", card="cuda", uses_aiter=False, attention="Other",
+    splitting_ops=(admission.KV_UPDATE_OP,), user_pass="x", card="cuda", uses_aiter=False, attention="Other",
 )  # fmt: skip
+PASSES = Settings(integration="passes")
 LAYER = admission.LayerView(
     impl="Other", is_sparse=True, q_pad_num_heads=64, has_absorbed_weight=False, missing=("x",), amx_bmm=True,
     has_rope_kernel=False, captures="ALWAYS",
@@ -37,10 +38,9 @@ LAYER = admission.LayerView(
 
 
 def test_a_view_with_everything_wrong_gives_every_reason_of_admission():
-    found = [skip.code for skip in build.engine_reasons(plans.made_up_answer(**vars(ENGINE)))]
-    # A mode that breakable graphs did not set, partition options given together, and another attention although AITER
-    # is on, are each a view of their own.
-    others = {"compilation_mode", "splitting_ops", "attention_backend", "user_pass", "not_known"}
+    found = [skip.code for skip in build.engine_reasons(plans.made_up_answer(PASSES, **vars(ENGINE)))]
+    # A mode that breakable graphs did not set, and another attention with AITER on, are each a view of their own.
+    others = {"compilation_mode", "attention_backend", "not_known"}
     assert sorted(found) == sorted(set(admission.LEVELS["engine"]) - others)
     layer = [skip.code for skip in admission.layer_skips(LAYER)]
     shared = {"capability", "sparse_mla", "dcp", "pcp", "hisparse", "kv_cache_dtype"}
@@ -50,11 +50,9 @@ def test_a_view_with_everything_wrong_gives_every_reason_of_admission():
 @pytest.mark.parametrize("ops", [(admission.KV_UPDATE_OP,), (admission.MLA_ATTENTION_OP, admission.KV_UPDATE_OP)])
 @pytest.mark.parametrize("eager", [True, False])
 def test_a_mode_that_eager_execution_sets_is_no_reason_of_its_own(ops, eager):
-    view = admission.ConfigView(
-        mode="NONE", splitting_ops=ops, hisparse=True, integration="passes", enforce_eager=eager
-    )
-    found = [skip.code for skip in build.engine_reasons(plans.made_up_answer(**vars(view)))]
-    assert found == ["hisparse", "enforce_eager" if eager else "compilation_mode", "splitting_ops"]
+    view = admission.ConfigView(mode="NONE", splitting_ops=ops, hisparse=True, enforce_eager=eager)
+    found = [skip.code for skip in build.engine_reasons(plans.made_up_answer(PASSES, **vars(view)))]
+    assert found == ["hisparse", "enforce_eager" if eager else "compilation_mode", "graph_partition"]
 
 
 @pytest.mark.parametrize("default", [True, False])
@@ -227,7 +225,9 @@ def test_a_newer_release_of_a_bundled_example_is_answered_with_its_name():
 def test_aiter_that_is_off_comes_before_what_vllm_raises_without_it():
     view = replace(admission.ConfigView(), uses_aiter=False, attention="not known (ValueError: block size 1)")
     planned = SimpleNamespace(
-        engine={"view": view, "user_pass": None, "gate": None}, skip=admission.Skip("not_known", "ValueError")
+        engine={"view": view, "gate": None},
+        skip=admission.Skip("not_known", "ValueError"),
+        given=SimpleNamespace(settings=Settings()),
     )
     first, second = build.engine_reasons(planned)
     assert (first.code, second.code) == ("aiter_off", "not_known")

@@ -199,8 +199,8 @@ def twins(files: dict[str, Path]) -> dict[str, tuple[Any, Any]]:
     other["plan"]["options"] |= {"tp": 16, "kv_cache_dtype": "auto"}
     found = {kind: (read[kind], other[kind]) for kind in read}
     parts = [
-        {"plan": one["plan"], "kernels": one["verify"], "timing": one["measure"], "launches": {"today": count},
-         "engine": {"distances": {"plugin, control": {"short": {"tokens": count}}}}}
+        {"plan": one["plan"], "kernels": one["verify"], "timing": one["measure"], "launches": {"off": count},
+         "engine": {"distances": {"short": {"tokens": count}}}, "prefill rows": {"mixed": {"tokens": count}}}
         for one, count in ((read, 7), (other, 8))
     ]  # fmt: skip
     steps = [[Step("passed", "", data=data, name=name) for name, data in part.items()] for part in parts]

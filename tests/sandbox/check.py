@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Mapping
@@ -18,19 +17,16 @@ from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.check.steps import Context
 from vllm_aiter_mla.commands.plan import model as models
 from vllm_aiter_mla.commands.report.page import html_of
-from vllm_aiter_mla.settings import NAMESPACE
 
-
-def plugin_options(integration: str) -> tuple[str, str]:
-    """Return the plugin's options, with the roundings of vLLM's compiled graph: flag on equals flag off."""
-    options = {"integration": integration, "debug": {"rounding": "two"}}
-    return "--additional-config", json.dumps({NAMESPACE: options})
-
-
-ARGUMENTS = ("--max-num-seqs", "16", "--max-num-batched-tokens", "512", *plugin_options("module"))
+# With the roundings of vLLM's compiled graph, so that the tokens with the flag on equal those with the flag off.
+PLUGIN = "--additional-config.aiter_mla."
+ARGUMENTS = (
+    "--max-num-seqs", "16", "--max-num-batched-tokens", "512", f"{PLUGIN}debug.rounding=two",
+    f"{PLUGIN}integration=module",
+)  # fmt: skip
 FP8 = ("--kv-cache-dtype", "fp8")
 # Graph partition as a user gives it, on both sides.
-PASSES = ("-cc.use_inductor_graph_partition=true", *plugin_options("passes"))
+PASSES = ("-cc.use_inductor_graph_partition=true", f"{PLUGIN}integration=passes")
 ENGINE = ("engine", "decode against prefill")
 TITLE = "a small random DeepSeek on this CPU"
 SHARED = ("PYTHONPATH", "VLLM_PLUGINS", "HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_CPU_KVCACHE_SPACE",

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from vllm_aiter_mla.commands.check.engine import Side
 from vllm_aiter_mla.commands.compat.engine import Step
 
-Side = Literal["off", "on"]
 Integration = Literal["module", "passes", "auto"]
 Runner = Literal["v1", "v2"]
 LIMIT_REQUESTS = 16
@@ -65,7 +65,7 @@ class PluginOptions:
     Attributes:
         kernel: the plugin's kernel option.
         integration: how the op gets into the model. The module is for vLLM's default options; see ``by_passes``.
-        rounding: of the reference kernel: "single" is AITER's, "two" is vLLM's own.
+        rounding: of the reference kernel, see ``DebugSettings``.
         additional: overrides of the plugin's ``additional_config`` mapping.
         loaded: load the plugin at all.
     """

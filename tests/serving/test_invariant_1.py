@@ -123,10 +123,10 @@ def drops_a_slot(right, step, *given):
     return right(step._replace(slots=slots), *given)
 
 
-def forgets_a_slot(right, layer, q_pe, k_pe, kv_c, slots, rope):
+def forgets_a_slot(right, layer, kv_c, k_pe, slots, *given):
     row = layer.module.kv_cache.flatten(0, 1)[slots[-1]]
     before = row.clone()
-    right(layer, q_pe, k_pe, kv_c, slots, rope)
+    right(layer, kv_c, k_pe, slots, *given)
     row.copy_(before)
 
 
@@ -190,8 +190,8 @@ PLANTS = [
        leaves_a_row)
       for op in (PREPARED, ROPE) for kind, rows in (("prefill", 1), ("profiling", 256), ("decode", LIMIT + 1))),
     ("a decode row's KV is dropped", "KV rows", ROPE, 256, "fewer slots", ops, "prepared_query", drops_a_slot),
-    ("a prefill row's KV is dropped", "KV rows", ROPE, 256, "mixed", Layer, "rope_and_write", forgets_a_slot),
-    ("a KV row is dropped above L", "KV rows", ROPE, LIMIT + 1, "decode", Layer, "rope_and_write", forgets_a_slot),
+    ("a prefill row's KV is dropped", "KV rows", ROPE, 256, "mixed", Layer, "write", forgets_a_slot),
+    ("a KV row is dropped above L", "KV rows", ROPE, LIMIT + 1, "decode", Layer, "write", forgets_a_slot),
     ("q of decode rows is changed", "rows of q", ROPE, 1, "decode", ops, "prepared_query", rotates_the_query),
     ("padding is rotated", "rows of q", ROPE, 16, "mixed", ops, "rotate_and_write", rotates_padding),
     ("positions are changed", "rows of positions", ROPE, 16, "mixed", ops, "rotate_and_write", moves_on),

@@ -3,7 +3,6 @@
 import logging
 import weakref
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -270,7 +269,7 @@ def test_a_missing_product_does_not_matter_to_a_kernel_that_does_not_call_it(mon
     made = absorb.make(module.W_UK_T, ("fp8", torch.float8_e4m3fn))
     held = dict(made.tensors)
     module.is_aiter_triton_fp8_bmm_enabled, module.W_K, module.W_K_scale = True, held["W_K"], held["W_K_scale"]
-    module._vllm_config.model_config = SimpleNamespace(dtype=torch.bfloat16)
+    module._vllm_config.model_config.dtype = torch.bfloat16
     monkeypatch.setattr(absorb, "GEMMS", {})
     assert Layer.of(module).decision.ours == "reference"
 

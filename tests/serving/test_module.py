@@ -142,8 +142,8 @@ def test_a_wrapper_that_nobody_has_admitted_runs_vllms_own_forward(monkeypatch):
     positions, hidden = torch.arange(3), torch.zeros(3, 8)
     assert one(positions, hidden) == (positions, hidden, None)
     one.is_neox = False
-    columns = torch.ones(3, 1, 24)
-    assert one(positions, hidden, columns) == (positions, hidden, columns), "a query scaled by columns is vLLM's"
+    factors = torch.ones(3, 1, 1)
+    assert one(positions, hidden, factors) == (positions, hidden, factors), "a query that is scaled is vLLM's"
     assert one(positions.expand(3, 3), hidden)[0].dim() == 2, "so are positions with more than one axis"
 
 

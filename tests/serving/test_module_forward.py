@@ -13,6 +13,7 @@ from vllm.utils.torch_utils import _resolve_layer_name
 from tests.passes.stubs import Sizes, StubLayer
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import wrapper as compat_wrapper
+from vllm_aiter_mla.compat.layer import ROTARY_EMB, ROTARY_KERNEL
 from vllm_aiter_mla.serving import module
 from vllm_aiter_mla.serving.decision import PASSED
 from vllm_aiter_mla.serving.layer import Layer
@@ -36,6 +37,8 @@ class Attention(torch.nn.Module, StubLayer):
         torch.nn.Module.__init__(self)
         StubLayer.__init__(self, prefix, SIZES, torch.float32, kernel="reference")
         self._vllm_config.compilation_config.mode = None
+        self._vllm_config.compilation_config.backend = "inductor"
+        self._vllm_config.compilation_config.inductor_compile_config = {}
         self.given = []
 
     def forward(self, q, kv_c, k_pe, output_shape, q_dcp_replicated):
@@ -89,13 +92,17 @@ def wrapper_with(monkeypatch):
         yield wrapper
 
 
+def text_config(wrapper):
+    return wrapper.mla_attn._vllm_config.model_config.hf_text_config
+
+
 @pytest.fixture
 def op_calls(monkeypatch):
     """The arguments of each call of the op, which here only fills ``output``."""
     calls = []
 
-    def mla_attention_with_rope(q, k_pe, kv_c, positions, table, k_scale, output, is_neox, name):
-        calls.append((q.clone(), k_pe, kv_c, positions, table, k_scale, is_neox, _resolve_layer_name(name)))
+    def mla_attention_with_rope(q, k_pe, kv_c, positions, table, k_scale, output, is_neox, rotation, name):
+        calls.append((q.clone(), k_pe, kv_c, positions, table, k_scale, is_neox, rotation, _resolve_layer_name(name)))
         assert output.is_contiguous()
         output.copy_(attended(q, kv_c))
 
@@ -103,22 +110,20 @@ def op_calls(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("scales", [None, (1.0, 2.0, 0.5, 4.0, 1.0)], ids=["plain", "scaled rows"])
 @pytest.mark.parametrize(
     "model",
     [{}, {"lora": None}, {"gated": True}, {"fuse_norms": True}, {"is_neox": True}, {"lora": None, "gated": True}],
     ids=lambda model: ",".join(model) or "plain",
 )
-def test_the_fused_forward_hands_on_what_vllms_does_before_its_rotation(wrapper_with, op_calls, model, scales):
+def test_the_fused_forward_hands_on_what_vllms_does_before_its_rotation(wrapper_with, op_calls, model):
     one = wrapper_with(**model)
     assert module.wrapper_of(one.mla_attn) is one
     positions, hidden = torch.tensor([9, 0, 3, 63, 1]), torch.randn(TOKENS, HIDDEN)
-    row_scale = None if scales is None else torch.tensor(scales).view(TOKENS, 1, 1)
     with torch.inference_mode():
-        theirs = one(positions, hidden, row_scale)
+        theirs = one(positions, hidden)
         assert not op_calls, "a layer that nobody has admitted runs vLLM's own forward"
         one.is_neox = bool(model.get("is_neox"))
-        ours = one(positions, hidden, row_scale)
+        ours = one(positions, hidden)
         ((q, k_pe, kv_c, *rest),) = op_calls
         ((their_q, their_kv_c, their_k_pe),) = one.mla_attn.given
         q_pe, rotated_k = one.rotary_emb(positions, q[..., NOPE:], k_pe.unsqueeze(1))
@@ -126,11 +131,12 @@ def test_the_fused_forward_hands_on_what_vllms_does_before_its_rotation(wrapper_
     assert torch.equal(rotated_k, their_k_pe)
     assert torch.equal(kv_c, their_kv_c)
     assert torch.equal(ours, theirs)
-    given_positions, table, k_scale, is_neox, name = rest
+    given_positions, table, k_scale, is_neox, rotation, name = rest
     assert given_positions is positions
     assert table is one.rotary_emb.cos_sin_cache
     assert k_scale is one.mla_attn._k_scale
     assert is_neox is one.is_neox
+    assert rotation == ROTARY_EMB, "nothing is being compiled"
     assert name == one.mla_attn.layer_name
 
 
@@ -138,7 +144,8 @@ def test_the_fused_forward_hands_on_what_vllms_does_before_its_rotation(wrapper_
 def test_emit_lets_an_admitted_layer_call_the_op_with_the_pairing_of_its_rotation(wrapper_with, is_neox):
     one = wrapper_with(is_neox=is_neox)
     Layer.of(one.mla_attn).checked({"reference": PASSED})
-    assert module.emit({"a": one.mla_attn}) == ("a: module",)
+    assert module.emit({"a": one.mla_attn}) == (f"a: module, rotated by {ROTARY_KERNEL}",)
+    assert Layer.of(one.mla_attn).rotary_emb is one.rotary_emb
     assert one.is_neox is is_neox
     assert Layer.of(one.mla_attn).left_out is None
 
@@ -150,6 +157,7 @@ def test_emit_lets_an_admitted_layer_call_the_op_with_the_pairing_of_its_rotatio
         ("no_rope", lambda one: setattr(one, "rotary_emb", None)),
         ("cos_sin_dtype", lambda one: one.rotary_emb.to(torch.bfloat16)),
         ("sliding_window", lambda one: setattr(one.mla_attn, "sliding_window", 128)),
+        ("query_scaled", lambda one: setattr(text_config(one), "llama_4_scaling", {"beta": 0.1})),
         ("kernel_shape", lambda one: Layer.of(one.mla_attn).stop("planted")),
     ],
 )

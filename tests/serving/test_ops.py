@@ -94,8 +94,8 @@ def test_a_batch_with_prefill_rows_is_rotated_once_in_place_and_prepared_by_no_k
     args = arguments(ROPE, layer, batch.rows)
     q, k_pe, calls = args[0].clone(), args[1].clone(), []
     monkeypatch.setattr(Layer, "_bind", lambda *_: pytest.fail("a kernel was asked for"))
-    real = compat_layer.rope_and_write
-    monkeypatch.setattr(compat_layer, "rope_and_write", lambda *given: (calls.append(given), real(*given))[1])
+    real = compat_layer.rotary_embedding
+    monkeypatch.setattr(compat_layer, "rotary_embedding", lambda *given: (calls.append(given), real(*given))[1])
     given = []
     monkeypatch.setattr(layer, "forward_impl", lambda *got, **rest: given.append(got))
     with forward([layer], batch):
@@ -370,7 +370,7 @@ def test_a_batch_of_padding_alone_is_given_to_no_kernel(monkeypatch, decode):
         OPS[ROPE](*args)
         get_forward_context().slot_mapping = {}
         OPS[ROPE](*args)
-        OPS[ATTENTION[0]](args[0], args[2], args[1].unsqueeze(1), torch.zeros(6, 1), output, args[8], None)
+        OPS[ATTENTION[0]](args[0], args[2], args[1].unsqueeze(1), torch.zeros(6, 1), output, args[9], None)
     assert all(map(torch.equal, before, args[:7])), "as vLLM's: rows that nobody reads stay as they are"
     assert torch.equal(layer.kv_cache, layer.initial)
 

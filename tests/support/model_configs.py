@@ -44,7 +44,6 @@ class Row:
         not_mla: why vLLM gives its attention to no MLA layer; "" if it does.
         vllm_fails: why vLLM itself cannot run it on a CPU; "" if it can.
         drafts: proposed by the model's own draft layer, or by ``draft``.
-        exact: whether the fast path rounds as vLLM does.
         draft: ``config.json`` of a draft model (EAGLE-3).
     """
 
@@ -55,7 +54,6 @@ class Row:
     vllm_fails: str = ""
     drafts: int = 0
     draft: dict[str, Any] = field(default_factory=dict)
-    exact: bool = True
 
 
 def _config(architecture: str, model_type: str, **changes: Any) -> dict[str, Any]:
@@ -64,12 +62,6 @@ def _config(architecture: str, model_type: str, **changes: Any) -> dict[str, Any
 
 _V3 = _config("DeepseekV3ForCausalLM", "deepseek_v3", rope_scaling=_YARN)
 _HYBRID = "vLLM gives hybrid models blocks of 128 rows or more; its MLA kernel for CPUs takes only 16"
-
-
-def _mistral(step: int) -> dict[str, Any]:
-    """The query is scaled by a factor that grows at every ``step`` positions."""
-    scaling = {"original_max_position_embeddings": step, "beta": 0.1}
-    return _config("MistralLarge3ForCausalLM", "deepseek_v3", rope_scaling=_YARN, llama_4_scaling=scaling)
 
 
 ROWS: dict[str, Row] = {
@@ -108,8 +100,10 @@ ROWS: dict[str, Row] = {
     "Ling 3": Row(_config(
         "BailingMoeV3ForCausalLM", "bailing_hybrid", layer_group_size=2, head_dim=64, no_kda_lora=True, **_LING
     ), 1, vllm_fails=_HYBRID),
-    "Mistral-Large-3": Row(_mistral(16), exact=False),
-    "Mistral-Large-3 below the first step of its factor": Row(_mistral(1024)),
+    "Mistral-Large-3": Row(_config(
+        "MistralLarge3ForCausalLM", "deepseek_v3", rope_scaling=_YARN,
+        llama_4_scaling={"original_max_position_embeddings": 16, "beta": 0.1},
+    ), 0, "query_scaled"),
     "Kimi-Linear": Row(_config(
         "KimiLinearForCausalLM", "kimi_linear", q_lora_rank=None, mla_use_nope=True, linear_attn_config=_KDA,
         num_experts=4, num_experts_per_token=2,

@@ -11,6 +11,7 @@ from vllm.utils.torch_utils import _encode_layer_name
 from tests.passes.stubs import BLOCKS, Batch, Sizes, StubLayer, forward
 from tests.sandbox import gpu_ops
 from vllm_aiter_mla import plugin
+from vllm_aiter_mla.compat.layer import ROTARY_KERNEL
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.formats import is_fp8
 from vllm_aiter_mla.serving import ops
@@ -52,7 +53,7 @@ def arguments(op: str, layer: StubLayer, rows: int) -> tuple[Any, ...]:
         return q, z.latent, z.r, out_dtype, name
     output = rand(rows, z.n * z.v)
     if op == "mla_attention_with_rope":
-        return q, k_pe, kv_c, positions, table, layer._k_scale, output, True, name
+        return q, k_pe, kv_c, positions, table, layer._k_scale, output, True, ROTARY_KERNEL, name
     prepared = rand(rows, z.n, z.latent + z.r).to(out_dtype)
     return q, kv_c, k_pe.unsqueeze(1), prepared, output, name, None
 

@@ -27,6 +27,7 @@ from vllm_aiter_mla.settings import Settings
 
 decisions: list[Any] = []
 apply, facts, finished = gate.apply, answer.engine_facts, rocm_config.finished_config
+layers = rocm_config.mla_layers
 
 
 def _unquantised(config: Any) -> Any:
@@ -38,10 +39,30 @@ def _with_limit(engine: dict[str, Any], limit: int) -> dict[str, Any]:
     return engine | {"gate": engine["gate"] | {"limit": limit}}
 
 
+def _over_another_forward(config: Any) -> Any:
+    from vllm_aiter_mla.compat import wrapper
+
+    with mock.patch.object(wrapper, "KNOWN_FORWARDS", {cls: {} for cls in wrapper.KNOWN_FORWARDS}):
+        return layers(config)
+
+
+def _of_another_rotation(config: Any) -> Any:
+    from vllm_aiter_mla.serving import module
+
+    with mock.patch.object(module, "KNOWN_ROPES", ()):
+        return layers(config)
+
+
 BUGS = {
     "nothing is quantised": (rocm_config, "finished_config", lambda args: _unquantised(finished(args))),
     "the limit is not the gate's": (answer, "engine_facts", lambda config: _with_limit(facts(config), 1)),
-}
+    "vLLM has another forward": (rocm_config, "mla_layers", _over_another_forward),
+    "vLLM has another rotary embedding": (rocm_config, "mla_layers", _of_another_rotation),
+    "plan asks no wrapper": (
+        rocm_config, "mla_layers", lambda config: [(kind._replace(why_not_module=None), count)
+                                                   for kind, count in _over_another_forward(config)],
+    ),
+}  # fmt: skip
 # Imported once for all plans, which would else each import them.
 WARM = (
     "vllm.model_executor.models.deepseek_v2", "vllm_aiter_mla.passes.pipeline",

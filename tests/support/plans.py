@@ -76,7 +76,7 @@ ABOUT = {"arch": "gfx942", "made_up": True, "vllm": "0.32.0", "on": dict.fromkey
 """What ``answer.start`` may say."""
 
 
-def made_up_answer(**changes: Any) -> Answer:
+def made_up_answer(settings: Settings = Settings(), **changes: Any) -> Answer:  # noqa: B008  frozen
     """An answer of vLLM's about 61 layers, where the gate declines; ``changes`` are fields of the engine's view."""
     view, facts = replace(ConfigView(), **changes), Model("DeepseekV3ForCausalLM", True, "bfloat16", 61, 4096, 61)
     options = {"tp": 8, "pp": 1, "dp": 1, "max_num_seqs": 256, "max_num_batched_tokens": 16384, "block_size": 16,
@@ -85,7 +85,7 @@ def made_up_answer(**changes: Any) -> Answer:
     engine = {"gate": None, "view": view, "options": options, "captures": [1, 2, 256, 512],
               "full_graphs": [1, 2, 256, 512]}  # fmt: skip
     kind = rocm_config.LayerKind(LayerView(model_dtype="bfloat16"), "fp8", "Fp8LinearMethod", "", True, False)
-    given = Given(Settings(), None, None, [])
+    given = Given(settings, None, None, [])
     ranges = {"ranges": [(1, 4681), (4682, 16384)]}
     return Answer(given, facts, engine | ranges, [(kind, 61)])
 

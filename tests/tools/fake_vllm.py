@@ -15,9 +15,8 @@ from pathlib import Path
 SERVER, CLIENT = os.environ.get("FAKE_SERVER", ""), os.environ.get("FAKE_CLIENT", "")
 GIVEN = {name: value for name, value in pairwise(sys.argv) if name.startswith("--")}
 # Milliseconds by side and run: means 10.0 and 8.0, standard errors 0.1 and 0.2.
-TPOT = {"today": [12.0, 12.1, 11.9], "control": [9.8268, 10.0, 10.1732], "plugin": [7.6536, 8.0, 8.3464]}
-TTFT = {"today": [90.0, 100.0, 110.0], "control": [90.0, 100.0, 110.0], "plugin": [89.0, 99.0, 112.0]}
-ADDED = ("-cc.use_inductor_graph_partition=true", "-cc.compile_ranges_endpoints=[256]")
+TPOT = {"off": [9.8268, 10.0, 10.1732], "on": [7.6536, 8.0, 8.3464]}
+TTFT = {"off": [90.0, 100.0, 110.0], "on": [89.0, 99.0, 112.0]}
 
 
 def note(**call: object) -> None:
@@ -28,7 +27,7 @@ def note(**call: object) -> None:
 def sweep() -> None:
     served = shlex.split(GIVEN["--serve-cmd"])
     on = "--additional-config.aiter_mla.strict=true" in served
-    note(server="plugin" if on else "control" if {*ADDED} <= {*served} else "today", argv=served)
+    note(server="on" if on else "off", argv=served)
     if SERVER == "dies" and on:
         sys.exit("aiter_mla: additional_config.aiter_mla.strict=true: fp8_bmm: the absorb weight is fp8")
     if SERVER == "hangs":
@@ -37,10 +36,6 @@ def sweep() -> None:
         except KeyboardInterrupt:
             note(stopped=True)
             sys.exit(1)
-    partition = on or {*ADDED} <= {*served} or SERVER == "today-is-partitioned"
-    print(f"INFO Initializing a V1 LLM engine with config: {{'use_inductor_graph_partition': {partition}}}", flush=True)
-    if on and SERVER != "adds-nothing":
-        print(f"INFO aiter-mla: besides the kernels this engine gets {' '.join(ADDED)}: other roundings", flush=True)
     if (on and SERVER != "silent") or SERVER == "all-engage":
         print("(Worker) INFO aiter-mla: 4/4 MLA layers engaged (reference, bf16 KV, decode limit 1..16)", flush=True)
     folder = Path(GIVEN["--output-dir"], GIVEN["--experiment-name"])
@@ -64,7 +59,7 @@ def bench() -> None:
     side, run = place(GIVEN["--result-dir"])
     note(bench=GIVEN, side=side, run=run)
     prompts = int(GIVEN["--num-prompts"])
-    failed = 3 if CLIENT == "failed" and (side, run) == ("plugin", 1) else 0
+    failed = 3 if CLIENT == "failed" and (side, run) == ("on", 1) else 0
     tokens = prompts * int(GIVEN["--random-output-len"]) - (CLIENT == "short")
     times = {"mean_ttft_ms": TTFT[side][run], "mean_tpot_ms": 0.0 if CLIENT == "no-tpot" else TPOT[side][run]}
     found = {"completed": prompts - failed, "failed": failed, "total_output_tokens": tokens, **times}
@@ -76,7 +71,7 @@ def lm_eval() -> None:
     note(ask=GIVEN, side=side, run=run)
     lines = []
     for number in range(10):
-        right = number < 5 or (CLIENT == "better" and side == "plugin")
+        right = number < 5 or (CLIENT == "better" and side == "on")
         prompt = f"{GIVEN['--seed']} {number} {side if CLIENT == 'other-prompts' else ''}"
         one = {"doc_id": number, "prompt_hash": prompt, "resps": [[f"{right} {number}"]], "exact_match": float(right)}
         lines += [json.dumps(one | {"filter": name}) for name in ("strict-match", "flexible-extract")]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 LAYERS, LENGTH, REQUESTS, VOCABULARY = 2, 1024, 16, 512
 TASK = "gsm8k_local"
-# With vLLM's rounding, so that plugin and control must answer the same.
+# With vLLM's rounding, so that both sides must answer the same.
 OPTIONS = (
     *("--max-model-len", str(LENGTH), "--max-num-seqs", str(REQUESTS), "--max-num-batched-tokens", str(LENGTH)),
     *("--no-enable-prefix-caching", "--additional-config.aiter_mla.debug.rounding=two"),

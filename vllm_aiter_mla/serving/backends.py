@@ -17,7 +17,7 @@ from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, meta_inputs
 from vllm_aiter_mla.kernels.platform import Platform, detect_platform
-from vllm_aiter_mla.kernels.reference import AITER, VLLM_COMPILED, ReferenceBackend
+from vllm_aiter_mla.kernels.reference import AITER, VLLM_COMPILED, VLLM_KERNEL, ReferenceBackend
 from vllm_aiter_mla.kernels.vllm_own import VLLMBackend
 from vllm_aiter_mla.serving.decision import VLLM, Offer
 from vllm_aiter_mla.settings import Settings
@@ -76,11 +76,13 @@ def vllm_factory(platform: Platform, settings: Settings) -> KernelBackend | str:
     return VLLMBackend(compat_layer, platform.arch)
 
 
+NUMERICS = {"single": AITER, "two": VLLM_COMPILED, "three": VLLM_KERNEL}
+"""How the reference kernel rounds, by the option ``debug.rounding``."""
 FACTORIES: dict[str, Factory] = {
     "aiter": aiter_factory,
     "aiter-opt": partial(aiter_factory, opt=True),
     "triton": triton_factory,
-    "reference": lambda _, settings: ReferenceBackend(VLLM_COMPILED if settings.debug.rounding == "two" else AITER),
+    "reference": lambda _, settings: ReferenceBackend(NUMERICS[settings.debug.rounding]),
     VLLM: vllm_factory,
 }
 FAMILIES = {"AITER": AITER_KERNELS, "Triton": ("triton",)}

@@ -51,6 +51,7 @@ class Layer:
         left_out: why a graph, or the module that calls it, does not call the op for this layer.
         ran: the kernel of ours that the op ran, or that runs at other token counts where vLLM's ran; "" before.
         would_run: the kernels that may run it, once its op was reached without a batch; None before.
+        rotary_emb: the module of vLLM's that rotates for it, if the layer's wrapper calls the op; else None.
     """
 
     def __init__(self, module: Any, engine: Backends | None = None) -> None:
@@ -66,6 +67,7 @@ class Layer:
         self.left_out: Skip | None = None
         self.ran = ""
         self.would_run: tuple[str, ...] | None = None
+        self.rotary_emb: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
         self._refused: Skip | None = None  # why the last batch that was bound went to vLLM's attention
         self._stopped: Skip | None = None
         self._checks: dict[str, Checked] | None = None
@@ -374,9 +376,23 @@ class Layer:
             rope.k_scale,
         )  # fmt: skip
 
-    def rotate(self, q_pe: torch.Tensor, k_pe: torch.Tensor, rope: Any) -> None:
-        """Rotate q_pe [T, N, R] and k_pe [T, R] in place with vLLM's rotary kernel."""
-        compat_layer.rotary_embedding(rope.positions, q_pe, k_pe, rope.table, rope.is_neox)
+    def rotate(self, q_pe: torch.Tensor, k_pe: torch.Tensor, rope: Any) -> torch.Tensor:
+        """Rotate q_pe [T, N, R] in place, and return k_pe [T, 1, R] rotated: in place or not, as flag off does."""
+        if rope.rotation == compat_layer.ROTARY_EMB:
+            assert self.rotary_emb is not None, "only a wrapper names it, which has one"
+            rotated, k_rotated = self.rotary_emb(rope.positions, q_pe, k_pe)
+            if rotated is not q_pe:
+                q_pe.copy_(rotated)
+            return k_rotated
+        # vLLM's own fused op only rotates together with a write.
+        op = compat_layer.ROTARY_KERNEL if rope.rotation == compat_layer.FUSED_ROPE else rope.rotation
+        compat_layer.rotary_embedding(op, rope.positions, q_pe, k_pe, rope.table, rope.is_neox)
+        return k_pe
+
+    def write(self, kv_c: torch.Tensor, k_pe: torch.Tensor, slots: torch.Tensor, metadata: Any, rope: Any) -> None:
+        """Write the KV rows of kv_c [T, L] and the rotated k_pe [T, 1, R], as vLLM's own KV update does."""
+        module = self.module
+        module.update_kv_cache(kv_c, k_pe, module.kv_cache, slots, metadata, module.kv_cache_dtype, rope.k_scale)
 
     def forward_mqa(self, q_prepared: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> torch.Tensor:
         """Attend over the cache with the layer's implementation: q_prepared [n, N or M, L+R] -> [n, N, L]."""

@@ -13,8 +13,10 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_aiter_mla.admission import Skip
+from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.compat import wrapper as compat_wrapper
 from vllm_aiter_mla.kernels.reference import gather_cos_sin, rotate
@@ -37,9 +39,11 @@ class FusedForward:
 
     Attributes:
         is_neox: pairing of the rotation that the op does.
+        compiled_rotation: what rotates in a compiled forward, as ``ops.Rope`` has it.
     """
 
     is_neox: bool | None = None
+    compiled_rotation: str = compat_layer.ROTARY_EMB
     mla_attn: Any
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -54,26 +58,24 @@ class FusedForward:
         Args:
             positions: [T] int64.
             hidden_states: [T, hidden].
-            llama_4_scaling: [T, 1, 1], scales the query. vLLM scales it after the rotation, with which a factor of
-                whole rows commutes; with one of another shape vLLM's own forward runs.
+            llama_4_scaling: scales the rotated query; then vLLM's own forward runs.
         """
-        by_rows = llama_4_scaling is None or llama_4_scaling.shape[1:] == (1, 1)
-        if self.is_neox is None or positions.dim() != 1 or not by_rows:
+        if self.is_neox is None or positions.dim() != 1 or llama_4_scaling is not None:
             return super().forward(positions, hidden_states, llama_4_scaling)  # type: ignore[misc]
-        return _forward(self, positions, hidden_states, self.is_neox, llama_4_scaling)
+        # A constant of the graph: asked while it is traced.
+        rotation = self.compiled_rotation if torch.compiler.is_compiling() else compat_layer.ROTARY_EMB
+        return _forward(self, positions, hidden_states, self.is_neox, rotation)
 
 
 def _forward(
-    module: Any, positions: torch.Tensor, hidden_states: torch.Tensor, is_neox: bool, row_scale: torch.Tensor | None
+    module: Any, positions: torch.Tensor, hidden_states: torch.Tensor, is_neox: bool, rotation: str
 ) -> torch.Tensor:
     q, kv_c, k_pe = _project(module, hidden_states)
-    if row_scale is not None:
-        q *= row_scale
     attention = module.mla_attn
     attended = q.new_empty((hidden_states.shape[0], module.num_heads * module.v_head_dim))
     torch.ops.vllm_aiter_mla.mla_attention_with_rope(
         q, k_pe, kv_c, positions, module.rotary_emb.cos_sin_cache, attention._k_scale, attended, is_neox,
-        compat_wrapper.encode_layer_name(attention.layer_name),
+        rotation, compat_wrapper.encode_layer_name(attention.layer_name),
     )  # fmt: skip
     if module.g_proj is not None:
         attended = attended * module.g_proj(hidden_states)[0].sigmoid()
@@ -138,7 +140,8 @@ def emit(modules: dict[str, Any]) -> tuple[str, ...]:
             skip = _emit(attention)
         except Exception as error:
             skip = Skip("not_evaluated", f"admission raised {type(error).__name__}: {error}")
-        found.append(f"{name}: {'module' if skip is None else skip.code}")
+        called = f"module, rotated by {wrapper_of(attention).compiled_rotation}" if skip is None else skip.code
+        found.append(f"{name}: {called}")
         if skip is not None:
             Layer.leave_out(attention, skip)
             log.say_once(logging.DEBUG, f"{name} is left to vLLM: {skip}")
@@ -150,28 +153,37 @@ def _emit(attention: Any) -> Skip | None:
     wrapper = wrapper_of(attention)
     if wrapper is not None:
         wrapper.is_neox = None  # whatever was decided before
-    skip = compat_wrapper.why_forwards_unknown()
-    if skip is not None:
-        return skip
-    if wrapper is None:
-        return Skip("unknown_forward", "the model's attention is not in vLLM's MultiHeadLatentAttentionWrapper")
-    if compat_wrapper.quantises_output(wrapper):
-        return Skip("fused_output_quant", "fuse_attn_quant is on, and vLLM's passes would not find the plugin's op")
-    skip = compat_wrapper.why_wrapper_unknown(wrapper) or why_not_rope(wrapper)
+    skip = why_not_wrapped(attention) or why_not_rope(wrapper)
     if skip is not None:
         return skip
     embedding = wrapper.rotary_emb
     skip = Layer.of(attention).why_skipped(table_dtype=embedding.cos_sin_cache.dtype)
     if skip is None:
         wrapper.is_neox = bool(embedding.is_neox_style)
+        generated = is_native(embedding) and compat_wrapper.rounds_once(wrapper)
+        wrapper.compiled_rotation = compat_layer.ROTARY_KERNEL if generated else compat_layer.ROTARY_EMB
+        Layer.of(attention).rotary_emb = embedding
     return skip
+
+
+def why_not_wrapped(attention: Any) -> Skip | None:
+    """Return why the op may not replace the forward around a layer, which was built while ``installed``, or None."""
+    skip = compat_wrapper.why_forwards_unknown()
+    if skip is not None:
+        return skip
+    wrapper = wrapper_of(attention)
+    if wrapper is None:
+        return Skip("unknown_forward", "the model's attention is not in vLLM's MultiHeadLatentAttentionWrapper")
+    if compat_wrapper.quantises_output(wrapper):
+        return Skip("fused_output_quant", "fuse_attn_quant is on, and vLLM's passes would not find the plugin's op")
+    return compat_wrapper.why_wrapper_unknown(wrapper)
 
 
 # -- the rotary embedding
 
 
-def why_not_rope(wrapper: Any) -> Skip | None:
-    """Return why the op may not rotate for this wrapper, or None: its class must be known, and a trial must agree."""
+def why_rope_unknown(wrapper: Any) -> Skip | None:
+    """Return why the op may not rotate for a wrapper by the class and width of its embedding; needs no weights."""
     embedding, width = wrapper.rotary_emb, wrapper.qk_rope_head_dim
     if embedding is None:
         return Skip("no_rope", "the layer has no rotary embedding")
@@ -180,24 +192,57 @@ def why_not_rope(wrapper: Any) -> Skip | None:
         return Skip("rope_other_operand", f"the rotary embedding is {name}; known: {', '.join(KNOWN_ROPES)}")
     if (embedding.rotary_dim, embedding.cos_sin_cache.shape[-1]) != (width, width):
         return Skip("partial_rotary", f"the rotary embedding turns {embedding.rotary_dim} of {width} columns")
-    off = _rotation_error(embedding, width)
-    if not off <= ROUNDINGS:  # NaN included
-        return Skip("query_not_rope", f"{name} differs from the rotation by its table by {off:.3g} roundings")
     return None
 
 
-@torch.inference_mode()
-def _rotation_error(embedding: Any, width: int) -> float:
-    """Largest difference between vLLM's embedding and the reference, in roundings of the activation dtype.
+def why_not_rope(wrapper: Any) -> Skip | None:
+    """Return why the op may not rotate for this wrapper, or None: its class must be known, and a trial must agree."""
+    skip = why_rope_unknown(wrapper)
+    if skip is not None:
+        return skip
+    off = _rotation_error(wrapper.rotary_emb)
+    if off <= ROUNDINGS:  # NaN is not
+        return None
+    name = type(wrapper.rotary_emb).__name__
+    return Skip("query_not_rope", f"{name} differs from the rotation by its table by {off:.3g} roundings")
 
-    Tried at the first, the last and a few other rows of the table.
+
+class _Namespaces(TorchDispatchMode):
+    """Collects the namespaces of the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(func.namespace)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.inference_mode()
+def is_native(embedding: Any) -> bool:
+    """Return whether vLLM's embedding rotates by torch's own ops, which Inductor turns into code of its own.
+
+    Otherwise it calls a custom op, which stays one in a compiled graph.
     """
-    table = embedding.cos_sin_cache
+    with _Namespaces() as ran:
+        embedding(*_trial(embedding.cos_sin_cache))
+    return ran.seen <= {"aten", "prims"}
+
+
+def _trial(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return positions [8], the first, the last and a few other rows of the table, with q [8, 2, R] and k [8, 1, R]."""
     draw = torch.Generator().manual_seed(0)
     positions = torch.cat([torch.tensor([0, table.shape[0] - 1]), torch.randint(table.shape[0], (6,), generator=draw)])
-    positions = positions.to(table.device)
-    tokens = len(positions)
-    q, k = (torch.randn(tokens, heads, width, generator=draw).to(table) for heads in (2, 1))
+    q, k = (torch.randn(len(positions), heads, table.shape[1], generator=draw).to(table) for heads in (2, 1))
+    return positions.to(table.device), q, k
+
+
+@torch.inference_mode()
+def _rotation_error(embedding: Any) -> float:
+    """Largest difference between vLLM's embedding and the reference, in roundings of the activation dtype."""
+    table = embedding.cos_sin_cache
+    positions, q, k = _trial(table)
     cos, sin = (half.unsqueeze(1) for half in gather_cos_sin(table, positions))
     wanted = [rotate(x, cos, sin, embedding.is_neox_style) for x in (q, k)]
     found = embedding(positions, q.clone(), k.clone())

@@ -50,6 +50,9 @@ class Rope(NamedTuple):
     table: torch.Tensor  # cos and sin, [max_position, R]
     k_scale: torch.Tensor  # one float32, dequantisation scale of the cache
     is_neox: bool  # pairing of the rotation
+    # What rotates in a batch that no kernel of ours takes, as flag off does it there: ``FUSED_ROPE``, another in-place
+    # rotary op by its name, or ``ROTARY_EMB``, the layer's own module
+    rotation: str
 
 
 def register() -> None:
@@ -127,15 +130,16 @@ def mla_attention_with_rope(
     k_scale: torch.Tensor,
     output: torch.Tensor,
     is_neox: bool,
+    rotation: str,
     layer_name: Any,
 ) -> None:
     """Do one layer from the un-rotated query to the attention's output, after pass 3: see ``attention_with_rope``.
 
     Args:
-        q: [T, N, P+R], not rotated; its rope part is rotated in place in a batch with prefill rows.
-        k_pe: [T, R], not rotated; likewise.
+        q: [T, N, P+R], not rotated; its rope part is rotated in place in a batch that no kernel of ours takes.
+        k_pe: [T, R], not rotated; there it may be rotated in place, too.
         kv_c: [T, L].
-        positions, cos_sin_cache, k_scale, is_neox: see ``Rope``.
+        positions, cos_sin_cache, k_scale, is_neox, rotation: see ``Rope``.
         output: [T, N*V], written in place.
         layer_name: the layer.
 
@@ -150,7 +154,7 @@ def mla_attention_with_rope(
         layer.vllm_forward(q, kv_c, k_pe, None, output)
         return
     step = _step_of(layer, *call)
-    attention_with_rope(step, q, k_pe, kv_c, Rope(positions, cos_sin_cache, k_scale, is_neox), output)
+    attention_with_rope(step, q, k_pe, kv_c, Rope(positions, cos_sin_cache, k_scale, is_neox, rotation), output)
     if metadata is None:
         layer.reached(q.dtype)
 
@@ -181,9 +185,9 @@ def attention_with_rope(
 ) -> None:
     """Do one layer from the un-rotated query to ``output``, whose padded rows stay as they are.
 
-    The layer's kernel prepares the real rows of a batch of decode rows. Any other batch is rotated in place, with the
-    KV rows written in the same launch, and goes to vLLM's own attention: what vLLM does without the plugin. Operands
-    and errors are those of ``mla_attention_with_rope``.
+    The layer's kernel prepares the real rows of a batch of decode rows. Any other batch is rotated, and its KV rows are
+    written, by what does both with the flag off; then it goes to vLLM's own attention. So its bytes are those of flag
+    off (I5). Operands and errors are those of ``mla_attention_with_rope``.
     """
     if card().is_capturing():
         _check_capture(step)
@@ -198,9 +202,10 @@ def attention_with_rope(
     if query is not None:
         decode(step, query, output)
         return
+    k_rotated = k_pe.unsqueeze(1)
     if step.metadata is not None and step.num_actual_tokens:
-        rotate_and_write(step, q, k_pe, kv_c, rope)
-    step.layer.vllm_forward(q, kv_c, k_pe.unsqueeze(1), step.metadata, output)
+        k_rotated = rotate_and_write(step, q, k_pe, kv_c, rope)
+    step.layer.vllm_forward(q, kv_c, k_rotated, step.metadata, output)
 
 
 def prepared_query(
@@ -221,19 +226,26 @@ def prepared_query(
     return None if run is None else run(inputs)
 
 
-def rotate_and_write(step: LayerStep, q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, rope: Rope) -> None:
-    """Rotate the real rows of q and k_pe in place, and write their KV rows.
+def rotate_and_write(
+    step: LayerStep, q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, rope: Rope
+) -> torch.Tensor:
+    """Rotate the n real rows of q in place, write their KV rows, and return the rotated k_pe [n, 1, R].
 
-    A batch without slots or without a cache is rotated and writes nothing, as in vLLM.
+    A batch without slots or without a cache is rotated and writes nothing.
     """
     n, width, slots = step.num_actual_tokens, k_pe.shape[-1], step.slots
     if n != q.shape[0]:
         q, k_pe, kv_c, rope = q[:n], k_pe[:n], kv_c[:n], rope._replace(positions=rope.positions[:n])
     q_pe = q.narrow(2, q.shape[2] - width, width)
     if slots is None or not step.kv_cache.numel():
-        step.layer.rotate(q_pe, k_pe, rope)
-        return
-    step.layer.rope_and_write(q_pe, k_pe, kv_c, slots if n == slots.shape[0] else slots[:n], rope)
+        return step.layer.rotate(q_pe, k_pe.unsqueeze(1), rope)
+    slots = slots if n == slots.shape[0] else slots[:n]
+    if rope.rotation == compat_layer.FUSED_ROPE:
+        step.layer.rope_and_write(q_pe, k_pe, kv_c, slots, rope)
+        return k_pe.unsqueeze(1)
+    k_rotated = step.layer.rotate(q_pe, k_pe.unsqueeze(1), rope)
+    step.layer.write(kv_c, k_rotated, slots, step.metadata, rope)
+    return k_rotated
 
 
 def attention(

@@ -76,7 +76,9 @@ class Layer:
 
     def rope(self, positions: torch.Tensor) -> bodies.Rope:
         """Return the rotation at these positions."""
-        return bodies.Rope(positions, self.buffers.table, self.k_scale, self.buffers.variant.is_neox)
+        return bodies.Rope(
+            positions, self.buffers.table, self.k_scale, self.buffers.variant.is_neox, "the layer's own rotation"
+        )
 
     def inputs(self, size: int) -> DecodeInputs:
         """Return what the kernel should receive for ``size`` rows."""
@@ -109,27 +111,27 @@ class Layer:
         """Raise ``error``: a failure is what this run looks for."""
         raise error
 
-    def rope_and_write(
-        self, q_pe: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, slots: torch.Tensor, rope: bodies.Rope
+    @staticmethod
+    def rotate(q_pe: torch.Tensor, k_pe: torch.Tensor, rope: bodies.Rope) -> torch.Tensor:
+        """Rotate q_pe [T, N, R] and k_pe [T, 1, R] in place with the reference, and round once; return k_pe."""
+        cos, sin = (half.unsqueeze(1) for half in reference.gather_cos_sin(rope.table, rope.positions))
+        for x in (q_pe, k_pe):
+            x.copy_(reference.rotate(x, cos, sin, rope.is_neox))
+        return k_pe
+
+    def write(
+        self, kv_c: torch.Tensor, k_pe: torch.Tensor, slots: torch.Tensor, metadata: Batch, rope: bodies.Rope
     ) -> None:
-        """Do what vLLM's kernel does: it needs one slot per row, and leaves k_pe unrotated where the slot is negative.
+        """Write the KV rows, rounded once.
 
         Raises:
             AssertionError: the operands differ in their number of rows.
         """
-        assert len(slots) == len(q_pe) == len(k_pe) == len(kv_c) == len(rope.positions), "one slot per row"
-        given = k_pe.clone()
-        self.rotate(q_pe, k_pe, rope)
-        k_pe.copy_(torch.where(slots.view(-1, 1) >= 0, k_pe, given))
-        rows = reference.store_nope(torch.cat([kv_c, k_pe], dim=-1), rope.k_scale.reciprocal(), self.kv_cache.dtype)
-        reference.scatter_rows(self.kv_cache, slots, rows)
-
-    @staticmethod
-    def rotate(q_pe: torch.Tensor, k_pe: torch.Tensor, rope: bodies.Rope) -> None:
-        """Rotate in place with the reference and round to the activation dtype."""
-        cos, sin = reference.gather_cos_sin(rope.table, rope.positions)
-        q_pe.copy_(reference.rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), rope.is_neox))
-        k_pe.copy_(reference.rotate(k_pe, cos, sin, rope.is_neox))
+        assert len(slots) == len(k_pe) == len(kv_c) == len(rope.positions), "one slot per row"
+        joint = torch.cat([kv_c, k_pe.squeeze(1)], dim=-1)
+        reference.scatter_rows(
+            self.kv_cache, slots, reference.store_nope(joint, rope.k_scale.reciprocal(), self.kv_cache.dtype)
+        )
 
     def forward_mqa(self, q_prepared: torch.Tensor, kv_cache: torch.Tensor, metadata: Batch) -> torch.Tensor:
         """Attend in float32, each row over the first ``row_keys`` keys of its own blocks."""

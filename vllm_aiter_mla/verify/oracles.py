@@ -69,8 +69,7 @@ class Expected:
         wanted = Rows(*(rows.clone() for rows in own.source.first(size)))
         if batch.num_prefills:
             wanted.q[: batch.rows, :, nope:] = own.work.q[: batch.rows, :, nope:]
-            slotted = (self._buffers.slots[:size] >= 0).view(-1, 1)
-            wanted.k_pe.copy_(torch.where(slotted, own.work.k_pe[:size], wanted.k_pe))
+            wanted.k_pe[: batch.rows] = own.work.k_pe[: batch.rows]
         return wanted
 
 
@@ -177,8 +176,9 @@ def _attended(layer: Layer, queries: list[torch.Tensor]) -> torch.Tensor:
         return out
     q, k_pe, kv_c = (tensor.clone() for tensor in layer.source.first(n))
     rope = layer.rope(buffers.positions[:n])
-    layer.rope_and_write(q[..., buffers.geometry.nope :], k_pe, kv_c, buffers.slots[:n], rope)
-    layer.vllm_forward(q, kv_c, k_pe.unsqueeze(1), batch, out)
+    k_rotated = layer.rotate(q[..., buffers.geometry.nope :], k_pe.unsqueeze(1), rope)
+    layer.write(kv_c, k_rotated, buffers.slots[:n], batch, rope)
+    layer.vllm_forward(q, kv_c, k_rotated, batch, out)
     return out
 
 

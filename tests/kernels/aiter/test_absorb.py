@@ -207,7 +207,7 @@ def test_vllms_own_kernels_multiply_by_the_same_gemm(held, monkeypatch):
 def test_a_layers_weight_is_read_as_vllm_keeps_it_and_fp4_is_asked_before_fp8(fp4, fp8):
     key = ("mxfp4",) if fp4 else ("fp8", torch.float8_e4m3fn) if fp8 else ("plain",)
     wanted = absorb.make(torch.randn(4, 128, 512).half(), key)
-    config = SimpleNamespace(model_config=SimpleNamespace(dtype=BF16))
+    config = SimpleNamespace(model_config=SimpleNamespace(dtype=BF16, hf_text_config=SimpleNamespace()))
     names = {"w_uk_t": "W_UK_T"}
     tensors = {names.get(name, name): tensor for name, tensor in wanted.tensors}
     layer = SimpleNamespace(

@@ -54,8 +54,8 @@ def check(
     """Check everything about one model on this card.
 
     MODEL comes first, then the options of `vllm serve`. Looks at the machine, plans the model, names known issues,
-    verifies the kernels at its sizes and times them. Then vLLM's engine runs as it is today, with the options that the
-    flag adds, and with the plugin. Tokens are compared, decode with prefill, and the kernels of a step are counted.
+    verifies the kernels at its sizes and times them. Then vLLM's engine runs with the flag off and with the flag on.
+    Tokens are compared, batches with prefill rows, and decode with prefill. The kernels of a step are counted.
     Exit status: 0 if every step that ran passed, 1 if one failed, 2 if an option or the model is wrong, 3 if nothing
     ran on a card and --device cpu was not given, or if a step was skipped with --require-all, 4 if vLLM's own kernels
     are faster on this card: the flag gains nothing.

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's engine on three sides, over a small random model or a checkpoint, and the distances between them.
+"""vLLM's engine on two sides, over a small random model or a checkpoint, and the distances between them.
 
-``today`` has the user's options and the flag off. ``control`` is today plus the options that the gate adds when the
-flag is on: vLLM compiles the same graphs, and nothing of the plugin runs. ``plugin`` has the flag on.
+``off`` has the user's options and the flag off, ``on`` has the same options and the flag on.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,15 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_aiter_mla import files, status
 from vllm_aiter_mla.commands import process
-from vllm_aiter_mla.compat.config import as_typed
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
 
 if TYPE_CHECKING:
     from vllm_aiter_mla.commands.compat.engine import Request, Step
 
-Side = Literal["today", "control", "plugin"]
-DISTANCES: tuple[tuple[Side, Side], ...] = (("plugin", "control"), ("control", "today"))
-"""What is compared with what: the first pair is the plugin's own doing, the second is vLLM's other way to compile."""
+Side = Literal["off", "on"]
 TOP1, MAX_DLOGPROB = 0.95, 0.5
 """What rounding explains: kernels that add up in another order give other tokens where two are nearly as likely.
 
@@ -38,6 +35,23 @@ DECODE_AGAINST_PREFILL = 0.5
 """Largest mean difference of log-probabilities between the steps that generated tokens and prefill of the same text.
 
 On a CPU a small random model gave 0.02 (bf16 cache) and 0.17 (fp8), and 8.4 with mixed up channels in decode."""
+
+ABOVE, MIXED = "above the decode limit", "prompts among decodes"
+PREFILLS = (ABOVE, MIXED)
+"""Steps with prefill rows: more tokens than the decode limit, and decode rows with prompts that it can hold."""
+DECODING, ROUNDS, SHORTEST = 4, 11, 3
+"""Requests that decode in a step of both; how often each step is timed; tokens of the prompts, if there may be enough.
+
+A prompt of three tokens has a log-probability behind one rotated row of each layer. In longer ones, and in deep models,
+the first other bit moves all that follows: one rounding in 4096 values of q_pe and k_pe gave a mean |dlogprob| of 0.016
+over 23 tokens of two layers on a CPU, and three roundings of every value gave 0.025."""
+MOST_UNEQUAL, SLOWER = 0.5, 1.02
+"""Share of such prompts whose bytes may differ; ratio of times, on to off, above which ``check`` warns on a card.
+
+What rounds once gives the same bytes, whether or not it contracts multiply and add: the product of two values of bf16
+or fp16 is exact in float32. Of 4 million random values none differed, and 2 in 100,000 from a table in float32, which
+admission skips: a prompt of a layer of 128 heads has 8,256 values, so about half of the prompts of four such layers
+differ. Three roundings change 32 % of the values, and every prompt."""
 
 
 def prompts(seed: int, lengths: Sequence[int], new_tokens: int, arrivals: Sequence[int] = ()) -> list[Request]:
@@ -128,58 +142,75 @@ def decode_against_prefill(answer: Mapping[str, Any]) -> float:
     return sum(found) / len(found) if found else math.inf
 
 
-def above_limit(limit: int, budget: int, longest: int) -> list[list[int]]:
-    """Return prompts that one step prefills together in more tokens than the decode limit.
-
-    A step has at most ``budget`` tokens and a prompt at most ``longest``. None if the budget has no room.
-    """
-    total = limit + 8
-    if total > budget:
+def short_prompts(total: int, requests: int, longest: int) -> list[int]:
+    """Return lengths of prompts with ``total`` tokens, as short as that number of requests allows; none if none fit."""
+    count = min(total // SHORTEST, requests)
+    if count < 1 or total > count * longest:
         return []
-    lengths = [longest] * (total // longest) + [total % longest] * bool(total % longest)
-    return [prompt for _, prompt, *_ in prompts(8, lengths, 1)]
+    return [total // count + (number < total % count) for number in range(count)]
 
 
-def apart(one: Sequence[Sequence[float]], two: Sequence[Sequence[float]]) -> float:
-    """Return the largest difference of a log-probability between two prefills of the same prompts."""
-    pairs = zip(one, two, strict=True)
-    return max((distance(a, b) for left, right in pairs for a, b in zip(left, right, strict=True)), default=0.0)
+@dataclass(frozen=True, slots=True)
+class PrefillRows:
+    """One step with prefill rows, with the flag off and on."""
+
+    prompts: int
+    equal: int  # how many of them have the same bytes with the flag off and on
+    repeated: int  # how many have them in two such steps with the flag off
+    max_abs_dlogprob: float  # between off and on
+    off_ms: float  # median time of such a step
+    on_ms: float
+
+    @property
+    def explained(self) -> bool:
+        """Return whether one rounding of q_pe and k_pe, or vLLM's own noise, explains what differs."""
+        unequal, noise = self.prompts - self.equal, self.prompts - self.repeated
+        return unequal <= MOST_UNEQUAL * self.prompts + noise and self.max_abs_dlogprob <= MAX_DLOGPROB
+
+    @property
+    def ratio(self) -> float:
+        """Time with the flag on to that with the flag off."""
+        return self.on_ms / self.off_ms
+
+    def shown(self) -> str:
+        """Return the figures in one line."""
+        apart = f", max |dlogprob| {self.max_abs_dlogprob:.2g}" * (self.equal < self.prompts)
+        again = f" (off, repeated: {self.repeated})" * (self.repeated < self.prompts)
+        return (
+            f"{self.equal} of {self.prompts} prompts have the same bytes{again}{apart}; "
+            f"{self.off_ms:.2f} ms off, {self.on_ms:.2f} ms on, ratio {self.ratio:.3f}"
+        )
 
 
-def mixed_up(added: Mapping[str, Any], compiled: Mapping[Side, Mapping[str, Any]]) -> str:
-    """Return how the sides are not what their names say, or "": a comparison would then hide what the flag does.
-
-    ``added`` and ``compiled`` are those of the answers, see ``run``; ``added`` is the plugin's.
-    """
-    on_today = [name for name, value in added.items() if compiled["today"][name] == value]
-    if on_today:
-        return f"with the flag off, vLLM compiled with {as_typed({name: added[name] for name in on_today})} as well"
-    unlike = [name for name, value in compiled["plugin"].items() if compiled["control"][name] != value]
-    if unlike:
-        return f"the control was compiled with another value of {', '.join(unlike)}"
-    return ""
+def prefill_rows(answers: Mapping[Side, Any], name: str) -> PrefillRows | None:
+    """Compare the steps of one name of ``PREFILLS``; None if no such batch fits."""
+    (off, again), (on, _) = (answers[side]["batches"][name] for side in ("off", "on"))
+    if not off:
+        return None
+    apart, noise = ([max(map(distance, *pair)) for pair in zip(off, other, strict=True)] for other in (on, again))
+    off_ms, on_ms = (1e3 * statistics.median(answers[side]["seconds"][name]) for side in ("off", "on"))
+    return PrefillRows(len(apart), apart.count(0), noise.count(0), max(apart), off_ms, on_ms)
 
 
 def run(
     folder: Path, arguments: Sequence[str], side: Side, environment: Mapping[str, str],
-    random_layers: int | None, limit: int, added: Mapping[str, Any],
+    random_layers: int | None, limit: int,
 ) -> Any:  # fmt: skip
     """Run one engine in a process of its own.
 
     Args:
         folder: holds ``config.json``, and the checkpoint if it is to be loaded.
         arguments: of ``vllm serve``.
-        side: which of the three engines; see the top of this file.
+        side: whether the flag is off or on.
         environment: its variables.
         random_layers: how many layers of random weights to draw; None loads the checkpoint.
-        limit: the decode limit in tokens, for a prefill above it.
-        added: for the control, ``added`` of the plugin's answer; else nothing.
+        limit: the decode limit in tokens, for batches on both sides of it.
 
     Returns:
-        ``scenarios`` {name: requests of steps}, ``prefill`` {name: requests of log-probabilities}, ``above`` the
-        log-probabilities of two prefills of ``above_limit``, ``launches`` of a decode step, 0 on a CPU, ``status``: a
-        ``RankStatus`` of each rank, ``compiled``: the options that the gate may change as the engine had them,
-        ``added``: those that the gate did change, ``left_out``: options of a deployment.
+        ``scenarios`` {name: requests of steps}, ``prefill`` {name: requests of log-probabilities}, ``batches`` {name of
+        ``PREFILLS``: the log-probabilities of two equal prefills}, ``seconds`` {the same name: of each timed step},
+        ``launches`` of a decode step, 0 on a CPU, ``status``: a ``RankStatus`` of each rank, ``left_out``: options of a
+        deployment.
 
     Raises:
         RuntimeError: the engine's process ended without an answer (the message holds its last lines), or a status file
@@ -192,7 +223,7 @@ def run(
         own = {"VLLM_CACHE_ROOT": str(cache), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         full = {**environment, **own}
         full.pop(status.record.RUN, None)
-        asked = (str(folder), arguments, side, random_layers, limit, added)
+        asked = (str(folder), arguments, side, random_layers, limit)
         try:
             found = process.call(f"{__name__}:answer", *asked, environment=full)
         except process.EndedError as error:
@@ -214,19 +245,14 @@ def _share_model_notes(cache: Path, environment: Mapping[str, str]) -> None:
         (cache / notes.name).symlink_to(notes.resolve(), target_is_directory=True)
 
 
-def answer(
-    folder: str, arguments: Sequence[str], side: Side, random_layers: int | None, limit: int,
-    added: Mapping[str, Any],
-) -> dict[str, Any]:  # fmt: skip
+def answer(folder: str, arguments: Sequence[str], side: Side, random_layers: int | None, limit: int) -> dict[str, Any]:
     """Run one engine in this process; return what ``run`` returns, but for ``status``."""
     from vllm_aiter_mla.commands.compat import engine as compat_engine
     from vllm_aiter_mla.commands.compat.offline import load_plugins, serve_options
-    from vllm_aiter_mla.compat import config as compat_config
 
     load_plugins()
     parsed = serve_options([folder, *arguments])
-    setattr(parsed.compilation_config.pass_config, FLAG_FIELD, side == "plugin")
-    compat_config.set_options(parsed.compilation_config, added)
+    setattr(parsed.compilation_config.pass_config, FLAG_FIELD, side == "on")
     own = dict((parsed.additional_config or {}).get(NAMESPACE, {}))
     own.pop("enabled", None)
     parsed.additional_config = {**(parsed.additional_config or {}), NAMESPACE: own}
@@ -239,12 +265,31 @@ def answer(
         pairs = zip(requests, scenarios[name], strict=True)
         texts = [prompt + [token for token, _ in steps] for (_, prompt, *_), steps in pairs]
         prefill[name] = compat_engine.prompt_logprobs(engine, texts)
-    budget, longest = engine.vllm_config.scheduler_config.max_num_batched_tokens, engine.model_config.max_model_len - 8
-    long = above_limit(limit, budget, longest)
-    above = [compat_engine.prompt_logprobs(engine, long) for _ in range(2)]
+    batches, seconds = _prefill_rows(engine, limit)
     launches = compat_engine.launches_of_a_step(engine, SCENARIOS["concurrent"])
     return {
-        "scenarios": scenarios, "prefill": prefill, "above": above, "launches": launches,
-        "compiled": compat_config.gates_options(engine.vllm_config.compilation_config),
-        "added": compat_config.added_options(engine.vllm_config), "left_out": left_out,
+        "scenarios": scenarios, "prefill": prefill, "batches": batches, "seconds": seconds, "launches": launches,
+        "left_out": left_out,
     }  # fmt: skip
+
+
+def _prefill_rows(engine: Any, limit: int) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """Return ``batches`` and ``seconds`` of an answer; see ``run``."""
+    from vllm_aiter_mla.commands.compat import engine as compat_engine
+
+    scheduler, longest = engine.vllm_config.scheduler_config, engine.model_config.max_model_len - 8
+    budget, requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    decoding = min(requests // 2, DECODING)
+    room = min(limit, budget) - decoding * (1 + engine.vllm_config.num_speculative_tokens)
+    above = limit + 8 if limit + 8 <= budget else 0
+    lengths = {
+        ABOVE: short_prompts(above, requests, longest), MIXED: short_prompts(room, requests - decoding, longest)
+    }  # fmt: skip
+    batches, seconds = {}, {}
+    for name in PREFILLS:
+        others = SCENARIOS["concurrent"][: decoding if name == MIXED else 0]
+        text, *timed = [[words for _, words, *_ in prompts(8 + turn, lengths[name], 1)] for turn in range(1 + ROUNDS)]
+        with compat_engine.decoding(engine, others):
+            batches[name] = [compat_engine.prompt_logprobs(engine, text) for _ in range(2)]
+            seconds[name] = [compat_engine.seconds_of_prefill(engine, one) for one in timed if one]
+    return batches, seconds

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from vllm_aiter_mla import status
@@ -17,7 +17,6 @@ from vllm_aiter_mla.commands.plan import formulas
 from vllm_aiter_mla.commands.plan import model as models
 from vllm_aiter_mla.commands.plan.issues import has_fp8_cache, without_a_shape
 from vllm_aiter_mla.commands.plan.record import Plan
-from vllm_aiter_mla.compat.config import as_typed
 
 VLLM_FASTER = "vllm_faster"
 NO_GPU = "no GPU"
@@ -180,9 +179,9 @@ def too_few_gpus(plan: Plan) -> str:
 
 
 def engine(context: Context) -> Step:
-    """Run vLLM's engine on three sides: today, control and plugin; see ``check/engine.py``.
+    """Run vLLM's engine with the flag off and on, all other options alike; compare the tokens.
 
-    It fails if plugin and control are further apart than rounding explains, or apart at all above the decode limit.
+    It fails if the two are further apart than rounding explains, or if a layer did not engage.
     """
     if not has_gpu() and not context.sandbox:
         return Step("skipped", NO_GPU)
@@ -194,16 +193,14 @@ def engine(context: Context) -> Step:
     variables = context.environment() | dict(context.sandbox)
     arguments = (*context.arguments, *(() if context.checkpoint else SMALL))
 
-    def answer(side: runs.Side, added: Mapping[str, Any] | None = None) -> Any:
-        print(f"  vLLM's engine, {side} ...", flush=True)  # each takes a minute or more
-        return runs.run(folder, arguments, side, variables, random_layers, context.plan.limit, added or {})
+    def answer(side: runs.Side) -> Any:
+        print(f"  vLLM's engine, flag {side} ...", flush=True)  # each takes a minute or more
+        return runs.run(folder, arguments, side, variables, random_layers, context.plan.limit)
 
-    # A GPU holds one engine at a time. The plugin's engine says what the control gets besides the user's options.
+    # A GPU holds one engine at a time.
     with context.source.folder() as folder, ThreadPoolExecutor(1 if has_gpu() else 2) as pool:
-        plugin, today = pool.submit(answer, "plugin"), pool.submit(answer, "today")
-        added = plugin.result()["added"]
-        control = pool.submit(answer, "control", added) if added else today
-        context.answers = {"plugin": plugin.result(), "control": control.result(), "today": today.result()}
+        on, off = pool.submit(answer, "on"), pool.submit(answer, "off")
+        context.answers = {"off": off.result(), "on": on.result()}
     found = judge(context.answers, has_fp8_cache(context.plan))
     if found.status == "failed" and context.plan.known_issues:
         names = ", ".join(one.id for one in context.plan.known_issues)
@@ -212,42 +209,26 @@ def engine(context: Context) -> Step:
 
 
 def judge(answers: Mapping[runs.Side, Any], fp8_cache: bool) -> Step:
-    """Compare the three sides. Only the plugin's distance from the control is judged; the control's is vLLM's own."""
-    distances = {
-        f"{one} against {other}": {
-            name: runs.figures(answers[other]["scenarios"][name], answers[one]["scenarios"][name])
-            for name in answers[other]["scenarios"]
-        }
-        for one, other in runs.DISTANCES
-    }
-    ours, vllms = distances.values()
-    records, added = answers["plugin"]["status"], answers["plugin"]["added"]
-    lines = [f"{name}: {pair}: {shown(found[name])}" for name in ours for pair, found in distances.items()]
-    if left_out := answers["plugin"].get("left_out"):
+    """Compare the tokens with the flag off and on, and look at which layers engaged."""
+    scenarios, records = {side: answer["scenarios"] for side, answer in answers.items()}, answers["on"]["status"]
+    found = {name: runs.figures(requests, scenarios["on"][name]) for name, requests in scenarios["off"].items()}
+    lines = [f"{name}: {shown(figures)}" for name, figures in found.items()]
+    if left_out := answers["on"].get("left_out"):
         lines.append(f"left out of these engines, which serve nobody: {', '.join(left_out)}")
-    lines += [f"besides the kernels the flag sets {as_typed(added)}"] if added else []
-    above, above_line = above_the_limit(answers)
-    lines += [above_line, *map(status.line.of, records)]
-    compared = {pair: {name: one.as_dict() for name, one in found.items()} for pair, found in distances.items()}
-    data = {"distances": compared, "above the limit": above, "added": added}
+    lines += map(status.line.of, records)
+    data = {"distances": {name: figures.as_dict() for name, figures in found.items()}}
     # A rank on which vLLM's own kernels were the fastest for every layer has nothing else to do.
     faster = bool(records) and all({code for code, _ in one.skipped.values()} == {VLLM_FASTER} for one in records)
     no_gain = faster and not any(one.engaged for one in records)
     engaged = bool(records) and all(len(one.engaged) == one.total > 0 for one in records)
-    noise = runs.decode_against_prefill(answers["control"])
-    apart = [name for name, one in ours.items() if not runs.explained(one, noise if fp8_cache else 0.0)]
-    wrong = (
-        runs.mixed_up(added, {side: answer["compiled"] for side, answer in answers.items()})
-        or ("" if engaged or no_gain else "not every MLA layer engaged")
-        or (f"plugin and control are apart in {', '.join(apart)}" if apart else "")
-        or (above_line if above["plugin"] > above["repeated"] else "")
-    )
+    noise = runs.decode_against_prefill(answers["off"])
+    apart = [name for name, figures in found.items() if not runs.explained(figures, noise if fp8_cache else 0.0)]
+    wrong = "" if engaged or no_gain else "not every MLA layer engaged"
+    wrong = wrong or (f"off and on are apart in {', '.join(apart)}" if apart else "")
     if wrong:
         return Step("failed", wrong, tuple(lines), data)
-    counts = [[sum(getattr(one, of) for one in found.values()) for of in ("tokens_equal", "tokens")]
-              for found in (ours, vllms)]  # fmt: skip
-    (equal, tokens), (same, _) = counts
-    detail = f"plugin against control: {equal} of {tokens} tokens equal; control against today: {same} of {tokens}"
+    equal, tokens = (sum(getattr(figures, of) for figures in found.values()) for of in ("tokens_equal", "tokens"))
+    detail = f"{equal} of {tokens} tokens are equal, flag off and on"
     if no_gain:
         return Step("no gain", f"{detail}; vLLM's own kernels were the fastest for every layer", tuple(lines), data)
     return Step("passed", f"{detail}; every MLA layer engaged", tuple(lines), data)
@@ -261,30 +242,31 @@ def shown(found: runs.Figures) -> str:
     )
 
 
-def above_the_limit(answers: Mapping[runs.Side, Any]) -> tuple[dict[str, float], str]:
-    """Return the largest differences of a prefill above the decode limit, and a line about them.
+def prefill_rows(context: Context) -> Step:
+    """Compare steps that are not all decode, in which the flag changes nothing: their bytes, and how long they take.
 
-    There the plugin changes no graph, so an engine that repeats itself exactly must give the control's bytes.
+    It fails if more differs than one rounding of RoPE explains, and warns if they take longer on a card.
     """
-    first = {side: answer["above"][0] for side, answer in answers.items()}
-    found = {f"{one}": runs.apart(first[one], first[other]) for one, other in runs.DISTANCES}
-    control, plugin = (runs.apart(*answers[side]["above"]) for side in ("control", "plugin"))
-    # NaN is apart from itself too: in the plugin's engine alone it is no noise.
-    found["repeated"] = control if math.isinf(plugin) else max(control, plugin)
-    count = sum(map(len, first["plugin"]))
-    if not count:
-        return found, "above the decode limit: no batch is so large"
-    same = "the same bytes" if found["plugin"] == 0 else f"max |dlogprob| {found['plugin']:.2g}"
-    return found, (
-        f"above the decode limit, {count} prompt tokens: plugin against control: {same} "
-        f"(repeated: {found['repeated']:.2g}); control against today: max |dlogprob| {found['control']:.2g}"
-    )
+    if not context.answers:
+        return Step("skipped", "the engine did not run")
+    every = {name: runs.prefill_rows(context.answers, name) for name in runs.PREFILLS}
+    compared = {name: found for name, found in every.items() if found}
+    lines = tuple(f"{name}: {found.shown()}" for name, found in compared.items())
+    data = {name: asdict(found) for name, found in compared.items()}
+    if apart := [name for name, found in compared.items() if not found.explained]:
+        return Step("failed", f"one rounding of RoPE does not explain what differs: {', '.join(apart)}", lines, data)
+    slower = [f"{name} ({found.ratio:.3f})" for name, found in compared.items() if found.ratio > runs.SLOWER]
+    if slower and has_gpu():  # a CPU's times say nothing about a card
+        return Step("warning", f"slower with the flag on: {', '.join(slower)}", lines, data)
+    equal, prompts = (sum(getattr(found, of) for found in compared.values()) for of in ("equal", "prompts"))
+    detail = f"{equal} of {prompts} prompts have the same bytes, flag off and on"
+    return Step("passed", detail if compared else "no such step fits", lines, data)
 
 
 def decode_against_prefill(context: Context) -> Step:
     """Compare each generated token's log-probability with prefill of the same text, on each side.
 
-    A decode kernel that is broken with the flag off too gives equal tokens on all sides; prefill runs another kernel.
+    A decode kernel that is broken with the flag off too gives equal tokens on both sides; prefill runs another kernel.
     """
     if not context.answers:
         return Step("skipped", "the engine did not run")
@@ -293,7 +275,7 @@ def decode_against_prefill(context: Context) -> Step:
     wrong = [side for side, value in worst.items() if not value <= runs.DECODE_AGAINST_PREFILL]
     if not wrong:
         return Step("passed", detail, data=worst)
-    whose = "only the fast path differs" if wrong == ["plugin"] else "vLLM's own decode is wrong here"
+    whose = "only the fast path differs" if wrong == ["on"] else "vLLM's own decode is wrong here"
     return Step("failed", f"{detail}; {whose}", data=worst)
 
 
@@ -304,9 +286,9 @@ def launches(context: Context) -> Step:
         return Step("skipped", "the engine did not run" if has_gpu() else NO_GPU)
     if 0 in counts.values():
         return Step("failed", "torch's profiler saw no kernel", data=counts)
-    promised, saved = fewer_launches(context), counts["control"] - counts["plugin"]
+    promised, saved = fewer_launches(context), counts["off"] - counts["on"]
     each = ", ".join(f"{side} {count}" for side, count in counts.items())
-    detail = f"{each}: {saved} fewer than the control, planned {promised}"
+    detail = f"{each}: {saved} fewer, planned {promised}"
     return Step("passed" if saved >= promised else "failed", detail, data=counts)
 
 
@@ -315,7 +297,7 @@ def fewer_launches(context: Context) -> int:
     from vllm_aiter_mla.kernels.stopwatch import name_at
     from vllm_aiter_mla.kernels.vllm_own import may_take_parts
 
-    planned, records = context.plan, context.answers["plugin"]["status"]
+    planned, records = context.plan, context.answers["on"]["status"]
     assert planned.figures is not None, "there is a shape"
     paths = {name: len(path.launches) for name, path in next(iter(planned.figures.by_tokens.values())).items()}
     strongest = min(count for name, count in paths.items() if name.startswith(formulas.VLLM))
@@ -340,6 +322,7 @@ STEPS: dict[str, Callable[[Context], Step]] = {
     "kernels": kernels,
     "timing": timing,
     "engine": engine,
+    "prefill rows": prefill_rows,
     "decode against prefill": decode_against_prefill,
     "launches": launches,
 }

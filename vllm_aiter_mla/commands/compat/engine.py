@@ -2,7 +2,9 @@
 """One engine of vLLM in this process: random weights, requests as serving brings them, what a decode step launches."""
 
 import hashlib
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -24,6 +26,8 @@ DEPLOYMENT = frozenset({
 })  # fmt: skip
 """Options that need other machines, other engines or a front end, besides those of data parallelism; and one that this
 engine sets itself."""
+LONGEST = 64
+"""Most tokens of a request of ``decoding``: each step during the block takes one, or more with drafts."""
 
 Request = tuple[str, list[int], int, int]
 """(request id, prompt token ids, tokens to generate, engine step at which it arrives)"""
@@ -136,18 +140,49 @@ def generate(engine: Any, requests: Sequence[Request], adapter: Any = None) -> l
 
 def prompt_logprobs(engine: Any, texts: Sequence[list[int]]) -> list[list[float]]:
     """Return the log-probability of each token of a text but the first, as prefill computes it."""
+    return [
+        [probs[token].logprob for token, probs in zip(text[1:], output.prompt_logprobs[1:], strict=True)]
+        for text, output in zip(texts, _prefill(engine, texts, prompt_logprobs=0), strict=True)
+    ]
+
+
+def seconds_of_prefill(engine: Any, texts: Sequence[list[int]]) -> float:
+    """Return how long texts that arrive together take to their first tokens, the last one's."""
+    begin = time.perf_counter()
+    _prefill(engine, texts)
+    return time.perf_counter() - begin
+
+
+def _prefill(engine: Any, texts: Sequence[list[int]], **asked: Any) -> list[Any]:
+    """Return vLLM's output for each text and one more token; other requests go on."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, prompt_logprobs=0)
-    for number, text in enumerate(texts):
-        engine.add_request(f"prefill-{number}", {"prompt_token_ids": text}, params)
-    found: dict[str, list[float]] = {}
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, **asked)
+    waiting = {f"prefill-{number}": text for number, text in enumerate(texts)}
+    for request_id, text in waiting.items():
+        engine.add_request(request_id, {"prompt_token_ids": text}, params)
+    found: dict[str, Any] = {}
+    while len(found) < len(texts) and engine.has_unfinished_requests():
+        ended = [output for output in engine.step() if output.finished]
+        found |= {output.request_id: output for output in ended if output.request_id in waiting}
+    return [found[request_id] for request_id in waiting]
+
+
+@contextmanager
+def decoding(engine: Any, requests: Sequence[Request]) -> Iterator[None]:
+    """Let these requests decode during a block, for at most ``LONGEST`` tokens each; then end them."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True, detokenize=False)
+    names = [f"decoding-{request_id}" for request_id, *_ in requests]
+    for name, (_, prompt, *_) in zip(names, requests, strict=True):
+        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    for _ in range(4 * bool(names)):  # prefill, then decode steps only
+        engine.step()
+    yield
+    engine.abort_request(names)
     while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.finished:
-                pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
-                found[output.request_id] = [probs[token].logprob for token, probs in pairs]
-    return [found[f"prefill-{number}"] for number in range(len(texts))]
+        engine.step()
 
 
 class CountsKernels:
@@ -164,16 +199,8 @@ class CountsKernels:
 
 def launches_of_a_step(engine: Any, requests: Sequence[Request]) -> int:
     """Return how many kernels one decode step of these requests launches on the first rank; 0 on a CPU."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
-    for request_id, prompt, *_ in requests:
-        engine.add_request(f"launches-{request_id}", {"prompt_token_ids": prompt}, params)
-    for _ in range(4):  # prefill, then decode steps only
+    with decoding(engine, requests):
+        engine.collective_rpc("start_counting")
         engine.step()
-    engine.collective_rpc("start_counting")
-    engine.step()
-    counts = engine.collective_rpc("stop_counting")
-    while engine.has_unfinished_requests():
-        engine.step()
+        counts = engine.collective_rpc("stop_counting")
     return int(counts[0])

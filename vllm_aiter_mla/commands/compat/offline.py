@@ -28,6 +28,11 @@ VARIABLES = (USE_AITER, USE_AITER_MLA, FP8_BMM, FP4_BMM, BREAKABLE_GRAPHS, BATCH
 """What decides whether layers engage, in which format vLLM holds their weights, and which all-reduce runs."""
 
 
+def plugins(allowed: str) -> list[str]:
+    """Return the names that ``VLLM_PLUGINS`` allows, as vLLM reads them: a blank is a part of a name."""
+    return allowed.split(",")
+
+
 def load_plugins() -> None:
     """Load vLLM's general plugins, this one among them."""
     from vllm.plugins import load_general_plugins

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
-from vllm_aiter_mla.admission import LayerView
+from vllm_aiter_mla.admission import LayerView, Skip
 from vllm_aiter_mla.compat.layer import layer_view, padded_heads
 
 
@@ -64,6 +64,7 @@ class LayerKind(NamedTuple):
     has_rope: bool  # the layer, or the module around it, has a rotary embedding
     draft: bool  # it belongs to the draft model
     out_heads: int = 0  # that AITER's decode kernel takes, where vLLM pads; else 0
+    why_not_module: Skip | None = None  # why the module integration leaves it out, but for the trial of its rotation
 
 
 def finished_config(args: Any) -> Any:
@@ -79,13 +80,15 @@ def mla_layers(config: Any) -> list[tuple[LayerKind, int]]:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.platforms import current_platform
 
-    with _without_weights(config):
+    from vllm_aiter_mla.serving import module
+
+    with module.installed(), _without_weights(config):
         models = [initialize_model(config), *_drafts(config)]
         current_platform.update_block_size_for_backend(config)
     found: Counter[LayerKind] = Counter()
     for number, model in enumerate(models):
         parents = {child: parent for parent in model.modules() for child in parent.children()}
-        layers = (module for module in model.modules() if isinstance(module, MLAAttention))
+        layers = (layer for layer in model.modules() if isinstance(layer, MLAAttention))
         found.update(_kind(layer, parents[layer], draft=number > 0) for layer in layers)
     return found.most_common()
 
@@ -106,6 +109,8 @@ def _drafts(config: Any) -> list[Any]:
 
 
 def _kind(layer: Any, parent: Any, draft: bool) -> LayerKind:
+    from vllm_aiter_mla.serving import module
+
     view = layer_view(layer)
     if not view.missing:
         dtype = str(layer._vllm_config.model_config.dtype).removeprefix("torch.")
@@ -118,9 +123,10 @@ def _kind(layer: Any, parent: Any, draft: bool) -> LayerKind:
         "mxfp4" if fp4 else "fp8" if fp8 else "plain",
         type(layer.kv_b_proj.quant_method).__name__,
         "" if weight is None else str(weight.dtype).removeprefix("torch."),
-        any(getattr(module, "rotary_emb", None) is not None for module in (layer, parent)),
+        any(getattr(one, "rotary_emb", None) is not None for one in (layer, parent)),
         draft,
         padded.heads if padded else 0,
+        module.why_not_wrapped(layer) or module.why_rope_unknown(module.wrapper_of(layer)),
     )
 
 

@@ -142,8 +142,8 @@ def plugin(env: Env) -> Check:
     if len(ours) > 1:
         return Check("warning", f"{NAMESPACE} is registered more than once", "remove all but one installation")
     allowed = env.get("VLLM_PLUGINS")
-    if allowed is not None and NAMESPACE not in [name.strip() for name in allowed.split(",")]:
-        remedy = f"add {NAMESPACE} to VLLM_PLUGINS, or unset it"
+    if allowed is not None and NAMESPACE not in offline.plugins(allowed):
+        remedy = f"add {NAMESPACE} to VLLM_PLUGINS, names separated by commas without blanks, or unset it"
         return Check("problem", f"VLLM_PLUGINS={allowed!r} leaves {NAMESPACE} out: the flag will be unknown", remedy)
     return Check("ok", f"entry point {NAMESPACE} = {ours.pop()}{also}")
 

@@ -217,11 +217,9 @@ def engine_facts(config: Any) -> dict[str, Any]:
         graphs of decode batches.
     """
     compilation, scheduler, parallel = config.compilation_config, config.scheduler_config, config.parallel_config
-    engaged = compat_config.current_pass(compilation)
-    limit = getattr(engaged, "limit", None)
-    view = compat_config.read(config)
+    engaged, view = compat_config.engaged_pass(config), compat_config.read(config)
     return {
-        "gate": None if limit is None else {"limit": limit, "integration": engaged.integration},
+        "gate": None if engaged is None else {"limit": engaged.limit, "integration": engaged.integration},
         "view": view,
         "options": {
             "tp": parallel.tensor_parallel_size,

@@ -88,7 +88,12 @@ class _Planned:
         self.fp8_cache = self.view.kv_cache_dtype.startswith("fp8")
         unpadded = vllm_own.may_take_parts(arch, self.view.num_heads, self.fp8_cache)  # as ``serving.layer`` has it
         self.out_heads = self.view.num_heads if unpadded else built.out_heads or self.view.num_heads
-        self.reasons = [*admission.layer_skips(self.view), *([] if built.has_rope else [NO_ROPE])]
+        own = (
+            (None if built.has_rope else NO_ROPE)
+            if _integration(engine, settings) == "passes"
+            else built.why_not_module
+        )
+        self.reasons = [*admission.layer_skips(self.view), *([own] if own else [])]
         block = engine["options"]["block_size"]
         self.decision, self.spans = kernels.planned(arch, settings, self.view, built.format, block, limit)
         self.reasons += [self.decision.skip] if self.decision.skip else []
@@ -120,6 +125,11 @@ def engine_reasons(answer: Answer) -> list[Skip]:
     return found
 
 
+def _integration(engine: dict[str, Any], settings: Settings) -> str:
+    """Return which integration runs, or would if the gate engaged."""
+    return engine["gate"]["integration"] if engine["gate"] else integration_of(engine["view"], settings)
+
+
 def level(code: str) -> str:
     """Return who skips: "engine", "layer", "graph" or "kernel"."""
     return next(name for name, codes in admission.LEVELS.items() if code in codes)
@@ -148,7 +158,7 @@ def _layer_reasons(kinds: list[_Planned], total: int, engine_codes: set[str]) ->
 
 
 def _graph(engine: dict[str, Any], settings: Settings, limit: int) -> dict[str, Any]:
-    """Return which integration would run, what the gate adds, vLLM's compile ranges, and its captured sizes."""
+    """Return which integration would run, vLLM's compile ranges, and its captured sizes."""
     view, sizes = engine["view"], engine["captures"]
     cut = why_not_passes(view)
     compiled = view.mode == "VLLM_COMPILE" and not view.enforce_eager
@@ -156,8 +166,7 @@ def _graph(engine: dict[str, Any], settings: Settings, limit: int) -> dict[str, 
     passes = engine["gate"] is not None and engine["gate"]["integration"] == "passes"
     no_graph = "--enforce-eager" if view.enforce_eager else "CUDA graphs are off"
     return {
-        "integration": engine["gate"]["integration"] if engine["gate"] else integration_of(view, settings),
-        "added": {},
+        "integration": _integration(engine, settings),
         "why_not_passes": None if cut is None else record.Cause(cut.code, cut.message),
         "compile_ranges": record.Ranges(
             ranges,
@@ -207,8 +216,8 @@ def _assumptions(
         *((name not in VARIABLES, _passed_on(name, value, about["vllm"])) for name, (value, _) in variables.items()),
         (main and vllm_own.may_take_parts(arch, heads, main.fp8_cache), f"vLLM may decode {heads} heads by Gluon (a "
          "layer's cache up to 2 GiB), which needs no concat: vLLM then has a launch less than the figures say"),
-        (integration_of(engine["view"], settings) == "module",
-         "the module integration asks each layer's wrapper and rotary embedding after loading; plan does not"),
+        (_integration(engine, settings) == "module",
+         "each layer's rotary embedding has a known class, and start-up's trial finds that it rotates by its table"),
         (pp > 1, f"figures are for all layers; with --pipeline-parallel-size {pp} a rank holds its share"),
         *((True, note) for note in answer.given.notes),
     )  # fmt: skip

@@ -4,11 +4,12 @@ which ones concern a shape.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from packaging.version import InvalidVersion, Version
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands.plan.record import KnownIssue, Plan
@@ -58,11 +59,22 @@ def applies(issue: Mapping[str, Any], plan: Plan) -> bool:
 
 
 def _within(bounds: tuple[str | None, str | None], release: str | None) -> bool:
-    """Return whether a release lies from the first bound to before the second; an unknown one does."""
-    (first, before), found = (_numbers(one) for one in bounds), _numbers(release)
-    return not found or ((not first or first <= found) and (not before or found < before))
+    """Return whether a release lies from the first bound to before the second; an unknown one does.
+
+    A build before a release has that release's faults, and perhaps not yet its mends.
+    """
+    found = _version(release)
+    if found is None:
+        return True
+    first, before = map(_version, bounds)
+    latest = max(found, Version(found.base_version)) if found.is_prerelease else found
+    return (first is None or first <= latest) and (before is None or found < before)
 
 
-def _numbers(release: str | None) -> tuple[int, ...]:
-    """Return a release's numbers, without those of a local build: (0, 1, 16, 2) of "0.1.16.post2"."""
-    return tuple(map(int, re.findall(r"\d+", (release or "").partition("+")[0])))
+def _version(release: str | None) -> Version | None:
+    """Return a release without its local part, None if it is not known, as of a build from a shallow checkout."""
+    try:
+        found = Version((release or "").partition("+")[0])
+    except InvalidVersion:
+        return None
+    return None if found.is_devrelease and found.release <= (0, 1) else found

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 
 from vllm_aiter_mla.admission import REMEDIES
 from vllm_aiter_mla.commands.outputs import line
-from vllm_aiter_mla.commands.plan.issues import has_fp8_cache, without_a_shape
+from vllm_aiter_mla.commands.plan.issues import without_a_shape
 from vllm_aiter_mla.commands.plan.record import Plan
-from vllm_aiter_mla.compat.config import as_typed
 
 FEW = 6
 WEIGHTS = {
@@ -75,7 +74,7 @@ def _model(plan: Plan) -> Iterator[str]:
 
 
 def _graph_lines(plan: Plan) -> Iterator[str]:
-    """Yield the decode limit, the integration, the options that it adds, compile ranges and captured sizes."""
+    """Yield the decode limit, the integration, compile ranges and captured sizes."""
     options, ranges, captures = plan.options, plan.compile_ranges, plan.captures
     given = options.settings.max_token_num
     origin = f"max_num_seqs {options.max_num_seqs} x (1 + {options.num_drafts} drafts)"
@@ -83,12 +82,6 @@ def _graph_lines(plan: Plan) -> Iterator[str]:
     because = plan.why_not_passes
     why = f" (the passes cannot run: {because.code})" if because and plan.integration == "module" else ""
     yield f"  integration          {plan.integration}{why}"
-    for number, option in enumerate(as_typed(plan.added).split()):
-        yield f"  {'' if number else 'the flag also sets':<21}{option}"
-    if "use_inductor_graph_partition" in plan.added:
-        yield f"{'':<23}vLLM compiles every batch in another way: some tokens change, at any size."
-        unlike = "" if has_fp8_cache(plan) else "; in a CPU engine it changed no token"
-        yield f"{'':<23}integration=module sets none of these{unlike}"
     shown = [f"({a}, {b}){'*' if i < ranges.inside else ''}" for i, (a, b) in enumerate(ranges.ranges)]
     told = f"{' '.join(shown)}{'  * rewritten' if ranges.inside else ''}" if shown else ranges.note
     yield f"  compile ranges       {told}"

@@ -4,9 +4,7 @@
 Imports no torch. ``schemas.json`` says what the fields mean.
 """
 
-from dataclasses import dataclass, field
-
-from pydantic import JsonValue
+from dataclasses import dataclass
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands.plan.formulas import Launch
@@ -178,6 +176,5 @@ class Plan:
     kernels: tuple[KernelSpan, ...] | None
     figures: Figures | None
     assumptions: tuple[str, ...]
-    added: dict[str, JsonValue] = field(default_factory=dict)  # options that the gate adds
     known_issues: tuple[KnownIssue, ...] = ()  # none without a known shape
     evidence: files.Stamp = files.stamped("plan")

@@ -355,12 +355,16 @@ def check(page: Page, name: str, data: CheckRun) -> Glance:
         if found.get(what):
             cls, reader = READERS[schema]
             reader(page, name, files.part(cls, Path(what), found[what]))
-    compared: Any = found.get("engine") or {"distances": {}}
-    pairs = compared["distances"].items()
-    tokens = [(pair, what, *one.values()) for pair, by in pairs for what, one in by.items()]
-    heads = ("sides", "scenario", "tokens", "equal", "compared", "agreed", "max |dlogprob|", "mean", "top-1")
-    if tokens:
-        page.add("Check", f"Plugin, control and today, token by token, {name}", heads, tokens)
+    compared: Any = (found.get("engine") or {}).get("distances") or {}
+    heads: tuple[str, ...] = ("scenario", "tokens", "equal", "compared", "agreed", "max |dlogprob|", "mean", "top-1")
+    if compared:
+        tokens = [(scenario, *figures.values()) for scenario, figures in compared.items()]
+        page.add("Check", f"Flag off and on, token by token, {name}", heads, tokens)
+    prefill: Any = found.get("prefill rows") or {}
+    heads = ("step", "prompts", "equal bytes", "off, repeated", "max |dlogprob|", "off ms", "on ms")
+    if prefill:
+        rows = [(what, *figures.values()) for what, figures in prefill.items()]
+        page.add("Check", f"Steps with prefill rows, flag off and on, {name}", heads, rows)
     counts: Any = found.get("launches") or {}
     if counts:
         page.add("Launches", f"Kernels of one decode step, {name}", ("side", "kernels"), counts.items())
