@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers.rotary_embedding import base, get_rope
 
@@ -62,7 +62,7 @@ def aiters_kernel():
 
 def config_of(custom, backend="inductor"):
     ops_on = ["none", "+rotary_embedding"] if custom else ["none"]
-    return CompilationConfig(custom_ops=ops_on, backend=backend)
+    return CompilationConfig(mode=CompilationMode.VLLM_COMPILE, custom_ops=ops_on, backend=backend)
 
 
 def embedding_of(kind, custom, aiter, is_neox):

@@ -205,7 +205,7 @@ class _Namespaces(TorchDispatchMode):
 
 def compiled_rotation(wrapper: Any) -> str:
     """Return what rotates as vLLM's compiled forward does: the kernel that rounds once, or the layer's own module."""
-    generated = is_native(wrapper.rotary_emb) and compat_wrapper.rounds_once(wrapper)
+    generated = is_native(wrapper.rotary_emb) and compat_layer.rounds_once(wrapper.mla_attn)
     return compat_layer.ROTARY_KERNEL if generated else compat_layer.ROTARY_EMB
 
 
