@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 
 from tests.support.opcalls import NAME, layer_of
@@ -28,10 +28,10 @@ class Worker:
         compilation.static_forward_context = {NAME: layer}
         compilation.cudagraph_capture_sizes = [1, 8, 64]
         compilation.cudagraph_mode = CUDAGraphMode.NONE
-        compilation.mode, compilation.backend, compilation.custom_ops = "VLLM_COMPILE", "inductor", ["none"]
+        compilation.mode, compilation.custom_ops = CompilationMode.VLLM_COMPILE, ["none"]
         self.vllm_config = layer._vllm_config
         self.vllm_config.cache_config.cache_dtype = "auto"
-        self.vllm_config.model_config = SimpleNamespace(dtype="torch.bfloat16")
+        self.vllm_config.model_config = SimpleNamespace(dtype="torch.bfloat16", hf_text_config=SimpleNamespace())
         self.vllm_config.device_config = SimpleNamespace(device_type="cuda")
         self.vllm_config.scheduler_config = SimpleNamespace(max_num_batched_tokens=2048)
         self.vllm_config.compute_hash = lambda: "k" * 64

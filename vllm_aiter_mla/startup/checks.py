@@ -18,7 +18,7 @@ from vllm_aiter_mla.kernels.inputs import LayerShape, meta_inputs, synthetic_inp
 from vllm_aiter_mla.serving.decision import PASSED, Checked
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
-from vllm_aiter_mla.startup import selfcheck
+from vllm_aiter_mla.startup import rotation, selfcheck
 from vllm_aiter_mla.startup.selfcheck import SelfCheckResult
 
 PAIRINGS = (False, True)
@@ -120,6 +120,7 @@ def _check_group(
     first: Layer, strict: bool, capture_sizes: Sequence[int], marked: Callable[[str], AbstractContextManager[None]]
 ) -> dict[str, Checked]:
     """Check the kernels of layers of one engine and one shape."""
+    rotation.check(first)
     shape = first.shape()
     named = shape.in_words()
     row = meta_inputs(shape)
