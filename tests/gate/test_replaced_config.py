@@ -107,8 +107,8 @@ def test_replaced_config_of_a_target_with_drafts_counts_them_after_its_draft_was
 def test_replaced_config_that_keeps_its_limit_keeps_its_pass(config):
     """A worker's pass knows which kernels were checked."""
     built = config(additional_config=ON)
-    pass_of(built).kernels = ("checked",)
-    assert pass_of(copied(replace(built))).kernels == ("checked",)
+    pass_of(built).key = ("checked",)
+    assert pass_of(copied(replace(built))).key == ("checked",)
 
 
 def test_replaced_config_that_is_skipped_now_holds_nothing_of_ours(config, said, fused):
