@@ -99,13 +99,12 @@ class Engine:
     # The two boundaries for errors; the second one is ``log.warned``.
 
     @contextmanager
-    def deciding(self, what: str, layers: Sequence[Layer] | None = None, effect: str = FALL_BACK) -> Iterator[None]:
+    def deciding(self, what: str, layers: Sequence[Layer] | None = None) -> Iterator[None]:
         """Decide something that may raise: then the layers run vLLM's own kernels, and one line says so.
 
         Args:
             what: what has failed, should it raise.
             layers: those concerned; None for all that the engine has by then.
-            effect: what follows, for the line.
 
         Raises:
             SettingsError: in strict mode.
@@ -119,6 +118,7 @@ class Engine:
             if self.strict and isinstance(error, SettingsError):
                 raise
             self.end_strict_start(reason, error)
+            effect = FALL_BACK if layers is None else THESE_FALL_BACK if layers else GOES_ON
             log.say_once(logging.ERROR, f"{reason}; {effect}")
 
     def end_strict_start(self, reason: str, cause: Exception | None = None) -> None:
@@ -167,8 +167,8 @@ class Engine:
 
     def make_layers(self) -> Backends:
         """Make the layers of the model, with a status and back ends that no other engine has; return the back ends."""
-        backends = self.backends = Backends(self.settings, current_platform())
         self.layers, self.status = [], EngineStatus()
+        backends = self.backends = Backends(self.settings, current_platform())
         for module in compat_config.mla_modules(self.config).values():
             self.layers.append(Layer(module, backends, self.status, self.limit).keep())
         return backends
@@ -187,11 +187,11 @@ class Engine:
         sizes = [size for size in self.config.compilation_config.cudagraph_capture_sizes or () if size <= self.limit]
         groups: dict[LayerShape, list[Layer]] = {}
         for layer in self.layers:
-            with self.deciding(LAYER_UNCHECKED, [layer], THESE_FALL_BACK):
+            with self.deciding(LAYER_UNCHECKED, [layer]):
                 if layer.facts().skip is None:
                     groups.setdefault(layer.shape(), []).append(layer)
         for shape, group in groups.items():
-            with self.deciding(LAYER_UNCHECKED, group, THESE_FALL_BACK):
+            with self.deciding(LAYER_UNCHECKED, group):
                 found = checks.check_kernels(group[0], sizes, marked)
                 for layer in group:
                     layer.checked(found, shape)
@@ -206,7 +206,7 @@ class Engine:
         return tuple(sorted({self._key_of(layer) for layer in self.layers}))
 
     def _key_of(self, layer: Layer) -> str:
-        with self.deciding(LAYER_UNCHECKED, [layer], THESE_FALL_BACK):
+        with self.deciding(LAYER_UNCHECKED, [layer]):
             return layer.cache_key()
         return layer.cache_key()  # of a stopped layer: nothing is read
 
@@ -247,7 +247,7 @@ class Engine:
     def _outcomes(self) -> dict[str, Outcome]:
         """Return what became of the layers so far, by name; one that cannot be asked runs vLLM's own kernels."""
         for layer in self.layers:
-            with self.deciding(LAYER_UNCHECKED, [layer], THESE_FALL_BACK):
+            with self.deciding(LAYER_UNCHECKED, [layer]):
                 layer.outcome()
         return {layer.name: layer.outcome() for layer in sorted(self.layers, key=lambda layer: layer.name)}
 
@@ -263,16 +263,16 @@ class Engine:
         records: list[RankStatus | None] = []
         try:
             try:
-                with self.deciding("the status is not complete", (), GOES_ON):
+                with self.deciding("the status is not complete", ()):
                     self._run_once()
-                with self.deciding("no status line could be made", (), GOES_ON):
+                with self.deciding("no status line could be made", ()):
                     record = self.status.record = self._record()
             finally:
                 # A rank that stops here hands over what it has: the other ranks wait for it.
-                with self.deciding("the status of the other ranks could not be gathered", (), GOES_ON):
+                with self.deciding("the status of the other ranks could not be gathered", ()):
                     records = ranks.exchange(record)[1]
             if record is not None:
-                with self.deciding("no status line could be said", (), GOES_ON):
+                with self.deciding("no status line could be said", ()):
                     self._say(records or [record], record)
         finally:
             self.strict = False

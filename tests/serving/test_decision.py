@@ -212,6 +212,21 @@ def test_decision_mutation_a_choice_without_the_margin_is_caught(monkeypatch, na
         test_decision_table(*ROWS[row])
 
 
+@pytest.mark.parametrize(
+    ("name", "facts", "checks", "would"),
+    [
+        ("aiter", ALL, checks(aiter=WRONG), True),
+        ("triton", ALL, checks(triton=WRONG), False),
+        ("triton", ALL, checks(aiter=NAN, aiter_opt=NAN, triton=WRONG), True),
+        ("triton", facts(*AUTO, aiter=UP_TO_255, aiter_opt=UP_TO_255), checks(triton=WRONG), True),
+        ("aiter", facts(*AUTO, aiter=DECLINES), checks(aiter=WRONG), False),
+    ],
+    ids=["the first", "a later one", "behind two that overflow", "for many tokens", "one that takes no batch"],
+)
+def test_strict_wrong_kernel_is_one_that_would_serve_at_some_token_count(name, facts, checks, would):
+    assert decision.would_serve(name, facts, checks, Settings()) == would
+
+
 # What holds for every decision.
 
 OFFERS = st.sampled_from([TAKES, ABSENT, DECLINES, UP_TO_255, FROM_256])

@@ -235,6 +235,17 @@ def test_mutation_fail_closed_a_check_that_raised_counts_as_made(said, monkeypat
 
 
 @pytest.mark.mutation("I12")
+def test_mutation_fail_closed_a_strict_mode_that_ends_no_start_is_caught(said, monkeypatch):
+    asked = []
+    monkeypatch.setattr(Engine, "end_strict_start", lambda self, reason, cause=None: asked.append(reason))
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        test_fail_closed_whatever_raises_at_the_check_no_layer_runs_unchecked(
+            said, monkeypatch, AT_THE_CHECK["the check"], strict=True
+        )
+    assert ["planted" in reason for reason in asked] == [True]
+
+
+@pytest.mark.mutation("I12")
 def test_mutation_fail_closed_the_hook_swallows_what_the_check_raises(said, monkeypatch):
     swallowed = []
 

@@ -354,7 +354,7 @@ def test_ranks_choose_nothing_of_a_shape_that_one_of_them_could_not_time():
     ):
         chosen, troubles = timing.agree([whole, other, timing.Answer()])
         assert (set(chosen), troubles) == (shapes, ["rank 1: planted"])
-        assert all(spans == [OURS, OURS] for spans in chosen.values())
+        assert all(choices == (OURS, OURS) for choices in chosen.values())
 
 
 @pytest.mark.mutation

@@ -77,7 +77,7 @@ class Figures:
 
     rounds: Rounds = field(default_factory=dict)  # of this rank; empty if nothing was timed
     why: str = ""  # nothing was timed
-    ranks: tuple[tuple[Span, ...], ...] = ()
+    ranks: tuple[tuple[Span, ...], ...] = ()  # what each rank, this one too, has chosen; empty until they have agreed
 
 
 # The result.

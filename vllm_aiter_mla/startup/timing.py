@@ -36,6 +36,8 @@ from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.status.record import Timed
 
 VLLMS = "vLLM's own kernels run"
+Choice = tuple[Span, ...]
+"""What a rank runs on layers of a shape by its own figures."""
 DRIVERS = (Path("/sys/module/amdgpu/version"), Path("/sys/module/nvidia/version"))
 
 
@@ -54,7 +56,7 @@ class Taken:
 class Answer:
     """What one rank hands over to the others."""
 
-    chosen: dict[str, tuple[Span, ...]] = field(default_factory=dict)  # by layer shape, in words; () if none was timed
+    chosen: dict[str, Choice] = field(default_factory=dict)  # by layer shape, in words; () if it was not timed
     troubles: tuple[str, ...] = ()  # why shapes could not be timed
     why: str = ""  # the rank could not time at all
 
@@ -79,18 +81,24 @@ def time_kernels(config: Any, settings: Settings, layers: Sequence[Layer], limit
         _leave_untimed(layers, _line(error))
         return
     budget, groups, taken = stopwatch.Budget(), dict[str, list[Layer]](), dict[str, Taken]()
-    answer, place, ranks_choose = Answer(why="its kernels could not be checked"), 0, dict[str, list[tuple[Span, ...]]]()
+    answer, chosen, place = Answer(why="its kernels could not be checked"), dict[str, tuple[Choice, ...]](), 0
     try:
         if limit is not None:
-            _time(config, settings, layers, limit, rank, budget, groups, taken)
-            answer = _answer(groups, taken, settings)
+            # No batch is larger, whatever limit the user has set.
+            counts = stopwatch.token_counts(min(limit, config.scheduler_config.max_num_batched_tokens))
+            for layer in layers:
+                if layer.usable():
+                    groups.setdefault(layer.shape().in_words(), []).append(layer)
+            for text, (first, *_) in groups.items():
+                taken[text] = _figures(config, first, counts, budget, rank)
+            answer = _answer(groups, taken)
     except Exception as error:
         answer = Answer(why=_line(error))
     try:
         place, answers = ranks.exchange(answer)
-        ranks_choose, troubles = agree(answers)
-        for text in groups.keys() & ranks_choose.keys():
-            _apply(text, groups[text], taken[text], tuple(ranks_choose[text]))
+        chosen, troubles = agree(answers)
+        for text in groups.keys() & chosen.keys():
+            _apply(text, groups[text], taken[text], chosen[text])
     except Exception as error:
         troubles, place = [f"rank {place}: {_line(error)}"], 0  # which says so, whichever rank it is
     _leave_untimed(layers, next(iter(troubles), "vLLM's own kernels cannot be timed here"))
@@ -100,7 +108,7 @@ def time_kernels(config: Any, settings: Settings, layers: Sequence[Layer], limit
         with log.warned("the memory of the timing could not be given back"):
             card().give_back()
     if place == 0:
-        _say(troubles, num_timed, stopwatch.BUDGET_S - budget.left, len(ranks_choose))
+        _say(troubles, num_timed, stopwatch.BUDGET_S - budget.left, len(chosen))
 
 
 def _leave_untimed(layers: Sequence[Layer], why: str) -> None:
@@ -121,34 +129,18 @@ def _is_asked_for(config: Any, settings: Settings) -> bool:
     return settings.measures and config.device_config.device_type == card().torch_device
 
 
-def _time(
-    config: Any, settings: Settings, layers: Sequence[Layer], limit: int, rank: int, budget: stopwatch.Budget,
-    groups: dict[str, list[Layer]], taken: dict[str, Taken],
-) -> None:  # fmt: skip
-    """Fill ``groups`` with the layers by shape, and ``taken`` with the figures of each."""
-    # No batch is larger, whatever limit the user has set.
-    counts = stopwatch.token_counts(min(limit, config.scheduler_config.max_num_batched_tokens))
-    for layer in layers:
-        if layer.usable():
-            groups.setdefault(layer.shape().in_words(), []).append(layer)
-    for text, group in groups.items():
-        taken[text] = _figures(config, settings, group[0], counts, budget, rank)
-
-
-def _answer(groups: Mapping[str, Sequence[Layer]], taken: Mapping[str, Taken], settings: Settings) -> Answer:
+def _answer(groups: Mapping[str, Sequence[Layer]], taken: Mapping[str, Taken]) -> Answer:
     """Return what this rank chooses by its own figures."""
-    chosen = dict[str, tuple[Span, ...]]()
+    chosen = dict[str, Choice]()
     for text, (first, *_) in groups.items():
         rounds, chosen[text] = taken[text].rounds, ()
         if rounds:
-            decided = decide(first.facts(), first.checks, Figures(rounds), settings)
+            decided = decide(first.facts(), first.checks, Figures(rounds), first.backends.settings)
             chosen[text] = decided.kernels or _vllms(rounds)
     return Answer(chosen, tuple(one.why for one in taken.values() if one.why))
 
 
-def _figures(
-    config: Any, settings: Settings, layer: Layer, counts: Sequence[int], budget: stopwatch.Budget, rank: int
-) -> Taken:
+def _figures(config: Any, layer: Layer, counts: Sequence[int], budget: stopwatch.Budget, rank: int) -> Taken:
     """Return the figures of a layer's shape, of earlier starts or timed now; none if there is nothing to choose."""
     backends, shape = layer.usable(), layer.shape()
     if len(backends) < 2 or VLLM not in backends:
@@ -164,7 +156,7 @@ def _figures(
     kernels = {name: [backend.kernel_of(call) for call in calls] for name, backend in backends.items()}
     key = machine | options | place | {"counts": list(counts), "candidates": kernels}
     kept, since = Rounds(), ""
-    if settings.measure != "again":
+    if layer.backends.settings.measure != "again":
         with log.warned("the kept figures could not be read"):
             kept, since = read(compat_config.cache_folder(), key)
     left = [count for count in counts if count not in kept]
@@ -183,32 +175,26 @@ def _figures(
     return Taken(found, "" if found else why, key, kept, "" if timed else since)
 
 
-def _vllms(rounds: Rounds) -> tuple[Span, ...]:
+def _vllms(rounds: Rounds) -> Choice:
     return (Span(1, max(rounds), VLLM),)
 
 
-def agree(answers: Sequence[Answer]) -> tuple[dict[str, list[tuple[Span, ...]]], list[str]]:
+def agree(answers: Sequence[Answer]) -> tuple[dict[str, tuple[Choice, ...]], list[str]]:
     """Return what each rank has chosen by layer shape, and why shapes are missing. Pure, so every rank gets the same.
 
     A shape is missing if one of its ranks could not time it. All are if a rank does not know its shapes. A rank without
     layers of a shape, as in a pipeline, does not count for it.
     """
-    troubles = [
-        f"rank {rank}: {why}"
-        for rank, answer in enumerate(answers)
-        for why in (answer.why, *answer.troubles)
-        if why
-    ]  # fmt: skip
+    told = ((rank, why) for rank, answer in enumerate(answers) for why in (answer.why, *answer.troubles))
+    troubles = [f"rank {rank}: {why}" for rank, why in told if why]
     if any(answer.why for answer in answers):
         return {}, troubles
-    chosen: dict[str, list[tuple[Span, ...]]] = {}
-    for answer in answers:
-        for text, spans in answer.chosen.items():
-            chosen.setdefault(text, []).append(spans)
-    return {text: spans for text, spans in chosen.items() if all(spans)}, troubles
+    shapes = dict.fromkeys(text for answer in answers for text in answer.chosen)
+    chosen = {text: tuple(answer.chosen[text] for answer in answers if text in answer.chosen) for text in shapes}
+    return {text: choices for text, choices in chosen.items() if all(choices)}, troubles
 
 
-def _apply(text: str, group: Sequence[Layer], own: Taken, chosen: tuple[tuple[Span, ...], ...]) -> None:
+def _apply(text: str, group: Sequence[Layer], own: Taken, chosen: tuple[Choice, ...]) -> None:
     """Let the layers of a shape run what this rank's figures and the choices of all ranks say."""
     for layer in group:
         layer.timed(Figures(own.rounds, ranks=chosen))
