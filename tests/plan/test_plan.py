@@ -26,6 +26,7 @@ REQUESTS = ("--max-num-seqs", "256")
 MTP = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}')
 GRAPH, OURS = "--compilation-config", "--additional-config"
 PLAIN = ("VLLM_ROCM_USE_AITER_FP8BMM=0", "VLLM_ROCM_USE_AITER_FP4BMM=0")
+PARTITION = "-cc.use_inductor_graph_partition=true"
 slow = pytest.mark.slow
 
 
@@ -176,6 +177,7 @@ def test_the_table_of_checkpoints_says_what_plan_says_for_both_defaults_of_vllm(
         ("-cc.use_inductor_graph_partition=false", "graph_partition"),
         pytest.param("-O0", "compilation_mode", marks=slow),
         ("--enforce-eager", "enforce_eager"),
+        (PARTITION, None),
         pytest.param("-cc.splitting_ops=[]", None, marks=slow),
     ],
 )
@@ -211,15 +213,16 @@ def test_plan_sees_why_the_module_integration_leaves_a_layer_to_vllm(changed, op
 
 @pytest.mark.mutation
 def test_mutation_a_plan_that_asks_no_wrapper_is_caught():
-    with pytest.raises(AssertionError, match=r"\[\] != \['unknown_forward'\]"):
-        test_plan_sees_why_the_module_integration_leaves_a_layer_to_vllm("plan asks no wrapper", (), "unknown_forward")
+    with pytest.raises(AssertionError, match=r"\[\] != \['rope_other_operand'\]"):
+        test_plan_sees_why_the_module_integration_leaves_a_layer_to_vllm(
+            "plan asks no wrapper", (), "rope_other_operand"
+        )
 
 
 def test_the_passes_need_no_known_forward_and_the_remedy_names_partition():
-    options = ("-cc.use_inductor_graph_partition=true", OURS, '{"aiter_mla": {"integration": "passes"}}')
-    plan = planned("deepseek-v2-lite", *options, bug="vLLM has another forward")
+    plan = planned("deepseek-v2-lite", PARTITION, bug="vLLM has another forward")
     assert (plan["outcome"], codes(plan)) == ("engaged", [])
-    assert "-cc.use_inductor_graph_partition=true" in admission.REMEDIES["unknown_forward"]
+    assert PARTITION in admission.REMEDIES["unknown_forward"]
 
 
 @pytest.mark.parametrize(
@@ -248,7 +251,7 @@ def test_the_passes_need_no_known_forward_and_the_remedy_names_partition():
     ],
 )  # fmt: skip
 def test_limit_ranges_captures_and_batch_are_those_of_the_finished_config(arguments, expected):
-    plan = planned(*R1, *arguments)
+    plan = planned(*R1, PARTITION, *arguments)
     captures, ranges, options = plan["captures"], plan["compile_ranges"], plan["options"]
     text = printout.text(plans.parsed(plan))
     ends = {name: (*captures[name][:1], *captures[name][-1:]) for name in ("inside", "outside")}

@@ -33,7 +33,8 @@ LAYER = admission.LayerView(
     impl="Other", is_sparse=True, q_pad_num_heads=64, has_absorbed_weight=False, missing=("x",), amx_bmm=True,
     has_rope_kernel=False, captures="ALWAYS",
     kv_cache_dtype="fp8_e5m2", kv_cache_ndim=4, dcp=2, pcp=2, dcp_q_replicate=True, hisparse=True,
-    graph_dtype="float16", cos_sin_dtype_matches=False, sliding_window=True, num_heads=0, kv_lora_rank=0,
+    graph_dtype="float16", cos_sin_dtype_matches=False, sliding_window=True, query_scaled=True, num_heads=0,
+    kv_lora_rank=0,
 )  # fmt: skip
 
 

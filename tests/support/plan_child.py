@@ -1,8 +1,8 @@
 """The process that plan asks, for many plans: each is made in a fork, because vLLM keeps much of a config.
 
 ``python -m tests.support.plan_child gfx950`` reads a request a line and answers with a pickle: the plan, or why there
-is none, and ``decision``: limit and code of the gate's last answer, as ``gate.apply`` returned them. A request may name
-a bug to plant.
+is none, and ``decision``: limit and code of the gate's last decision, as ``gate.apply`` returned them. A request may
+name a bug to plant.
 """
 
 import gc
@@ -39,11 +39,11 @@ def _with_limit(engine: dict[str, Any], limit: int) -> dict[str, Any]:
     return engine | {"gate": engine["gate"] | {"limit": limit}}
 
 
-def _over_another_forward(config: Any) -> Any:
+def _over_another_forward(args: Any) -> Any:
     from vllm_aiter_mla.compat import wrapper
 
-    with mock.patch.object(wrapper, "KNOWN_FORWARDS", {cls: {} for cls in wrapper.KNOWN_FORWARDS}):
-        return layers(config)
+    wrapper.KNOWN_FORWARDS = {cls: {} for cls in wrapper.KNOWN_FORWARDS}  # of this fork alone
+    return finished(args)
 
 
 def _of_another_rotation(config: Any) -> Any:
@@ -53,16 +53,17 @@ def _of_another_rotation(config: Any) -> Any:
         return layers(config)
 
 
+def _without_their_wrappers(config: Any) -> Any:
+    return [(kind._replace(why_not_module=None), count) for kind, count in _of_another_rotation(config)]
+
+
 BUGS = {
     "nothing is quantised": (rocm_config, "finished_config", lambda args: _unquantised(finished(args))),
     "the limit is not the gate's": (answer, "engine_facts", lambda config: _with_limit(facts(config), 1)),
-    "vLLM has another forward": (rocm_config, "mla_layers", _over_another_forward),
+    "vLLM has another forward": (rocm_config, "finished_config", _over_another_forward),
     "vLLM has another rotary embedding": (rocm_config, "mla_layers", _of_another_rotation),
-    "plan asks no wrapper": (
-        rocm_config, "mla_layers", lambda config: [(kind._replace(why_not_module=None), count)
-                                                   for kind, count in _over_another_forward(config)],
-    ),
-}  # fmt: skip
+    "plan asks no wrapper": (rocm_config, "mla_layers", _without_their_wrappers),
+}
 # Imported once for all plans, which would else each import them.
 WARM = (
     "vllm.model_executor.models.deepseek_v2", "vllm_aiter_mla.passes.pipeline",
@@ -86,9 +87,10 @@ def warm() -> None:
 
 
 def applied(config: Any) -> Any:
-    """Note what the gate answers."""
-    decisions.append(apply(config))
-    return decisions[-1]
+    """Note what the gate decides; it leaves an engaged config alone."""
+    found = apply(config)
+    decisions.extend([found] * (found is not None))
+    return found
 
 
 def planned(request: dict[str, Any], about: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
@@ -100,7 +102,7 @@ def planned(request: dict[str, Any], about: dict[str, Any]) -> tuple[Plan, dict[
         found = build.build(made, about, variables)
     last = decisions[-1] if decisions else None
     skip = last.code if isinstance(last, Skip) else None
-    return found, {"limit": last if skip is None else None, "skip": skip}
+    return found, {"limit": getattr(last, "limit", None), "skip": skip}
 
 
 def main(arch: str) -> None:

@@ -42,16 +42,17 @@ PREFILLS = (ABOVE, MIXED)
 DECODING, ROUNDS, SHORTEST = 4, 11, 3
 """Requests that decode in a step of both; how often each step is timed; tokens of the prompts, if there may be enough.
 
-A prompt of three tokens has a log-probability behind one rotated row of each layer. In longer ones, and in deep models,
-the first other bit moves all that follows: one rounding in 4096 values of q_pe and k_pe gave a mean |dlogprob| of 0.016
-over 23 tokens of two layers on a CPU, and three roundings of every value gave 0.025."""
+A prompt of three tokens has a log-probability behind one rotated row of each layer. Behind many rows, and in deep
+models, one other bit moves all that follows: over 23 tokens of two layers, another rounding of one value of q_pe and
+k_pe in 4096 gave a mean |dlogprob| of 0.016, and three roundings of each value 0.025 (CPU engine, 2026-11-27)."""
 MOST_UNEQUAL, SLOWER = 0.5, 1.02
-"""Share of such prompts whose bytes may differ; ratio of times, on to off, above which ``check`` warns on a card.
+"""Share of the prompts whose bytes may differ; ratio of times, on to off, above which ``check`` warns on a card.
 
-What rounds once gives the same bytes, whether or not it contracts multiply and add: the product of two values of bf16
-or fp16 is exact in float32. Of 4 million random values none differed, and 2 in 100,000 from a table in float32, which
-admission skips: a prompt of a layer of 128 heads has 8,256 values, so about half of the prompts of four such layers
-differ. Three roundings change 32 % of the values, and every prompt."""
+What rounds q_pe and k_pe once gives the same bytes, whether or not it contracts multiply and add: the product of two
+values of 16 bits is exact in float32. With a table in float32, which admission skips, 2 in 100,000 values differ; a
+prompt has 8,256 of them in a layer of 128 heads, so about half of the prompts of four such layers would. Three
+roundings change 32 % of the values. Of 8 prompts in the sandbox's engine, 8 had the same bytes with one rounding, 7
+with another rounding of one value in 4096, and none with two or three roundings of each value."""
 
 
 def prompts(seed: int, lengths: Sequence[int], new_tokens: int, arrivals: Sequence[int] = ()) -> list[Request]:

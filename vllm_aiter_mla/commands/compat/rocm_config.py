@@ -147,6 +147,7 @@ def _without_weights(config: Any) -> Iterator[None]:
         replaced: Callable[..., Any] = lambda *what, **how: stack.enter_context(mock.patch.object(*what, **how))  # noqa: E731
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         replaced(platform, "device_type", "meta")
+        replaced(config.device_config, "device", torch.device("meta"))
         stack.enter_context(set_current_vllm_config(config))
         with mock.patch.object(config, "parallel_config", ParallelConfig()):
             groups.init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
