@@ -12,8 +12,9 @@ ARROWS: dict[str, set[str]] = {
     "serving": BASE,
     "passes": BASE | {"serving"},
     "startup": BASE | {"serving"},
+    "engine": BASE | {"serving", "startup"},
     "gate": BASE | {"passes"},
-    "plugin": {"compat", "gate", "serving", "startup"},
+    "plugin": {"compat", "engine", "gate", "serving"},
     "verify": FIRST | {"kernels", "serving", "startup"},
 }
 ARROWS["commands.compat"] = FIRST | {"kernels", "compat"}

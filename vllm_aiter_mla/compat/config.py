@@ -300,23 +300,3 @@ def _breakable_cudagraph() -> bool:
     except ImportError:
         return False
     return bool(is_breakable_cudagraph_enabled())
-
-
-# MERGE: go with the third side of the commands.
-def as_typed(options: Any) -> str:
-    """Return nothing."""
-    return ""
-
-
-def gates_options(compilation: Any) -> dict[str, Any]:
-    """Return nothing."""
-    return {}
-
-
-def set_options(compilation: Any, options: Any) -> None:
-    """Do nothing."""
-
-
-def added_options(vllm_config: Any) -> dict[str, Any]:
-    """Return nothing."""
-    return {}

@@ -102,13 +102,6 @@ def norms(wrapper: Any, q_c: torch.Tensor, kv_c: torch.Tensor) -> tuple[torch.Te
     return fused_q_kv_rmsnorm(q_c, kv_c, q_norm.weight.data, kv_norm.weight.data, q_norm.variance_epsilon)
 
 
-def rounds_once(wrapper: Any) -> bool:
-    """Return whether a compiled forward rounds an expression of 16-bit values once, as Inductor's code does."""
-    compilation = wrapper.mla_attn._vllm_config.compilation_config
-    emulates = (compilation.inductor_compile_config or {}).get("emulate_precision_casts")
-    return bool(compilation.backend == "inductor" and not emulates)
-
-
 def quantises_output(wrapper: Any) -> bool:
     """Return whether vLLM's passes would fuse a quantisation into the attention op; they do not know our op."""
     compilation = wrapper.mla_attn._vllm_config.compilation_config
