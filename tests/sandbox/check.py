@@ -27,7 +27,7 @@ ARGUMENTS = (
 FP8 = ("--kv-cache-dtype", "fp8")
 # Graph partition as a user gives it, on both sides.
 PASSES = ("-cc.use_inductor_graph_partition=true", f"{PLUGIN}integration=passes")
-ENGINE = ("engine", "decode against prefill")
+ENGINE = ("engine", "prefill rows", "decode against prefill")
 TITLE = "a small random DeepSeek on this CPU"
 SHARED = ("PYTHONPATH", "VLLM_PLUGINS", "HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_CPU_KVCACHE_SPACE",
           "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "VLLM_CPU_OMP_THREADS_BIND")  # fmt: skip
