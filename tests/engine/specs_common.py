@@ -17,6 +17,8 @@ CHUNKED = VllmOptions(model=SMALL, max_num_batched_tokens=CHUNK_TOKENS)
 EAGER_VLLM = VllmOptions(model=NO_YARN, max_num_batched_tokens=CHUNK_TOKENS, extra=EAGER_MODE)
 # Plain GEMMs, as on GPUs: vLLM's own pass reads its pattern from those. The fp8 engines have the CPU build's.
 PLAIN = Emulation(linear="aten")
+# Decode rows round as vLLM's fused RoPE + KV write, and as its eager YaRN.
+THREE = PluginOptions(rounding="three")
 
 # Plain RotaryEmbedding, no q_lora, and an odd layer count. Pieces are captured without metadata.
 FP32_MODEL = {"num_hidden_layers": 1, "yarn": False, "q_lora_rank": None, "dtype": "float32"}

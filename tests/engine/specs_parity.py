@@ -2,15 +2,13 @@
 
 from dataclasses import replace
 
-from tests.engine.specs_common import CHUNKED, FP32, FULL, PLAIN, SCALES, SMALL, pair
+from tests.engine.specs_common import CHUNKED, FP32, FULL, PLAIN, SCALES, SMALL, THREE, pair
 from tests.sandbox.runs import BF16_SCENARIOS, FP8_SCENARIOS
-from tests.sandbox.spec import Emulation, EngineSpec, Fault, PluginOptions, VllmOptions
+from tests.sandbox.spec import Emulation, EngineSpec, Fault, VllmOptions
 
 # In one process: a planted fingerprint does not reach a spawned one, and the artifact would be found again.
 CACHED = replace(CHUNKED, compile_cache=True)
 OWN_PASS = replace(CHUNKED, own_pass=True)
-# As vLLM's fused op rounds, in decode steps too.
-THREE = PluginOptions(rounding="three")
 # A graph that only the first passes have rewritten serves nobody: it is compared without the roundings of that op.
 ROUNDS_ONCE = "tests.engine.engine_mutations:vllms_fused_op_rounds_once"
 
