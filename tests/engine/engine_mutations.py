@@ -71,6 +71,17 @@ def vllms_fused_op_rounds_once() -> None:
     plugin.spoil(gpu_ops, "rotate", lambda inner, x, cos, sin, is_neox, *_: inner(x, cos, sin, is_neox))
 
 
+def every_batch_is_rotated_by_vllms_fused_op() -> None:
+    """Batches that no kernel of ours takes run vLLM's fused RoPE + KV write, which rounds three times in bf16."""
+    from vllm_aiter_mla.compat.layer import FUSED_ROPE
+    from vllm_aiter_mla.serving import ops
+
+    def rotates(inner, step, q, k_pe, kv_c, rope):
+        return inner(step, q, k_pe, kv_c, rope._replace(rotation=FUSED_ROPE))
+
+    plugin.spoil(ops, "rotate_and_write", rotates)
+
+
 def q_scale_is_applied_twice() -> None:
     """The query is scaled before the kernel and by it."""
     from vllm_aiter_mla.kernels import absorb

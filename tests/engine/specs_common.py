@@ -18,6 +18,8 @@ CHUNKED = VllmOptions(model=SMALL, max_num_batched_tokens=CHUNK_TOKENS)
 EAGER_VLLM = VllmOptions(model=NO_YARN, max_num_batched_tokens=CHUNK_TOKENS, extra=EAGER_MODE)
 # Plain GEMMs, as on GPUs: vLLM's own pass reads its pattern from those. The fp8 engines have the CPU build's.
 PLAIN = Emulation(linear="aten")
+# Decode rows round as vLLM's fused RoPE + KV write, and as its eager YaRN.
+THREE = PluginOptions(rounding="three")
 
 # Plain RotaryEmbedding, no q_lora, and an odd layer count. In fp32, where neither a GEMM over more rows nor another way
 # to compile moves a token: one engine with the flag off serves all of these.

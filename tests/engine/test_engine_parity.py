@@ -23,14 +23,14 @@ def test_tokens_and_logprobs_are_those_of_vllm_with_every_layer_engaged(engines,
     assert found.max_abs_dlogprob <= MAX_DLOGPROB
 
 
-@pytest.mark.engine("bf16-off", "vllms-pass-on")
+@pytest.mark.engine("vllms-pass-off", "vllms-pass-on")
 def test_layers_that_vllms_pass_has_fused_are_taken_over(engines):
     on = engines("vllms-pass-on")
     assert_all_engaged(on)
     assert on.status[0]["integration"] == "passes", "the default over graph partition"
     counts = on.status[0]["compiled"]["1-16"]
     assert counts["vllm_fused"] == counts["aiter_fusion"] == 2
-    assert_parity(engines("bf16-off"), on)
+    assert_parity(engines("vllms-pass-off"), on)
 
 
 @pytest.mark.wide
