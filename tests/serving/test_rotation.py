@@ -150,6 +150,28 @@ def assert_same(ours, theirs):
         assert torch.equal(a, b), f"{name}: {(a != b).float().mean():.1%} of the bytes' values differ"
 
 
+CUT = ["vllm::unified_mla_attention_with_output", "vllm::unified_mla_kv_cache_update"]
+
+
+@pytest.mark.parametrize(
+    ("fuses", "partition", "splitting_ops", "wanted"),
+    [
+        (True, True, CUT[:1], FUSED_ROPE),
+        (True, False, [], FUSED_ROPE),
+        (True, False, CUT, ROTARY_KERNEL),
+        (False, True, CUT[:1], ROTARY_KERNEL),
+    ],
+)
+def test_todays_rounding_is_that_of_vllms_own_fusion_where_it_runs(found, fuses, partition, splitting_ops, wanted):
+    """The module by name over the user's graph partition, where vLLM's pass fuses with the flag off."""
+    config = config_of(custom=False)
+    config.pass_config.fuse_rope_kvcache_cat_mla = fuses
+    config.use_inductor_graph_partition, config.splitting_ops = partition, splitting_ops
+    attention = SimpleNamespace(_vllm_config=SimpleNamespace(compilation_config=config))
+    embedding = next(embedding for row, (embedding, *_) in found.items() if not row[1])
+    assert module.compiled_rotation(SimpleNamespace(rotary_emb=embedding, mla_attn=attention)) == wanted
+
+
 @pytest.mark.mutation("I5")
 @pytest.mark.parametrize("always", [ROTARY_KERNEL, ROTARY_EMB])
 def test_mutation_one_rotation_for_all_options_is_seen(found, always, monkeypatch):

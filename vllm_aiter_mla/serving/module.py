@@ -219,7 +219,9 @@ class _Namespaces(TorchDispatchMode):
 
 
 def compiled_rotation(wrapper: Any) -> str:
-    """Return what rotates as vLLM's compiled forward does: the kernel that rounds once, or the layer's own module."""
+    """Return what rotates as vLLM's compiled forward does, of ``ops.Rope``."""
+    if compat_wrapper.fuses_rope(wrapper):
+        return compat_layer.FUSED_ROPE
     generated = is_native(wrapper.rotary_emb) and compat_layer.rounds_once(wrapper.mla_attn)
     return compat_layer.ROTARY_KERNEL if generated else compat_layer.ROTARY_EMB
 
