@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla.kernels import formats
-from vllm_aiter_mla.kernels.reference import gather_cos_sin, rotate, scatter_rows, store_nope
+from vllm_aiter_mla.kernels.reference import VLLM_KERNEL, gather_cos_sin, rotate, scatter_rows, store_nope
 
 _LIBRARIES: list[torch.library.Library] = []
 
@@ -140,7 +140,7 @@ def concat_and_cache_mla(
     scale: torch.Tensor,
     skip_scale: bool = False,
 ) -> None:
-    """Write the KV rows, as vLLM's GPU kernel of this name does, but for ``write_kv_rows``'s reciprocal.
+    """Write the KV rows, as vLLM's GPU kernel of this name does.
 
     vLLM 0.33 sets ``skip_scale`` where the scale is one.
     """
@@ -173,26 +173,22 @@ def gather_and_maybe_dequant_cache(
 def write_kv_rows(
     kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor, k_scale: torch.Tensor
 ) -> None:
-    """Write [kv_c | rotated k_pe] rows to a bf16 cache or to a uint8 cache that holds the platform's fp8 type."""
+    """Write [kv_c | rotated k_pe] rows to a bf16 cache or to a uint8 cache that holds the platform's fp8 type.
+
+    As vLLM's kernels on ROCm (``scaled_convert`` of csrc/quantization/w8a8/fp8/amd/quant_utils.cuh): values are divided
+    by the scale in float32, saturate, and stay NaN. AITER's op and ours multiply by the reciprocal, so a decode row
+    may hold another fp8 code unless the scale is a power of two.
+    """
     from vllm.platforms import current_platform
 
     if kv_cache.numel() == 0 or slots.numel() == 0:
         return
     cache = kv_cache.view(current_platform.fp8_dtype()) if kv_cache.dtype == torch.uint8 else kv_cache
-    inv_scale = k_scale.reshape(-1)[0].reciprocal()
     s = slots.numel()
-    rows = torch.cat(
-        [
-            store_nope(x[:s], inv_scale, cache.dtype).view(_raw(cache.dtype))
-            for x in (kv_c, k_pe.view(k_pe.shape[0], -1))
-        ],
-        dim=-1,
-    )
-    scatter_rows(cache, slots.flatten(), rows.view(cache.dtype))
-
-
-def _raw(dtype: torch.dtype) -> torch.dtype:
-    return torch.uint8 if formats.is_fp8(dtype) else dtype
+    rows = torch.cat([kv_c[:s], k_pe[:s].reshape(s, -1)], dim=-1)
+    if formats.is_fp8(cache.dtype):
+        rows = store_nope(rows.float() / k_scale.reshape(-1)[0], torch.ones(()), cache.dtype, VLLM_KERNEL)
+    scatter_rows(cache, slots.flatten(), rows)
 
 
 @cache

@@ -155,7 +155,7 @@ class Setup:
     def _ours(self, q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, at: torch.Tensor, out: torch.Tensor):
         table, is_neox = self.rope.cos_sin_cache, self.rope.is_neox_style
         op = torch.ops.vllm_aiter_mla.mla_attention_with_rope
-        op(q, k_pe, kv_c, at, table, self.layer._k_scale, out, is_neox, LAYER)
+        op(q, k_pe, kv_c, at, table, self.layer._k_scale, out, is_neox, "_C::rotary_embedding", LAYER)
 
     def _vllm(self, q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, at: torch.Tensor, out: torch.Tensor):
         """As the model's own forward does, with vLLM's RoPE kernel."""

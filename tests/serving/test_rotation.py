@@ -284,3 +284,18 @@ def test_the_emulated_fused_op_rounds_and_skips_as_vllms_kernel_does():
         torch.ops._C_cache_ops.concat_and_cache_mla_rope_fused(
             positions, q_pe, k_pe, kv_c, table, True, slots[:5], cache, "auto", k_scale
         )
+
+
+def test_the_emulated_kv_write_divides_saturates_and_keeps_nan_as_vllms_kernel_does():
+    """Half-way between two codes a reciprocal may fall to the other side."""
+    fp8, scale = torch.float8_e4m3fn, torch.tensor(7 / 16)
+    half_way = torch.cat([(17 + 2 * torch.arange(8)) / 16 * 2.0**k for k in range(-3, 5)])
+    rows = torch.cat([half_way * scale, torch.tensor([float("nan"), 3e38, -3e38, 0.0])]).bfloat16().expand(2, -1)
+    cache = torch.zeros(1, 2, rows.shape[1], dtype=torch.uint8)
+    gpu_ops.write_kv_rows(rows[:, :60], rows[:, None, 60:], cache, torch.tensor([1, -1]), scale)
+    (other, got) = cache[0].view(fp8).float()
+    assert not other.any(), "no slot"
+    assert torch.equal(got[:64], half_way.to(fp8).float())
+    assert not torch.equal(got[:64], (half_way * scale * scale.reciprocal()).to(fp8).float())
+    assert got[64].isnan()
+    assert got[65:].tolist() == [448.0, -448.0, 0.0]

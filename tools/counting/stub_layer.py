@@ -176,6 +176,7 @@ def without_kernels(layer: StubLayer) -> Iterator[None]:
         mock.patch.object(torch, "cat", _joined),
         mock.patch.object(_custom_ops, "concat_and_cache_mla_rope_fused", nothing),
         mock.patch.object(_custom_ops, "rotary_embedding", nothing),
+        mock.patch.object(layer.impl, "do_kv_cache_update", nothing),
     ):
         yield
 

@@ -122,16 +122,17 @@ class Layer:
     def write(
         self, kv_c: torch.Tensor, k_pe: torch.Tensor, slots: torch.Tensor, metadata: Batch, rope: bodies.Rope
     ) -> None:
-        """Write the KV rows, rounded once.
+        """Write the KV rows as vLLM's kernel does, which divides by the scale.
 
         Raises:
             AssertionError: the operands differ in their number of rows.
         """
         assert len(slots) == len(k_pe) == len(kv_c) == len(rope.positions), "one slot per row"
         joint = torch.cat([kv_c, k_pe.squeeze(1)], dim=-1)
-        reference.scatter_rows(
-            self.kv_cache, slots, reference.store_nope(joint, rope.k_scale.reciprocal(), self.kv_cache.dtype)
-        )
+        one = torch.ones_like(rope.k_scale)
+        scaled = joint.float() / rope.k_scale if formats.is_fp8(self.kv_cache.dtype) else joint
+        rows = reference.store_nope(scaled, one, self.kv_cache.dtype, reference.VLLM_KERNEL)
+        reference.scatter_rows(self.kv_cache, slots, rows)
 
     def forward_mqa(self, q_prepared: torch.Tensor, kv_cache: torch.Tensor, metadata: Batch) -> torch.Tensor:
         """Attend in float32, each row over the first ``row_keys`` keys of its own blocks."""
