@@ -30,10 +30,10 @@ def test_make_demo_plans_and_runs_its_engine_over_each_cache(monkeypatch):
         return steps.Step("passed", "")
 
     monkeypatch.setattr(model, "ask", ask)
-    replaced = {"plan": steps.plan, "engine": engine_of, "decode against prefill": engine_of}
+    replaced = {"plan": steps.plan} | dict.fromkeys(("engine", "prefill rows", "decode against prefill"), engine_of)
     monkeypatch.setattr(steps, "STEPS", replaced)
     check.main()
-    assert caches == ["auto", "auto", "fp8", "fp8"]
+    assert caches == ["auto"] * 3 + ["fp8"] * 3
 
 
 def test_no_installed_package_lists_the_sandbox():

@@ -53,7 +53,7 @@ def main(html: Path | None = None) -> int:
         asked = context(Path(work) / "model", environment(Path(work) / "inductor"))
         found = list(command.run(asked))
         fp8 = replace(asked, arguments=(*asked.arguments, "--kv-cache-dtype", "fp8"), answers={})
-        for name in ("plan", "engine", "decode against prefill"):
+        for name in ("plan", "engine", "prefill rows", "decode against prefill"):
             print(f"{name}, fp8 cache ...", flush=True)
             found.append(replace(steps.STEPS[name](fp8), name=f"{name}, fp8 cache"))
         status = command.exit_status(found, asked.on_cpu)
