@@ -26,10 +26,14 @@ AVX2_TESTS := tests/serving tests/passes/test_recognised.py tests/passes/test_tr
     tests/passes/test_fallback.py tests/kernels/test_reference.py tests/kernels/aiter/test_absorb.py \
     tests/kernels/aiter/test_aiter_numerics.py tests/kernels/aiter/test_aiter_vectors.py
 
+# Tests that build vLLM's configs or layers on its CPU platform, which asks for AMX.
+AMX_TESTS := tests/gate/test_gate.py tests/passes/test_pipeline.py tests/serving/test_module.py \
+    tests/serving/test_module_forward.py tests/startup/test_reload.py tests/demo
+
 # Processes that share the tests of `make test`; each imports torch and vLLM. A file stays in one for its fixtures.
 WORKERS ?= 2
 
-.PHONY: setup extras demo test test-all test-rest slow rehearsals test-wide test-torch test-triton mutants lint types quick orders alone docs unit test-avx2 avx2-quick format lock clean
+.PHONY: setup extras demo test test-all test-rest slow rehearsals test-wide test-torch test-triton mutants lint types quick orders alone docs unit test-avx2 avx2-quick amx-quick format lock clean
 
 setup: $(LOCK_STAMP) $(PKG_STAMP)
 
@@ -67,10 +71,10 @@ test: lint quick
 
 test-all: test test-rest test-wide
 
-# What `make test` leaves out: bit-exact tests without AVX-512, then the slow tests while engines run, two at a time,
-# and servers beside them, which wait more than they compute.
+# What `make test` leaves out: bit-exact tests without AVX-512, configs with and without AMX, then the slow tests while
+# engines run, two at a time, and servers beside them, which wait more than they compute.
 test-rest: extras
-	$(MAKE) -j 2 avx2-quick types
+	$(MAKE) -j 2 avx2-quick amx-quick types
 	$(MAKE) -j 2 slow rehearsals
 
 slow: extras
@@ -170,11 +174,16 @@ unit: extras
 	$(BIN)/python -m pytest $(ARGS)
 
 # Every test, or those in ARGS, as on a machine with AVX2 and without AVX-512.
+AS_ON = PYTHONPATH=tests/processor:$$PYTHONPATH AITER_MLA_PROCESSOR=
 test-avx2: extras
-	PYTHONPATH=tests/avx2:$$PYTHONPATH $(BIN)/python -m pytest $(ARGS)
+	$(AS_ON)avx2 $(BIN)/python -m pytest $(ARGS)
 
 avx2-quick: setup
-	PYTHONPATH=tests/avx2:$$PYTHONPATH $(BIN)/python -m pytest -q $(AVX2_TESTS)
+	$(AS_ON)avx2 $(BIN)/python -m pytest -q $(AVX2_TESTS)
+
+amx-quick: setup
+	$(AS_ON)amx $(BIN)/python -m pytest -q $(AMX_TESTS)
+	$(AS_ON)no-amx $(BIN)/python -m pytest -q $(AMX_TESTS)
 
 format: setup
 	$(BIN)/ruff check --fix .

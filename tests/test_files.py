@@ -22,7 +22,7 @@ PACKAGE = Path(files.__file__).parent
 def test_a_stamp_names_schema_versions_time_and_host():
     stamp = files.stamp("status")
     assert set(vars(stamp)) == {"schema", "schema_version", "plugin", "vllm", "aiter", "time", "host"}
-    assert (stamp.schema, stamp.schema_version) == ("vllm-aiter-mla/status", 3)
+    assert (stamp.schema, stamp.schema_version) == ("vllm-aiter-mla/status", 4)
     assert (stamp.plugin, stamp.host) == (__version__, os.uname().nodename)
     now = datetime.now(UTC)
     assert timedelta(0) <= now - datetime.fromisoformat(stamp.time) < timedelta(minutes=1)

@@ -143,8 +143,8 @@ def keys_stay_strings(cls, path, data, part=files.part):
     [
         ("part", keys_stay_strings, r"Differing attributes:\s+\['measured'\]"),
         ("plain", lambda value, plain=files.plain: json.loads(json.dumps(plain(value)), parse_int=str),
-         ": status 3; this version reads status 3"),
-        ("schema_of", lambda cls: "skips", ": status 3; this version reads skips "),
+         ": status 4; this version reads status 4"),
+        ("schema_of", lambda cls: "skips", ": status 4; this version reads skips "),
     ],
 )  # fmt: skip
 def test_mutation_i16_records_that_change_on_the_way_are_caught(tmp_path, monkeypatch, name, plant, seen):

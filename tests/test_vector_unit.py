@@ -1,4 +1,7 @@
-"""A process can behave as on a machine with AVX2 and without AVX-512: ``make test-avx2`` runs the tests in one."""
+"""A process can behave as on another processor: without AVX-512, with AMX or without.
+
+``make test-avx2`` runs all tests without AVX-512, ``make amx-quick`` those that build vLLM's configs.
+"""
 
 import json
 import os
@@ -10,18 +13,18 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.slow
-AVX2 = Path(__file__).with_name("avx2")
+FOLDER = Path(__file__).with_name("processor")
 
 
-def python(*arguments):
-    path = os.pathsep.join(filter(None, [str(AVX2), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path}
+def python(*arguments, processor="avx2"):
+    path = os.pathsep.join(filter(None, [str(FOLDER), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "AITER_MLA_PROCESSOR": processor}
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
 def on_avx2():
-    run = python(str(AVX2 / "rope_child.py"))
+    run = python(str(FOLDER / "rope_child.py"))
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
 
@@ -33,6 +36,19 @@ def test_a_process_as_on_avx2_loads_the_kernels_of_such_a_machine(on_avx2):
 
 def test_loading_an_avx512_library_by_name_ends_with_an_illegal_instruction_as_on_avx2():
     assert python("-c", "import vllm._C").returncode == -signal.SIGILL
+
+
+AMX = "import torch; print(torch.cpu._is_amx_tile_supported())"
+
+
+@pytest.mark.parametrize(("processor", "answer"), [("amx", "True"), ("no-amx", "False"), ("avx2", "False")])
+def test_torch_says_whether_the_processor_has_amx(processor, answer):
+    assert python("-c", AMX, processor=processor).stdout.strip() == answer
+
+
+def test_the_sandbox_sees_no_amx_on_a_processor_that_has_it():
+    seen = f"from tests.sandbox import platform; platform.see_no_amx(); {AMX}"
+    assert python("-c", seen, processor="amx").stdout.strip() == "False"
 
 
 @pytest.mark.mutation

@@ -6,9 +6,9 @@ Rows are by our kernel. That of AITER returns at once; the Triton kernel is call
 time that call on its own, the allocation of the query included: through the compiled kernel's own launcher, as served,
 and through Triton's dispatch, as other Triton kernels are launched.
 
-vLLM is its strongest configuration, with its own RoPE and KV-write fusion. Without graphs both of its ops are called
-from Python; with piecewise graphs the RoPE and KV write is replayed with its piece, and the attention op alone is
-called; a full graph calls nothing, on either side. docs/evidence.md says what the stubs leave in.
+vLLM has the same options. Over its default pieces Python calls its KV write and its attention, whether the pieces are
+graphs or not; the RoPE is in a piece. With graph partition its RoPE + KV write is one op, which piecewise graphs replay
+with its piece. A full graph calls nothing, on either side. docs/evidence.md says what the stubs leave in.
 
 Rounds of the sides follow one another, and the least round of each counts, so that other work on the machine does not
 decide. Exit status 1 where ours takes longer than unmodified vLLM, or the launch as served more than ``LAUNCH_US``.
@@ -31,11 +31,12 @@ CALLS, MOST, LAUNCH_US = 25, 1.0, 12.0
 KERNELS = ("aiter", "triton")
 BATCHES = ("all decode", "one prefill among decodes", "dummy")
 MODES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "none": (("rope and write", "attention"), ("ours",)),
-    "piecewise": (("attention",), ("ours",)),
+    "pieces": (("write", "attention"), ("ours",)),
+    "partition, none": (("rope and write", "attention"), ("ours, fused",)),
+    "partition, piecewise": (("attention",), ("ours, fused",)),
     "full": ((), ()),
 }
-"""What Python calls in each graph mode: vLLM's own ops and ours."""
+"""What Python calls by compile options and graph mode: vLLM's own ops and ours."""
 
 Call = Callable[..., None]
 

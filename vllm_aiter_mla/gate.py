@@ -17,7 +17,7 @@ from typing import Any
 from vllm_aiter_mla import admission, status
 from vllm_aiter_mla.admission import ConfigView, Engage, Skip
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.compat import log, patches
+from vllm_aiter_mla.compat import log, patches, release
 from vllm_aiter_mla.settings import (
     FLAG_FIELD,
     OPTIONS,
@@ -121,7 +121,7 @@ def _lines(facts: ConfigView, engage: Engage, settings: Settings) -> list[str]:
     cut = admission.why_not_passes(facts)
     if engage.integration == "passes":
         state = "on: its fused op is taken over" if facts.fusion else "off: RoPE is fused from vLLM's unfused graph"
-        lines.append(f"vLLM's own {compat_config.VLLMS_FUSION} is {state}")
+        lines.append(f"vLLM's own {release.VLLMS_FUSION} is {state}")
     elif settings.integration == "auto" and cut and cut.code == "graph_partition":
         lines.append(f"the passes would run with {admission.PARTITION}")
     return lines

@@ -51,8 +51,8 @@ def _late(module: str, function: str) -> Callable[[Any], None]:
     return call
 
 
-apply_gate, attach = _late("gate", "apply"), _late("startup.worker", "attach")
-"""Run the gate on a ``VllmConfig``; hand a new worker to the start-up code."""
+apply_gate, attach = _late("gate", "apply"), _late("engine", "attach")
+"""Run the gate on a ``VllmConfig``; make the engine of a new worker."""
 
 
 def _register_ops() -> None:

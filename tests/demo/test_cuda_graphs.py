@@ -1,4 +1,4 @@
-"""The emulation of full CUDA graphs: what a replay shows to Python, what it must not write, and what pads it."""
+"""The emulation of CUDA graphs: what a replay shows to Python, what it must not write, and what pads it."""
 
 from types import SimpleNamespace
 
@@ -116,12 +116,92 @@ def test_mutation_slots_that_were_copied_at_the_capture_leave_the_rows_of_a_repl
     assert not runner.cache.any()
 
 
-@pytest.mark.parametrize(("mode", "shown"), [("FULL", "step"), ("NONE", "step"), ("PIECEWISE", None)])
-def test_a_piece_sees_no_metadata_where_it_is_replayed_as_a_piece(monkeypatch, mode, shown):
-    context = SimpleNamespace(cudagraph_runtime_mode=CUDAGraphMode[mode], attn_metadata="step")
+class Piece:
+    """A piece that doubles its input, in a step of vLLM's.
+
+    Args:
+        monkeypatch: puts this step's forward context into vLLM.
+        body: what the piece computes of its input.
+    """
+
+    def __init__(self, monkeypatch, body=lambda values: (values * 2, values)):
+        self.values, self.seen, self.body = torch.zeros(ROWS), [], body
+        self.graphs = cuda_graphs.PieceGraphs(self.forward, None, CUDAGraphMode.PIECEWISE, None)
+        monkeypatch.setattr(forward_context, "get_forward_context", lambda: self.context)
+        monkeypatch.setattr(monitor, "cudagraph_capturing_enabled", True)
+        for counter in ("CAPTURED", "REPLAYED"):
+            monkeypatch.setattr(cuda_graphs, counter, type(cuda_graphs.REPLAYS)())
+
+    def forward(self, values):
+        self.seen.append((self.context.attn_metadata, card().is_capturing()))
+        return self.body(values)
+
+    def step(self, value, mode=CUDAGraphMode.PIECEWISE, values=None):
+        self.values.fill_(value)
+        self.context = SimpleNamespace(
+            cudagraph_runtime_mode=mode, batch_descriptor=forward_context.BatchDescriptor(ROWS), attn_metadata="step"
+        )
+        return self.graphs(self.values if values is None else values)
+
+
+@pytest.fixture
+def piece(monkeypatch):
+    return Piece(monkeypatch)
+
+
+def test_a_captured_piece_sees_no_metadata_and_its_replays_fill_the_outputs_of_the_capture(piece):
+    captured = piece.step(1.0)
+    replayed = piece.step(3.0)
+    assert [one.data_ptr() for one in replayed] == [one.data_ptr() for one in captured]
+    assert [one.tolist() for one in replayed] == [[6.0] * ROWS, [3.0] * ROWS]
+    assert piece.seen == [(None, True)] * 2
+    assert (cuda_graphs.CAPTURED, cuda_graphs.REPLAYED) == ({ROWS: 1}, {ROWS: 1})
+    assert (piece.context.attn_metadata, card().is_capturing()) == ("step", False)
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.FULL])
+def test_a_piece_runs_itself_in_a_step_of_another_mode(piece, mode):
+    for value in (1.0, 3.0):
+        assert piece.step(value, mode)[0].tolist() == [2 * value] * ROWS
+    assert piece.seen == [("step", False)] * 2
+    assert not cuda_graphs.CAPTURED
+
+
+def test_a_piece_is_captured_while_vllm_captures_and_at_no_other_time(piece, monkeypatch):
+    monkeypatch.setattr(monitor, "cudagraph_capturing_enabled", False)
+    with pytest.raises(RuntimeError, match="capturing"):
+        piece.step(1.0)
+
+
+@pytest.mark.mutation
+def test_mutation_an_input_that_moves_after_the_capture_is_caught(piece):
+    piece.step(1.0)
+    with pytest.raises(RuntimeError, match="has moved"):
+        piece.step(3.0, values=torch.full((ROWS,), 3.0))
+
+
+@pytest.mark.mutation
+def test_mutation_a_decision_by_the_metadata_inside_a_piece_is_frozen(monkeypatch):
+    piece = Piece(monkeypatch, lambda values: (values * (piece.context.attn_metadata is not None),))
+    assert not piece.step(1.0)[0].any()
+    assert not piece.step(3.0)[0].any()
+    assert piece.step(3.0, CUDAGraphMode.NONE)[0].all()
+
+
+def test_an_inductor_piece_whose_call_empties_its_list_of_inputs_is_replayed(monkeypatch):
+    piece = Piece(monkeypatch, lambda values: (values.pop() + 1,))
+    for value in (1.0, 3.0):
+        assert piece.step(value, values=[piece.values])[0].tolist() == [value + 1] * ROWS
+    assert cuda_graphs.REPLAYED == {ROWS: 1}
+
+
+def test_a_piece_that_is_frozen_over_a_decode_batch_sees_no_prefill_rows(monkeypatch):
+    step = SimpleNamespace(num_prefills=1, num_decodes=2, num_decode_tokens=2, num_actual_tokens=5, prefill=1, decode=1)
+    context = SimpleNamespace(attn_metadata={NAME: step})
     monkeypatch.setattr(forward_context, "get_forward_context", lambda: context)
-    assert cuda_graphs._frozen(lambda: context.attn_metadata, "full")() == shown
-    assert context.attn_metadata == "step"
+    seen = cuda_graphs._frozen(lambda: context.attn_metadata[NAME])()
+    assert (seen.num_prefills, seen.num_decodes, seen.prefill) == (0, 5, None)
+    assert context.attn_metadata[NAME] is step
 
 
 @pytest.mark.parametrize("per_request", [1, 3])

@@ -22,30 +22,32 @@ STEPS = [[(3, {3: -0.5, 4: -1.0}), (4, {4: -0.2, 5: -2.0}), (5, {5: -0.1, 6: -3.
 GPU = EngineSpec(plugin=PluginOptions(kernel="triton"), emulation=Emulation(device="gpu"))
 
 
-ADDED = {"use_inductor_graph_partition": True}
-
-
-def result(scenarios=runs.SHORT_SCENARIOS, steps=None, engaged=2, total=2, partition=True):
+def result(scenarios=runs.SHORT_SCENARIOS, steps=None, engaged=2, total=2, integration="module"):
     names = [f"layers.{index}" for index in range(total)]
     record = files.plain(record_of(names, 16, "bfloat16", 0)) | {
         "engaged": dict.fromkeys(names[:engaged], "reference"),
         "skipped": {name: ["impl", "unknown"] for name in names[engaged:]},
+        "integration": integration,
     }
     return EngineResult(
         scenarios={name: steps or STEPS for name in scenarios}, status=[record], ranges=[(1, 16), (17, 64)],
         graphs={"1-16": "%a = call_function[target=torch.ops.aten.mm.default](args = ())"}, seconds=1.0,
-        compiled={"use_inductor_graph_partition": partition}, added=ADDED,
         log=["INFO aiter-mla: 2/2 MLA layers engaged"], versions={"vllm": "0", "device": "A Card"},
     )  # fmt: skip
 
 
+def by_its_integration(spec, found):
+    """The result as an engine of this spec gives it."""
+    records = [record | {"integration": spec.plugin.integration} for record in found.status]
+    return replace(found, status=records)
+
+
 @pytest.fixture
 def run_demo(monkeypatch, tmp_path):
-    """Run ``demo`` with these results for control, plugin and today; (exit status, JSON, printed text)."""
+    """Run ``demo`` with these results for flag off and on; (exit status, JSON, printed text)."""
 
-    def run(control, plugin, today=None, **options):
-        sides = {"control": control, "plugin": plugin, "today": today or result(partition=False)}
-        monkeypatch.setattr(engine, "run", lambda spec, **_: sides[spec.side])
+    def run(off, on, named=by_its_integration, **options):
+        monkeypatch.setattr(engine, "run", lambda spec, **_: off if spec.side == "off" else named(spec, on))
         console = Console(record=True, width=160, file=open(os.devnull, "w"))  # noqa: SIM115
         path = tmp_path / "out.json"
         status = demo.main(Options(json=path, **options), console)
@@ -57,7 +59,8 @@ def run_demo(monkeypatch, tmp_path):
 def test_equal_runs_exit_0_and_the_json_holds_the_promised_figures(run_demo):
     status, record, text = run_demo(result(), result())
     assert (status, record["ok"]) == (0, True)
-    assert [run["kv_cache_dtype"] for run in record["runs"] if run["gated"]] == ["auto", "fp8"]
+    gated = [(run["integration"], run["kv_cache_dtype"]) for run in record["runs"] if run["gated"]]
+    assert gated == [(way, cache) for way in ("module", "passes") for cache in ("auto", "fp8")]
     for run in record["runs"]:
         assert run["layers"] == {"engaged": 2, "total": 2, "skipped": {}}
         assert (run["decode_limit"], run["ranges"]) == (16, [[1, 16], [17, 64]])
@@ -83,40 +86,31 @@ def test_mutation_demo_exits_1_where(run_demo, on):
     assert "A BOUND IS MISSED" in text
 
 
-OTHER = result(steps=[[STEPS[0][0], (9, {9: -0.1}), STEPS[0][2]]], partition=False)
-
-
-def test_three_sides_the_controls_distance_from_today_is_reported_and_misses_no_bound(run_demo):
-    status, record, _ = run_demo(result(), result(), OTHER)
-    assert status == 0
-    for run in record["runs"]:
-        assert {one["tokens_equal"] for one in run["scenarios"].values()} == {3}
-        assert {one["tokens_equal"] for one in run["control against today"].values()} == {1}
-        assert run["added"] == ADDED
-
-
 @pytest.mark.mutation
-@pytest.mark.parametrize(
-    ("control", "today"),
-    [
-        pytest.param(result(), result(), id="today compiled as the control"),
-        pytest.param(result(partition=False), result(partition=False), id="the control compiled as today"),
-    ],
-)
-def test_three_sides_mutation_a_side_that_is_not_what_it_is_called_exits_1(run_demo, control, today):
-    status, record, _ = run_demo(control, result(), today)
-    assert (status, record["ok"]) == (1, False)
-    assert all(run["mixed_up"] for run in record["runs"])
+def test_mutation_a_demo_whose_layers_engage_by_another_integration_exits_1(run_demo):
+    status, record, _ = run_demo(result(), result(), named=lambda spec, found: found)
+    assert status == 1
+    assert {run["integration"]: run["ok"] for run in record["runs"]} == {"module": True, "passes": False}
 
 
-def test_the_table_of_integrations_compares_each_engine_with_todays_of_its_mode():
+def test_the_demo_starts_at_most_eight_engines_two_for_each_comparison():
+    found = runs.runs(Options())
+    engines = {str(spec) for run in found for spec in (run.off, run.spec)}
+    assert len(engines) == 2 * len(found) <= 8
+
+
+def test_the_table_of_integrations_compares_each_engine_with_the_flag_off_and_the_same_options():
     code = "    buf0 = extern_kernels.mm(a)\n    cpp_fused_add_0(buf0)\n    torch.ops.vllm.attention.default(buf0)\n"
-    same, other = replace(result(), code={"1-16": code}, compilations=2, step_us=7.4), replace(OTHER, code={"1-16": ""})
-    moved = {"control: graph partition, one more range", "module, eager"}
-    rows = integrations.table({name: other if name in moved else same for name in integrations.ENGINES})
+    same = replace(result(), code={"1-16": code}, compilations=2, step_us=7.4)
+    other = replace(same, scenarios=result(steps=[[STEPS[0][0], (9, {9: -0.1}), STEPS[0][2]]]).scenarios)
+    moved = "graph partition, flag on"
+    rows = integrations.table({name: other if name == moved else same for name in integrations.ENGINES})
     found = {cells[0]: cells[1:] for cells in ([cell.strip() for cell in row.split(" | ")] for row in rows[2:])}
-    assert found["| passes"] == ["6 of 6", "0", "3", "2", "7 |"]
-    assert {name.removeprefix("| ") for name, cells in found.items() if cells[0] != "6 of 6"} == moved
+    assert found["| default options, flag on"] == ["6 of 6", "0", "3", "2", "7 |"]
+    assert {name.removeprefix("| ") for name, cells in found.items() if cells[0] != "6 of 6"} == {moved}
+    assert [spec.plugin.integration for spec, _ in integrations.ENGINES.values() if spec.side == "on"] == [
+        "module", "passes", "module",
+    ]  # fmt: skip
 
 
 def test_after_the_first_difference_nothing_more_is_compared():
@@ -178,9 +172,19 @@ SHORT = [("auto", "activation dtype", EXACT), ("fp8", "two-rounding", EXACT)]
 @pytest.mark.parametrize(("full", "wanted"), [(False, SHORT), (True, [*SHORT, ("fp8", "aiter", None)])])
 def test_the_demo_holds_both_caches_to_equality_and_the_full_one_runs_all_numerics(full, wanted):
     found = runs.runs(Options(full=full))
-    assert [(run.spec.vllm.kv_cache_dtype, run.numerics, run.bound) for run in found] == wanted
+    assert [(run.spec.vllm.kv_cache_dtype, run.numerics, run.bound) for run in found] == 2 * wanted
     assert full or {run.spec.scenarios for run in found} == {("short", "mixed")}
-    assert all((run.base.side, run.today.side, run.base.vllm.own_pass) == ("control", "today", False) for run in found)
+
+
+@pytest.mark.parametrize("integration", ["module", "passes"])
+def test_both_sides_of_the_demo_have_the_same_options_and_partition_where_the_passes_need_it(integration):
+    found = runs.runs(Options(integration=integration))
+    for run in found:
+        assert (run.off.side, run.off.vllm) == ("off", run.spec.vllm)
+        compiled = [child.compilation(spec) for spec in (run.off, run.spec)]
+        assert compiled[0] == compiled[1]
+        assert ("use_inductor_graph_partition" in compiled[0]) is (integration == "passes")
+    assert {run.spec.plugin.integration for run in found} == {integration}
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
@@ -208,9 +212,9 @@ def a_gpu(monkeypatch):
 def test_on_a_gpu_the_triton_kernel_meets_vllm_over_both_caches(a_gpu, run_demo):
     options = demo.parse(["--kernel", "triton", "-tp", "2"])
     found = runs.runs(options)
-    assert [(run.spec.vllm.kv_cache_dtype, run.bound) for run in found] == [("auto", runs.SUM_ORDER), ("fp8", None)]
-    sides = {(run.spec.emulation.device, run.spec.plugin.kernel, run.base.side) for run in found}
-    assert sides == {("gpu", "triton", "control")}
+    wanted = [("auto", runs.SUM_ORDER), ("fp8", None)]
+    assert [(run.spec.vllm.kv_cache_dtype, run.bound) for run in found] == 2 * wanted
+    assert {(run.spec.emulation.device, run.spec.plugin.kernel) for run in found} == {("gpu", "triton")}
     status, _, text = run_demo(result(), result(), kernel="triton")
     assert status == 0
     assert "device: A Card" in text

@@ -4,13 +4,14 @@ import os
 import subprocess
 import sys
 from importlib.metadata import distributions, entry_points
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.sandbox import check, engine, platform, plugin
+from tests.sandbox import check, engine, knobs, platform, plugin
 from tests.sandbox.card import PageIndices
-from tests.sandbox.spec import Emulation, EngineSpec, PluginOptions
+from tests.sandbox.spec import Emulation, EngineSpec, PluginOptions, VllmOptions
 from tests.support import plans
 from vllm_aiter_mla import status
 from vllm_aiter_mla.commands.check import steps
@@ -19,21 +20,24 @@ from vllm_aiter_mla.commands.plan import model
 GROUP = "vllm.general_plugins"
 
 
-def test_make_demo_plans_and_runs_its_engine_over_each_cache(monkeypatch):
-    caches = []
+def test_make_demo_plans_each_cache_and_runs_its_engine_over_each_by_both_integrations(monkeypatch):
+    ran = []
 
     def ask(source, arguments, *_):
         return plans.made_up(kv_cache_dtype="fp8" if "fp8" in arguments else "auto")
 
     def engine_of(context):
-        caches.append(context.plan.options.kv_cache_dtype)
+        partition = "-cc.use_inductor_graph_partition=true" in context.arguments
+        *_, integration = (one for one in context.arguments if one.startswith(f"{check.PLUGIN}integration="))
+        ran.append((context.plan.options.kv_cache_dtype, integration.rpartition("=")[2], partition))
+        assert context.answers == {}
         return steps.Step("passed", "")
 
     monkeypatch.setattr(model, "ask", ask)
-    replaced = {"plan": steps.plan} | dict.fromkeys(("engine", "prefill rows", "decode against prefill"), engine_of)
-    monkeypatch.setattr(steps, "STEPS", replaced)
+    monkeypatch.setattr(steps, "STEPS", {"plan": steps.plan} | dict.fromkeys(check.ENGINE, engine_of))
     check.main()
-    assert caches == ["auto"] * 3 + ["fp8"] * 3
+    ways = [(cache, *way) for way in (("module", False), ("passes", True)) for cache in ("auto", "fp8")]
+    assert ran == [way for way in ways for _ in check.ENGINE]
 
 
 def test_no_installed_package_lists_the_sandbox():
@@ -55,6 +59,42 @@ def test_an_engine_finds_the_sandboxs_plugin_and_inherits_the_path_but_not_the_g
     loaded = {entry.group: entry.load() for entry in found.entry_points if entry.name == plugin.NAME}
     assert loaded == {GROUP: plugin.activate, "vllm.platform_plugins": platform.find_ray}
     assert environment["VLLM_PLUGINS"].split(",") == ["aiter_mla", plugin.NAME][not spec.plugin.loaded :]
+
+
+def config_of(spec, **dropped):
+    """What ``knobs.check_kept`` reads of an engine's config, with the options of the spec but for those dropped."""
+    has = {"async_scheduling": False, "enable_prefix_caching": False, "mode": 3, "cudagraph_mode": "NONE",
+           "use_inductor_graph_partition": False} | spec.vllm.extra | spec.vllm.compilation | dropped  # fmt: skip
+    graphs = SimpleNamespace(name=has.pop("cudagraph_mode"))
+    return SimpleNamespace(
+        scheduler_config=SimpleNamespace(**has), cache_config=SimpleNamespace(**has),
+        compilation_config=SimpleNamespace(**has, cudagraph_mode=graphs),
+        use_v2_model_runner=has.get("runner", spec.vllm.runner) == "v2",
+    )  # fmt: skip
+
+
+ASKED = EngineSpec(vllm=VllmOptions(
+    extra={"async_scheduling": True, "enable_prefix_caching": True, "block_size": 16},
+    compilation={"mode": 2, "cudagraph_mode": "PIECEWISE", "use_inductor_graph_partition": True},
+))  # fmt: skip
+
+
+def test_an_engine_runs_with_the_options_of_its_spec():
+    knobs.check_kept(ASKED, config_of(ASKED))
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    "dropped",
+    [
+        {"async_scheduling": False}, {"enable_prefix_caching": False}, {"mode": 0}, {"cudagraph_mode": "NONE"},
+        {"use_inductor_graph_partition": False}, {"runner": "v2"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_mutation_an_option_that_the_platform_drops_in_silence_ends_the_engine(dropped):
+    with pytest.raises(RuntimeError, match=next(iter(dropped))):
+        knobs.check_kept(ASKED, config_of(ASKED, **dropped))
 
 
 def test_an_interrupted_run_leaves_no_engine_behind():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine import engine_specs
+from tests.engine import engine_checks, engine_specs
 from tests.sandbox import engine
 from tests.sandbox.spec import EngineResult, load
 
@@ -27,7 +27,11 @@ class Engines:
         self.results: dict[str, EngineResult] = {}
 
     def __call__(self, name: str) -> EngineResult:
-        """The result of an engine, waited for; raises ``engine.EngineFailedError`` if it failed."""
+        """Return an engine's result, waited for; its layers have the integration of the spec.
+
+        Raises:
+            engine.EngineFailedError: the engine failed.
+        """
         if name not in self.results:
             done, failed = self.folder / f"{name}.result", self.folder / f"{name}.failed"
             ended = False
@@ -39,6 +43,7 @@ class Engines:
             if failed.exists():
                 raise engine.EngineFailedError(failed.read_text())
             self.results[name] = load(done)
+            engine_checks.assert_integration(engine_specs.SPECS[name], self.results[name])
         return self.results[name]
 
     def close(self) -> None:

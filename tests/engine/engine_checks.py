@@ -32,8 +32,24 @@ def assert_all_engaged(result, ranks=1):
         assert record["skipped"] == {}
 
 
+def assert_integration(spec, result):
+    """Check that the engine ran by the integration that its spec names. A skipped engine has none."""
+    asked = spec.plugin.integration
+    assert asked == "auto" or {record["integration"] for record in result.status} <= {asked, ""}
+
+
 def kernels(result):
     return [set(record["engaged"].values()) for record in result.status]
+
+
+def assert_pieces_replayed(result, graphs=1):
+    """Check that each size was captured in so many graphs' pieces, one before, between and after the layers' ops.
+
+    And that batches were replayed in pieces.
+    """
+    sizes = result.status[0]["capture_sizes"]
+    assert result.captured == dict.fromkeys(sizes, result.status[0]["total"] + graphs)
+    assert sum(result.replayed.values()) > 0
 
 
 def padded(result):

@@ -7,17 +7,15 @@ from tests.sandbox import plugin
 
 
 def attention_does_not_split() -> None:
-    """The attention op is missing from the splitting set: piecewise graphs would hold it."""
-    from torch._inductor import scheduler
+    """vLLM does not cut the graph at our op: a piece would hold it."""
+    from vllm.compilation import backends
 
-    from vllm_aiter_mla import gate
     from vllm_aiter_mla.admission import ATTENTION_OPS
 
-    def split(inner, compilation, integration):
-        return [op for op in inner(compilation, integration) if op not in ATTENTION_OPS]
+    def split(inner, graph, ops):
+        return inner(graph, [op for op in ops if op not in ATTENTION_OPS])
 
-    plugin.spoil(gate, "splitting_ops", split)
-    scheduler.is_cudagraph_unsafe_op = lambda node: False  # the op's tag would cut as well
+    plugin.spoil(backends, "split_graph", split)
 
 
 def prefill_rows_stay_raw_and_passes_ignore_the_range() -> None:
@@ -71,6 +69,17 @@ def vllms_fused_op_rounds_once() -> None:
     from tests.sandbox import gpu_ops
 
     plugin.spoil(gpu_ops, "rotate", lambda inner, x, cos, sin, is_neox, *_: inner(x, cos, sin, is_neox))
+
+
+def every_batch_is_rotated_by_vllms_fused_op() -> None:
+    """Batches that no kernel of ours takes run vLLM's fused RoPE + KV write, which rounds three times in bf16."""
+    from vllm_aiter_mla.compat.layer import FUSED_ROPE
+    from vllm_aiter_mla.serving import ops
+
+    def rotates(inner, step, q, k_pe, kv_c, rope):
+        return inner(step, q, k_pe, kv_c, rope._replace(rotation=FUSED_ROPE))
+
+    plugin.spoil(ops, "rotate_and_write", rotates)
 
 
 def q_scale_is_applied_twice() -> None:

@@ -1,12 +1,19 @@
 """Every engine that the tests start, by name: those of the topics' ``specs_*.py``."""
 
-from tests.engine import specs_aiter, specs_invariants, specs_module, specs_parity, specs_topology
+from tests.engine import (
+    specs_aiter,
+    specs_default_options,
+    specs_invariants,
+    specs_parity,
+    specs_rotation,
+    specs_topology,
+)
 
-MOST = 28
-"""Engines that compile; one takes up to a minute. Show what you can without one, or in eager mode, which takes ten
-seconds. One run of unmodified vLLM serves many tests."""
+MOST = 25
+"""Engines that compile in .ci/run; one takes up to a minute. Show what you can without one, or in eager mode, which
+takes ten seconds, or mark its test ``wide``. One run of unmodified vLLM serves many tests."""
 
-TOPICS = (specs_aiter, specs_invariants, specs_module, specs_parity, specs_topology)
+TOPICS = (specs_aiter, specs_default_options, specs_invariants, specs_parity, specs_rotation, specs_topology)
 SPECS = {name: spec for topic in TOPICS for name, spec in topic.SPECS.items()}
 AFTER = {name: earlier for topic in TOPICS for name, earlier in topic.AFTER.items()}
 """Engines that start after another one, in its cache."""

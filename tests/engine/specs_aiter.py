@@ -23,7 +23,7 @@ CLASS942 = EngineSpec(
         compilation={"cudagraph_capture_sizes": [12, 48]},
     ),
     PluginOptions("reference"),
-    Emulation(arch="gfx942", attention="aiter", graphs="full", scales=SCALES),
+    Emulation(arch="gfx942", attention="aiter", graphs="vllm", scales=SCALES),
 )
 CLASS950 = EngineSpec(
     ("mixed",),

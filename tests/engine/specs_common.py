@@ -1,12 +1,13 @@
 """What the engines of several topics are made of.
 
-An engine is written out, or is one ``replace`` away from one that is.
+An engine is written out, or is one ``replace`` away from one that is. It runs vLLM's default options and the module,
+unless it says otherwise; ``by_passes`` gives it graph partition and the passes.
 """
 
 from dataclasses import replace
 
-from tests.sandbox.runs import BF16_SCENARIOS, CHUNK_TOKENS, control
-from tests.sandbox.spec import Emulation, EngineSpec, Fault, PluginOptions, VllmOptions
+from tests.sandbox.runs import BF16_SCENARIOS, CHUNK_TOKENS
+from tests.sandbox.spec import Emulation, EngineSpec, Fault, PluginOptions, VllmOptions, flag_off
 
 SCALES = (0.5, 0.7)
 SMALL = {"num_hidden_layers": 2}
@@ -17,22 +18,25 @@ CHUNKED = VllmOptions(model=SMALL, max_num_batched_tokens=CHUNK_TOKENS)
 EAGER_VLLM = VllmOptions(model=NO_YARN, max_num_batched_tokens=CHUNK_TOKENS, extra=EAGER_MODE)
 # Plain GEMMs, as on GPUs: vLLM's own pass reads its pattern from those. The fp8 engines have the CPU build's.
 PLAIN = Emulation(linear="aten")
+# Decode rows round as vLLM's fused RoPE + KV write, and as its eager YaRN.
+THREE = PluginOptions(rounding="three")
 
-# Plain RotaryEmbedding, no q_lora, and an odd layer count. Pieces are captured without metadata.
+# Plain RotaryEmbedding, no q_lora, and an odd layer count. In fp32, where neither a GEMM over more rows nor another way
+# to compile moves a token: one engine with the flag off serves all of these.
 FP32_MODEL = {"num_hidden_layers": 1, "yarn": False, "q_lora_rank": None, "dtype": "float32"}
-FP32 = EngineSpec(
-    ("concurrent", "short", "mixed", "long"),
-    VllmOptions(model=FP32_MODEL),
-    emulation=Emulation(linear="aten", graphs="none"),
-)
-# Full graphs of 4 and 16 requests; most batches are padded. In fp32, where a GEMM over more rows moves no token.
+FP32 = EngineSpec(("concurrent", "short", "mixed", "long"), VllmOptions(model=FP32_MODEL), emulation=PLAIN)
+# Graphs of 4 and 16 requests; most batches are padded.
 FULL_SIZES = {"cudagraph_capture_sizes": [4, 16]}
-FULL = EngineSpec(
-    FP32.scenarios,
-    VllmOptions(model=FP32_MODEL, compilation=FULL_SIZES),
-    emulation=Emulation(linear="aten", graphs="full"),
-)
-# The module integration without a compiled graph.
+
+
+def with_graphs(spec: EngineSpec, **compilation: object) -> EngineSpec:
+    """Return the engine with the graphs that vLLM captures, of ``FULL_SIZES`` rows, or as ``compilation`` says."""
+    vllm = replace(spec.vllm, compilation=spec.vllm.compilation | FULL_SIZES | compilation)
+    return replace(spec, vllm=vllm, emulation=replace(spec.emulation, graphs="vllm"))
+
+
+FULL = with_graphs(FP32)
+# The module without a compiled graph.
 EAGER = EngineSpec(BF16_SCENARIOS, EAGER_VLLM, emulation=PLAIN)
 
 
@@ -56,22 +60,15 @@ DRAFTING = drafting("gfx950", "fp8", 16, "reference")
 
 
 def pair(name: str, spec: EngineSpec) -> dict[str, EngineSpec]:
-    """Return the engine with the flag on and its control, as "NAME-on" and "NAME-off"."""
+    """Return the engine with the flag off and on, as "NAME-off" and "NAME-on"."""
     return {f"{name}-off": off(spec), f"{name}-on": spec}
 
 
 def off(spec: EngineSpec) -> EngineSpec:
-    """Return the control, which is compiled again; its graphs are emulated only where they are full."""
-    graphs = "full" if spec.emulation.graphs == "full" else None
-    return control(
-        EngineSpec(
-            spec.scenarios,
-            replace(spec.vllm, compile_cache=False),
-            emulation=replace(spec.emulation, graphs=graphs),
-            reload=spec.reload,
-            dump_graphs=spec.dump_graphs,
-        )
-    )
+    """Return the engine with the flag off. It is compiled again, and no piece of it is frozen over another batch."""
+    graphs = None if spec.emulation.graphs == "decode" else spec.emulation.graphs
+    vllm, emulation = replace(spec.vllm, compile_cache=False), replace(spec.emulation, graphs=graphs)
+    return flag_off(replace(spec, vllm=vllm, emulation=emulation))
 
 
 def broken(spec: EngineSpec, bug: str) -> EngineSpec:

@@ -2,20 +2,20 @@
 
 from dataclasses import replace
 
-from tests.engine.specs_common import CHUNKED, DRAFTING, EAGER, FP32, FULL, PLAIN, broken
-from tests.engine.specs_parity import CACHED
-from tests.sandbox.spec import EngineSpec, PluginOptions
+from tests.engine.specs_common import CHUNKED, DRAFTING, EAGER, FULL, PLAIN, broken
+from tests.engine.specs_parity import CACHED, RANGES
+from tests.sandbox.spec import EngineSpec, PluginOptions, by_passes
 
-WARM = EngineSpec(("short",), CACHED, emulation=PLAIN)
-SMALL = EngineSpec(("mixed",), CHUNKED, emulation=PLAIN, dump_graphs=True)
+WARM = by_passes(EngineSpec(("short",), replace(CACHED, compilation=RANGES), emulation=PLAIN))
+SMALL = by_passes(EngineSpec(("mixed",), CHUNKED, emulation=PLAIN, dump_graphs=True))
 
 SPECS = {
     "warm": WARM,
     "mutation-half-a-layer": broken(WARM, "every_second_layer_is_skipped"),
     "no-plugin": EngineSpec(
-        ("short", "mixed"), CHUNKED, PluginOptions(loaded=False), PLAIN, side="control", dump_graphs=True
+        ("short", "mixed"), CHUNKED, PluginOptions(loaded=False), PLAIN, side="off", dump_graphs=True
     ),
-    "mutation-no-split": broken(FP32, "attention_does_not_split"),
+    "mutation-no-split": broken(FULL, "attention_does_not_split"),
     "mutation-padded-slots": broken(FULL, "padding_has_the_slot_of_another_row"),
     "mutation-raw-prefill-and-no-range": broken(SMALL, "prefill_rows_stay_raw_and_passes_ignore_the_range"),
     "skipped": broken(EAGER, "no_implementation_is_known"),

@@ -1,31 +1,36 @@
-"""Engines of test_engine_parity.py; the others' tests compare with them too."""
+"""Engines of test_engine_parity.py: the passes, over graph partition on both sides."""
 
 from dataclasses import replace
 
-from tests.engine.specs_common import CHUNKED, FP32, FULL, PLAIN, SCALES, SMALL, pair
+from tests.engine.specs_aiter import CLASS942
+from tests.engine.specs_common import CHUNKED, FULL, PLAIN, SCALES, SMALL, pair
 from tests.sandbox.runs import BF16_SCENARIOS, FP8_SCENARIOS
-from tests.sandbox.spec import Emulation, EngineSpec, Fault, PluginOptions, VllmOptions
+from tests.sandbox.spec import LIMIT_REQUESTS, Emulation, EngineSpec, Fault, PluginOptions, VllmOptions, by_passes
 
 # In one process: a planted fingerprint does not reach a spawned one, and the artifact would be found again.
 CACHED = replace(CHUNKED, compile_cache=True)
-OWN_PASS = replace(CHUNKED, own_pass=True)
-# As vLLM's fused op rounds, in decode steps too.
-THREE = PluginOptions(rounding="three")
+# Both sides have the same compile ranges, so that graphs above the decode limit can be compared.
+RANGES = {"compile_ranges_endpoints": [LIMIT_REQUESTS]}
+SHORT = ("short", "mixed")
+# As vLLM's fused op rounds, in decode steps too. The default integration over graph partition is the passes.
+THREE = PluginOptions(rounding="three", integration="auto")
 # A graph that only the first passes have rewritten serves nobody: it is compared without the roundings of that op.
 ROUNDS_ONCE = "tests.engine.engine_mutations:vllms_fused_op_rounds_once"
+OWN_PASS = EngineSpec(SHORT, replace(CHUNKED, own_pass=True, compilation=RANGES), emulation=PLAIN, dump_graphs=True)
+FROZEN = EngineSpec(
+    FP8_SCENARIOS, VllmOptions(model=SMALL, kv_cache_dtype="fp8"), emulation=Emulation(graphs="decode", scales=SCALES)
+)
 
 SPECS = {
-    **pair("bf16", EngineSpec(BF16_SCENARIOS, CACHED, emulation=PLAIN, dump_graphs=True)),
-    # Pieces are cut and captured as on a GPU, in this one after decode batches and in fp32 without metadata.
-    **pair("fp8", EngineSpec(
-        FP8_SCENARIOS, VllmOptions(model=SMALL, kv_cache_dtype="fp8"),
-        emulation=Emulation(graphs="decode", scales=SCALES),
-    )),
-    **pair("fp32", FP32),
-    "full-on": FULL,
-    **pair("vllms-pass", EngineSpec(("short", "mixed"), OWN_PASS, THREE, PLAIN, dump_graphs=True)),
+    **pair("bf16", by_passes(EngineSpec(
+        BF16_SCENARIOS, replace(CACHED, compilation=RANGES), emulation=PLAIN, dump_graphs=True
+    ))),
+    "full-passes": by_passes(FULL),
+    **pair("frozen", by_passes(FROZEN)),
+    **pair("vllms-pass", replace(by_passes(OWN_PASS), plugin=THREE)),
+    **pair("class-gfx942-passes", by_passes(CLASS942)),
 } | {
-    name: EngineSpec(("short", "mixed"), CHUNKED, emulation=PLAIN, fault=Fault(ROUNDS_ONCE, last))
+    name: by_passes(EngineSpec(SHORT, CHUNKED, emulation=PLAIN, fault=Fault(ROUNDS_ONCE, last)))
     for name, last in (("stop-rope-kv", "rope_kv_cache"), ("stop-q-prep", "q_prep_lift"))
 }  # fmt: skip
 AFTER: dict[str, str] = {}

@@ -5,7 +5,14 @@ import re
 import pytest
 
 from tests.engine import specs_aiter
-from tests.engine.engine_checks import assert_all_engaged, assert_parity, figures, kernels, same_scenarios
+from tests.engine.engine_checks import (
+    assert_all_engaged,
+    assert_parity,
+    assert_pieces_replayed,
+    figures,
+    kernels,
+    same_scenarios,
+)
 from tests.sandbox.runs import SUM_ORDER
 
 
@@ -57,15 +64,15 @@ def test_mutation_a_wrong_aiter_kernel_fails_its_self_check_and_is_not_used(engi
 
 
 @pytest.mark.engine("class-gfx942-off", "class-gfx942-on")
-def test_fp8_scales_drafts_and_padded_heads_are_those_of_vllm_over_aiters_class(engines):
-    """Target and draft are graphs under one limit; a request has three decode rows while two drafts are verified."""
+def test_default_options_fp8_scales_drafts_and_padded_heads_are_those_of_vllm_over_aiters_class(engines):
+    """Over vLLM's default pieces. A request has three decode rows while two drafts are verified."""
     off, on = engines("class-gfx942-off"), engines("class-gfx942-on")
     assert_all_engaged(on)
     (record,) = on.status
     assert record["total"] == 2, "one layer of the target, one of the draft"
     assert record["decode_limit"] == 48
-    assert record["compiled"]["1-48"]["aiter_fusion"] == 2
     assert_parity(off, on)
+    assert_pieces_replayed(on, graphs=2)
     for result in (off, on):
         assert {(3, 12), (9, 12), (15, 48)} <= result.replays.keys(), "padded full graphs, three rows a request"
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.engine.engine_checks import MAX_DLOGPROB, assert_all_engaged, assert_parity, figures, padded, same_scenarios
+from tests.engine.engine_checks import assert_all_engaged, assert_parity, figures, padded, same_scenarios
 from tests.sandbox.engine import EngineFailedError
 from tests.sandbox.runs import EXACT, SUM_ORDER
 
@@ -23,7 +23,6 @@ def above_the_decode_limit(result):
     [
         pytest.param(base, bug, marks=[pytest.mark.engine(base, bug), pytest.mark.mutation(*invariants)])
         for base, bug, *invariants in (
-            ("fp32-off", "mutation-no-split", "I2"),
             ("fp32-off", "mutation-padded-slots", "I10"),
             ("eager-off", "mutation-swapped"),
             ("eager-off", "mutation-no-kv-write"),
@@ -39,6 +38,15 @@ def test_mutation_a_wrong_op_changes_tokens(engines, base, bug):
     assert mixed.tokens_equal < mixed.tokens
 
 
+@pytest.mark.engine("mutation-no-split")
+@pytest.mark.mutation("I2")
+def test_mutation_i2_an_op_inside_a_captured_piece_ends_the_start_and_names_the_option(engines):
+    with pytest.raises(EngineFailedError) as failure:
+        engines("mutation-no-split")
+    assert "is inside a piecewise graph" in failure.value.log
+    assert "compilation_config.splitting_ops" in failure.value.log
+
+
 @pytest.mark.engine("bf16-off", "mutation-raw-prefill-and-no-range")
 @pytest.mark.mutation("I3")
 def test_mutation_i3_prefill_rows_that_stay_raw_change_the_tokens(engines):
@@ -47,20 +55,6 @@ def test_mutation_i3_prefill_rows_that_stay_raw_change_the_tokens(engines):
         # The bound of the demo on a GPU is wider than equality, and fails too.
         assert not SUM_ORDER.holds(found), (name, found)
         assert not EXACT.holds(found), (name, found)
-
-
-# I2: a piecewise capture freezes what Python saw, so the op must stay outside.
-
-
-@pytest.mark.engine("fp32-off", "fp32-on", "fp8-off", "fp8-on")
-@pytest.mark.parametrize(("model", "most"), [("fp32", 1e-4), ("fp8", MAX_DLOGPROB)])
-def test_i2_emulated_piecewise_capture_agrees_with_vllm(engines, model, most):
-    """The fp32 model has no YaRN and no q_lora."""
-    found = engines(f"{model}-on")
-    assert_parity(engines(f"{model}-off"), found, most)
-    assert_all_engaged(found)
-    assert found.pieces == found.status[0]["total"] + 1, "a piece before, between and after the layers' ops"
-    assert found.branches["rotate_and_write"] > 0
 
 
 @pytest.mark.engine("bf16-on")
@@ -115,9 +109,9 @@ def test_i5_prerequisite_above_the_decode_limit_the_graph_is_vllms_own_fused_one
     assert on.graphs["1-16"] != off.graphs["1-16"]
 
 
-@pytest.mark.engine("bf16-off", "no-plugin")
+@pytest.mark.engine("default-off", "no-plugin")
 def test_i5_flag_off_is_vllm_without_the_plugin(engines):
-    off, bare = engines("bf16-off"), engines("no-plugin")
+    off, bare = engines("default-off"), engines("no-plugin")
     assert off.graphs == bare.graphs
     assert same_scenarios(off, bare).scenarios == bare.scenarios
     assert off.status == bare.status == []
@@ -126,8 +120,8 @@ def test_i5_flag_off_is_vllm_without_the_plugin(engines):
 @pytest.mark.engine("bf16-off", "mutation-raw-prefill-and-no-range")
 @pytest.mark.mutation("I5")
 def test_mutation_i5_passes_that_ignore_the_range_are_caught(engines):
-    control, ours = map(above_the_decode_limit, (engines("bf16-off"), engines("mutation-raw-prefill-and-no-range")))
-    assert ("vllm_aiter_mla" in control, "vllm_aiter_mla" in ours) == (False, True)
+    off, on = map(above_the_decode_limit, (engines("bf16-off"), engines("mutation-raw-prefill-and-no-range")))
+    assert ("vllm_aiter_mla" in off, "vllm_aiter_mla" in on) == (False, True)
 
 
 # I8: the status line says once what engaged. No engaged layer is a warning with the reason, or an error when strict.

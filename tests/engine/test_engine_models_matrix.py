@@ -1,17 +1,17 @@
 """Every dense MLA architecture in the sandbox, flag off and on: all layers engage, or the expected reason is given.
 
-Two engines and about two minutes a row; ``pytest -m wide -k models_matrix``, ``-k`` with a model's name for one row.
+By both integrations, each with two engines in about two minutes; ``pytest -m wide -k models_matrix``, ``-k`` with a
+model's name for one row.
 """
 
 import pytest
 import torch
 
+from tests.engine.engine_checks import assert_integration
 from tests.sandbox import compare, engine, runs
+from tests.sandbox.spec import by_passes, flag_off
 from tests.support.model_configs import ROWS, spec_of
 from vllm_aiter_mla.commands.compat.engine import fill
-
-# A plugin that is off cuts no range: vLLM without the sandbox's cut, which rounds differently.
-UNCUT = {"use_inductor_graph_partition": False, "compile_ranges_endpoints": []}
 
 
 @pytest.fixture(scope="module")
@@ -21,17 +21,19 @@ def shared(tmp_path_factory):
 
 @pytest.mark.wide
 @pytest.mark.engine
+@pytest.mark.parametrize("through", [pytest.param(lambda spec: spec, id="default_options"), by_passes])
 @pytest.mark.parametrize("name", ROWS)
-def test_model_engages_or_gives_the_reason_and_keeps_the_tokens_of_vllm(name, shared):
+def test_model_engages_or_gives_the_reason_and_keeps_the_tokens_of_vllm(name, through, shared):
     row = ROWS[name]
-    spec = spec_of(row)
-    off = runs.control(spec_of(row, compilation=UNCUT if row.not_mla else {}))
+    spec = through(spec_of(row))
+    off = flag_off(spec)
     if row.vllm_fails:
         with pytest.raises(engine.EngineFailedError):
             engine.run(off, inductor=shared)
         return
     vllm_own, ours = engine.run(off, inductor=shared), engine.run(spec, inductor=shared)
     codes = {why[0] for record in ours.status for why in record["skipped"].values()}
+    assert_integration(spec, ours)
     engaged = sum(len(record["engaged"]) for record in ours.status)
     if row.reason:
         assert codes == {row.reason}

@@ -1,36 +1,36 @@
-"""The fast path in the real engine gives the tokens and log-probabilities of unmodified vLLM."""
+"""The passes, over graph partition, give the tokens and log-probabilities of the engine with the flag off."""
 
 import pytest
 
-from tests.engine.engine_checks import MAX_DLOGPROB, assert_all_engaged, assert_parity, padded
-from tests.sandbox.compare import compare
-from tests.sandbox.runs import BF16_SCENARIOS, FP8_SCENARIOS
-
-
-@pytest.mark.parametrize(
-    ("cache", "scenario"),
-    [
-        pytest.param(cache, scenario, marks=pytest.mark.engine(f"{cache}-off", f"{cache}-on"))
-        for cache, scenarios in (("bf16", BF16_SCENARIOS), ("fp8", FP8_SCENARIOS))
-        for scenario in scenarios
-    ],
+from tests.engine.engine_checks import (
+    MAX_DLOGPROB,
+    assert_all_engaged,
+    assert_parity,
+    assert_pieces_replayed,
+    padded,
 )
-def test_tokens_and_logprobs_are_those_of_vllm_with_every_layer_engaged(engines, cache, scenario):
-    """Over the fp8 cache with scales, and a query in fp8, under two roundings."""
-    on = engines(f"{cache}-on")
+from tests.sandbox.compare import compare
+from tests.sandbox.runs import BF16_SCENARIOS
+
+
+@pytest.mark.parametrize("scenario", BF16_SCENARIOS)
+@pytest.mark.engine("bf16-off", "bf16-on")
+def test_tokens_and_logprobs_are_those_of_vllm_with_every_layer_engaged(engines, scenario):
+    on = engines("bf16-on")
     assert_all_engaged(on)
-    found = compare(engines(f"{cache}-off"), on)[scenario]
+    found = compare(engines("bf16-off"), on)[scenario]
     assert found.tokens_equal == found.tokens > 0
     assert found.max_abs_dlogprob <= MAX_DLOGPROB
 
 
-@pytest.mark.engine("bf16-off", "vllms-pass-on")
+@pytest.mark.engine("vllms-pass-off", "vllms-pass-on")
 def test_layers_that_vllms_pass_has_fused_are_taken_over(engines):
     on = engines("vllms-pass-on")
     assert_all_engaged(on)
+    assert on.status[0]["integration"] == "passes", "the default over graph partition"
     counts = on.status[0]["compiled"]["1-16"]
     assert counts["vllm_fused"] == counts["aiter_fusion"] == 2
-    assert_parity(engines("bf16-off"), on)
+    assert_parity(engines("vllms-pass-off"), on)
 
 
 @pytest.mark.wide
@@ -42,13 +42,34 @@ def test_the_chain_is_right_after_each_of_its_passes(engines, name, ran):
     assert_parity(engines("bf16-off"), engines(name))
 
 
-@pytest.mark.engine("fp32-off", "full-on")
+@pytest.mark.engine("fp32-off", "full-passes")
 def test_emulated_full_graphs_of_padded_batches_agree_with_vllm(engines):
-    """Decode batches run in graphs of 4 or 16 rows, batches with prefill rows in piecewise graphs."""
-    found = engines("full-on")
+    """Decode batches run in graphs of 4 or 16 rows, batches with prefill rows in pieces of Inductor's partition."""
+    found = engines("full-passes")
     assert_parity(engines("fp32-off"), found, 1e-4)
     assert_all_engaged(found)
     assert found.status[0]["capture_sizes"] == [4, 16]
+    assert_pieces_replayed(found)
     assert {(1, 4), (3, 4), (5, 16)} <= padded(found)
     assert (16, 16) in found.replays
     assert found.branches["rotate_and_write"] > 0
+
+
+@pytest.mark.wide
+@pytest.mark.engine("frozen-off", "frozen-on")
+def test_pieces_that_were_captured_over_a_decode_batch_agree_with_vllm(engines):
+    """Over an fp8 cache with scales, as model runner V2 captures."""
+    found = engines("frozen-on")
+    assert_parity(engines("frozen-off"), found)
+    assert_all_engaged(found)
+    assert found.pieces == found.status[0]["total"] + 1
+    assert found.branches["rotate_and_write"] > 0
+
+
+@pytest.mark.wide
+@pytest.mark.engine("class-gfx942-passes-off", "class-gfx942-passes-on")
+def test_fp8_scales_drafts_and_padded_heads_by_the_passes(engines):
+    on = engines("class-gfx942-passes-on")
+    assert_all_engaged(on)
+    assert on.status[0]["compiled"]["1-48"]["aiter_fusion"] == 2, "one layer of the target, one of the draft"
+    assert_parity(engines("class-gfx942-passes-off"), on)

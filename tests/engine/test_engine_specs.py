@@ -2,6 +2,7 @@
 
 import re
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 from tests.engine import engine_mutations, engine_specs, specs_common
@@ -10,14 +11,33 @@ PAGE = Path(__file__).parents[1] / "support/README.md"
 TESTS = "".join(path.read_text() for path in Path(__file__).parents[1].rglob("test_*.py"))
 
 
-def test_few_engines_compile():
-    compiled = [spec for spec in engine_specs.SPECS.values() if not spec.vllm.extra.get("enforce_eager")]
-    assert len(compiled) <= engine_specs.MOST
+def asked_for(items):
+    return {name for item in items for mark in item.iter_markers("engine") for name in mark.args}
+
+
+def test_few_engines_compile_in_the_ci(suite):
+    specs = [engine_specs.SPECS[name] for name in asked_for(one for one in suite if not one.get_closest_marker("wide"))]
+    assert len([spec for spec in specs if not spec.vllm.extra.get("enforce_eager")]) <= engine_specs.MOST
 
 
 def test_each_engine_is_asked_for_by_a_test(suite):
-    asked = {name for item in suite for mark in item.iter_markers("engine") for name in mark.args}
-    assert asked == set(engine_specs.SPECS)
+    assert asked_for(suite) == set(engine_specs.SPECS)
+
+
+def test_each_engine_names_its_integration():
+    """And gives vLLM graph partition where it is the passes, which find no whole layer without it."""
+    by = {name: spec.plugin.integration for name, spec in engine_specs.SPECS.items() if spec.side == "on"}
+    assert [name for name, one in by.items() if one == "auto"] == ["fp8-on", "eager-drafts-on", "vllms-pass-on"]
+    for name, integration in by.items():
+        partition = engine_specs.SPECS[name].vllm.compilation.get("use_inductor_graph_partition", False)
+        assert integration == "auto" or partition is (integration == "passes"), name
+
+
+def test_both_sides_of_a_pair_have_the_same_options_of_vllm():
+    for name, on in engine_specs.SPECS.items():
+        off = engine_specs.SPECS.get(f"{name.removesuffix('-on')}-off")
+        if name.endswith("-on") and off is not None:
+            assert (off.side, replace(off.vllm, compile_cache=on.vllm.compile_cache)) == ("off", on.vllm), name
 
 
 def test_no_name_stands_for_two_engines():

@@ -14,6 +14,7 @@ import pytest
 from vllm.config import PassConfig
 
 from tests.gate import gate_support
+from tests.sandbox import platform
 from tests.sandbox.model import TinyDeepseek, save_config
 from vllm_aiter_mla import plugin
 from vllm_aiter_mla.commands.compat import rocm_config
@@ -21,6 +22,7 @@ from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
+platform.see_no_amx()
 plugin.register()
 # vLLM would start a process of its own to look at a model class.
 rocm_config.inspect_in_process()

@@ -339,7 +339,7 @@ def test_the_limit_every_option_and_the_kernels_are_in_the_cache_key(config):
     assert len({one.compute_hash() for one in built}) == len(built)
     # Else a run before AITER was mended leaves an untouched graph to the runs after it.
     before = built[1].compute_hash()
-    pass_of(built[1]).kernels = ("16 heads: None; unavailable: AITER is not installed",)
+    pass_of(built[1]).key = ("16 heads: None; unavailable: AITER is not installed",)
     assert built[1].compute_hash() != before
 
 

@@ -68,7 +68,7 @@ def test_mutation_a_registration_that_lets_errors_out_is_caught(said, monkeypatc
         test_a_step_that_fails_is_said_once_and_never_raised(said, monkeypatch)
 
 
-@pytest.mark.parametrize(("call", "module"), [(plugin.apply_gate, "gate"), (plugin.attach, "startup.worker")])
+@pytest.mark.parametrize(("call", "module"), [(plugin.apply_gate, "gate"), (plugin.attach, "engine")])
 def test_a_module_that_does_not_load_ends_no_process(said, monkeypatch, call, module):
     """Each worker calls these, with the flag off too."""
     monkeypatch.delattr(vllm_aiter_mla, module, raising=False)

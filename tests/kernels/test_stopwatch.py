@@ -191,17 +191,6 @@ def test_figures_of_another_compute_partition_are_a_miss(monkeypatch, tmp_path):
     assert timing.read(tmp_path, timing.about()) == ({}, "")
 
 
-def test_ranks_agree_by_the_slowest_and_on_what_all_have_timed():
-    one = {1: {"aiter": [8.0], "vllm": [10.0], "triton": [5.0]}, 2: {"aiter": [8.0], "vllm": [10.0]}}
-    two = {1: {"aiter": [9.9], "vllm": [9.0]}}
-    assert timing.slowest([one, two]) == timing.slowest([two, one]) == {1: {"aiter": [9.9], "vllm": [10.0]}}
-
-
-def test_the_slowest_rank_is_that_of_the_greatest_median():
-    slow, outlier = {1: {"vllm": [1.0, 9.0, 9.0]}}, {1: {"vllm": [99.0, 8.0, 8.0]}}
-    assert timing.slowest([slow, outlier]) == timing.slowest([outlier, slow]) == slow
-
-
 @pytest.mark.parametrize("by", [{"aiter": [1.0]}, {"vllm": [], "aiter": []}, {"vllm": [1.0], "aiter": [1.0, 2.0]}])
 def test_figures_that_lack_some_are_not_kept(by):
     with pytest.raises(ValueError, match="missing at 1 tokens"):

@@ -17,7 +17,7 @@ from tests.passes.graphs import Layer, Spelling, infer
 from tests.passes.stubs import BATCHES, Batch, StubLayer, forward
 from tests.sandbox import gpu_ops
 from vllm_aiter_mla.compat import layer as compat_layer
-from vllm_aiter_mla.compat.layer import FUSED_ROPE, ROTARY_KERNEL
+from vllm_aiter_mla.compat.layer import FUSED_ROPE, ROTARY_KERNEL, layers_of_forward_context
 from vllm_aiter_mla.kernels.reference import rotate
 from vllm_aiter_mla.passes import pipeline
 from vllm_aiter_mla.serving import layer
@@ -200,7 +200,7 @@ def only_passes_up_to(stop: str | None) -> Iterator[None]:
 def rewrite(gm: fx.GraphModule, layers: list[StubLayer], stop_after: str | None = None) -> dict[str, int]:
     """The plugin's rewriting as the pipeline runs it, or its first passes up to one."""
     with forward(layers, BATCHES[0]), only_passes_up_to(stop_after):
-        return pipeline.rewrite(gm.graph)
+        return pipeline.rewrite(gm.graph, layers_of_forward_context())
 
 
 @cache

@@ -56,7 +56,7 @@ class Edit:
 
 
 def scaled_query(edit: Edit, *sizes: int) -> None:
-    """Factors on the rotated query. One per row, as llama_4_scaling, commutes with the rotation but rounds elsewhere."""
+    """Factors on the rotated query. One per row (llama_4_scaling) commutes with the rotation, but rounds elsewhere."""
     edit.attend(q=edit.call(aten.mul.Tensor, edit.layer.q, edit.tokens_by("factors", *sizes)))
 
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.config import CUDAGraphMode, PassConfig
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.v1.attention.backend import AttentionCGSupport
 
@@ -93,7 +93,7 @@ class StubLayer:
         self._vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(hf_text_config=SimpleNamespace()),
             cache_config=SimpleNamespace(block_size=BLOCK_SIZE),
-            compilation_config=SimpleNamespace(pass_config=PassConfig()),
+            compilation_config=CompilationConfig(mode=CompilationMode.VLLM_COMPILE, backend="inductor"),
             additional_config={"aiter_mla": {"enabled": True, "debug": {"rounding": "two"}} | options},
         )
 

@@ -25,6 +25,7 @@ from tests.passes.traced import Captured, compiled, model
 from vllm_aiter_mla import files
 from vllm_aiter_mla.passes import pipeline
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
+from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import DebugSettings, Settings
 
 VLLMS, OURS = "unified_mla_attention_with_output", "mla_attention_with_rope"
@@ -34,17 +35,18 @@ def pass_of(**changes):
     """A pass whose worker has checked its kernels."""
     config = changes.pop("config", None) or VllmConfig()
     made = AiterMLAPipeline(config, **{"limit": 16, "settings": Settings(enabled=True), **changes})
-    made.kernels = ()
+    made.key = ()
     return made
 
 
 @dataclass
 class Compilation:
-    """What vLLM and torch leave of one compilation: the dumped graphs, vLLM's debug lines, the final graph."""
+    """What one compilation leaves: the dumped graphs, vLLM's debug lines, the final graph, what the status counts."""
 
     dumps: dict[str, str]
     lines: list[str]
     graph: fx.GraphModule
+    counted: dict[str, dict[str, int]]
 
 
 def compile_with_vllm(folder, stop_after=None):
@@ -75,7 +77,8 @@ def compile_with_vllm(folder, stop_after=None):
         with forward(stubs, DECODE), pass_context(Range(1, 16)), monitor_torch_compile(config), stopped:
             compiled(module, torch.bfloat16, manager)
         logger.setLevel(logging.NOTSET)
-    return Compilation({path.name: path.read_text() for path in folder.rglob("*post_grad*")}, lines, final[0])
+    counted = Layer.of(stubs[0]).engine_status.compiled
+    return Compilation({path.name: path.read_text() for path in folder.rglob("*post_grad*")}, lines, final[0], counted)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +97,12 @@ def test_vllms_debug_log_has_the_time_and_the_matches_of_the_pipeline(compilatio
     assert [line for line in compilation.lines if line.startswith("AiterMLAPipeline completed in")]
     (matches,) = (line for line in compilation.lines if line.startswith("fusion pass matches:"))
     assert "'AiterMLAPipeline': 2" in matches
+
+
+def test_what_the_passes_did_counts_for_the_engine_of_the_layers(compilation):
+    """VLLM compiles with a copy of the pass: the layers know their engine's status."""
+    (counts,) = compilation.counted.values()
+    assert (list(compilation.counted), counts["matched"], counts["skipped"]) == (["1-16"], 2, 0)
 
 
 def assert_complete(gm):
@@ -123,9 +132,7 @@ def test_torch_infers_the_fake_values_of_a_chain_that_is_stopped(stop, tmp_path)
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"])
 def test_the_pass_is_the_same_in_another_process(again):
     made = pass_of(chained=pass_of(limit=4), settings=Settings(enabled=True, debug=DebugSettings(rounding="two")))
-    made.backends = object()
     arrived = again(made)
-    assert (arrived.backends, made.backends is None) == (None, False)
     assert arrived.uuid() == made.uuid() == pass_of(chained=made.chained, settings=made.settings).uuid()
     assert (arrived.limit, arrived.settings, arrived.chained.limit) == (16, made.settings, 4)
 
@@ -133,13 +140,13 @@ def test_the_pass_is_the_same_in_another_process(again):
 def test_the_uuid_holds_all_that_decides_the_graph(monkeypatch):
     changed = [pass_of(), pass_of(limit=8), pass_of(integration="module")]
     changed += [pass_of(chained=pass_of()), pass_of(chained=pass_of(limit=8))]
-    other_kernels, other_layers = pass_of(), pass_of(integration="module")
-    other_kernels.kernels, other_layers.emitted = ("triton",), ("model.layers.0.attn: module",)
-    changed += [other_kernels, other_layers, pass_of(settings=Settings(enabled=True, kernel="triton"))]
+    unchecked, other_kernels = pass_of(), pass_of()
+    unchecked.key, other_kernels.key = None, ("triton",)
+    changed += [unchecked, other_kernels, pass_of(settings=Settings(enabled=True, kernel="triton"))]
     found = {made.uuid() for made in changed}
     monkeypatch.setattr(files, "fingerprint", lambda: "changed")
     assert len(found | {pass_of().uuid()}) == len(changed) + 1
-    assert not other_layers.is_applicable_for_range(Range(1, 16))
+    assert not pass_of(integration="module").is_applicable_for_range(Range(1, 16))
 
 
 @pytest.mark.mutation

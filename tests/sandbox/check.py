@@ -13,16 +13,21 @@ from tests.sandbox.model import TinyDeepseek, save_config
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import check as command
 from vllm_aiter_mla.commands.check import steps
-from vllm_aiter_mla.commands.check.record import CheckRun
+from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.check.steps import Context
 from vllm_aiter_mla.commands.plan import model as models
 from vllm_aiter_mla.commands.report.page import html_of
 
 # With the roundings of vLLM's compiled graph, so that the tokens with the flag on equal those with the flag off.
+PLUGIN = "--additional-config.aiter_mla."
 ARGUMENTS = (
-    "--max-num-seqs", "16", "--max-num-batched-tokens", "512",
-    "--additional-config.aiter_mla.debug.rounding=two",
+    "--max-num-seqs", "16", "--max-num-batched-tokens", "512", f"{PLUGIN}debug.rounding=two",
+    f"{PLUGIN}integration=module",
 )  # fmt: skip
+FP8 = ("--kv-cache-dtype", "fp8")
+# Graph partition as a user gives it, on both sides.
+PASSES = ("-cc.use_inductor_graph_partition=true", f"{PLUGIN}integration=passes")
+ENGINE = ("engine", "prefill rows", "decode against prefill")
 TITLE = "a small random DeepSeek on this CPU"
 SHARED = ("PYTHONPATH", "VLLM_PLUGINS", "HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_CPU_KVCACHE_SPACE",
           "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "VLLM_CPU_OMP_THREADS_BIND")  # fmt: skip
@@ -44,18 +49,36 @@ def context(folder: Path, sandbox: Mapping[str, str]) -> Context:
     return Context(models.find(str(folder)), ARGUMENTS, "gfx942", variables, on_cpu=True, sandbox=sandbox)
 
 
-def main(html: Path | None = None) -> int:
-    """Run ``check``, its engine over a bf16 cache and over an fp8 one; return its exit status.
+def with_arguments(asked: Context, *arguments: str) -> Context:
+    """Return what is asked with further arguments of ``vllm serve``; no engine has answered it."""
+    return replace(asked, arguments=(*asked.arguments, *arguments), answers={})
 
-    ``html`` takes the page of ``report``.
+
+def run_steps(asked: Context, what: str, *names: str) -> list[Step]:
+    """Run some steps of ``check`` and name them by what they run over."""
+    found = []
+    for name in names:
+        print(f"{name}, {what} ...", flush=True)
+        found.append(replace(steps.STEPS[name](asked), name=f"{name}, {what}"))
+    return found
+
+
+def main(html: Path | None = None) -> int:
+    """Run ``check`` and return its exit status; ``html`` takes the page of ``report``.
+
+    Its engine runs four times, flag off and on: over a bf16 cache and an fp8 one, by the module over vLLM's default
+    options and by the passes over graph partition.
     """
     with tempfile.TemporaryDirectory(prefix="aiter-mla-") as work:
         asked = context(Path(work) / "model", environment(Path(work) / "inductor"))
         found = list(command.run(asked))
-        fp8 = replace(asked, arguments=(*asked.arguments, "--kv-cache-dtype", "fp8"), answers={})
-        for name in ("plan", "engine", "prefill rows", "decode against prefill"):
-            print(f"{name}, fp8 cache ...", flush=True)
-            found.append(replace(steps.STEPS[name](fp8), name=f"{name}, fp8 cache"))
+        fp8 = with_arguments(asked, *FP8)
+        found += run_steps(fp8, "fp8 cache", "plan", *ENGINE)
+        # A plan of the passes would say the same of the same layers, and costs half a minute.
+        for planned, cache in ((asked, "bf16 cache"), (fp8, "fp8 cache")):
+            passes = with_arguments(planned, *PASSES)
+            passes.plan = planned.plan
+            found += run_steps(passes, f"passes, {cache}", *ENGINE)
         status = command.exit_status(found, asked.on_cpu)
         command.show(TITLE, found, status)
         if html is not None:

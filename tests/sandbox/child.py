@@ -38,6 +38,7 @@ def main(spec_path: str, out_path: str) -> None:
     knobs.apply(spec)
     # In the cache root: vLLM's cache key holds the model's path, and a warm start must find the same.
     llm = build(spec, Path(os.environ["VLLM_CACHE_ROOT"]) / "model")
+    knobs.check_kept(spec, llm.llm_engine.vllm_config)
     print("sandbox: engine is up", flush=True)
     if spec.emulation.scales is not None:
         knobs.set_scales(llm, *spec.emulation.scales)
@@ -171,22 +172,17 @@ def connector(spec: EngineSpec, folder: Path) -> dict[str, Any]:
 
 
 def compilation(spec: EngineSpec) -> dict[str, Any]:
-    """The ``compilation_config``; the control's is what the gate would add."""
-    config: dict[str, Any] = {"pass_config": {"fuse_rope_kvcache_cat_mla": spec.vllm.own_pass}}
-    if spec.side == "control":
-        config |= {
-            "use_inductor_graph_partition": True,
-            "compile_ranges_endpoints": [spec.vllm.max_num_seqs * (1 + spec.vllm.drafts)],
-        }
-    return config | spec.vllm.compilation
+    """The ``compilation_config``, the same on both sides."""
+    return {"pass_config": {"fuse_rope_kvcache_cat_mla": spec.vllm.own_pass}} | spec.vllm.compilation
 
 
 def additional(spec: EngineSpec) -> dict[str, Any]:
     """The ``additional_config``; empty where the flag is off."""
-    if spec.side != "plugin":
+    if spec.side == "off":
         return {}
+    own = {"kernel": spec.plugin.kernel, "integration": spec.plugin.integration}
     debug = {"rounding": spec.plugin.rounding}
-    return {"aiter_mla": {"enabled": True, "kernel": spec.plugin.kernel, "debug": debug} | spec.plugin.additional}
+    return {"aiter_mla": {"enabled": True, **own, "debug": debug} | spec.plugin.additional}
 
 
 def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
@@ -197,21 +193,19 @@ def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
     from tests.sandbox import cuda_graphs, knobs
 
     config = llm.llm_engine.vllm_config
-    from vllm_aiter_mla.compat.config import added_options, gates_options
-
     return EngineResult(
         scenarios=outcome,
         status=status_records(),
         ranges=[(r.start, r.end) for r in config.compilation_config.get_compile_ranges()],
-        graphs=dict(knobs.GRAPHS),
+        graphs={name: "\n".join(pieces) for name, pieces in knobs.GRAPHS.items()},
         code={name: "\n".join(pieces) for name, pieces in knobs.CODE.items()},
         compilations=sum(map(len, knobs.CODE.values())),
         step_us=1e6 * statistics.median(STEPS),
         branches=dict(knobs.BRANCHES),
         counters=counters(llm) if spec.vllm.extra.get("disable_log_stats") is False else {},
-        compiled=gates_options(config.compilation_config),
-        added=added_options(config),
         pieces=max(cuda_graphs.PIECES, default=0),
+        captured=dict(cuda_graphs.CAPTURED),
+        replayed=dict(cuda_graphs.REPLAYED),
         replays=dict(cuda_graphs.REPLAYS),
         log=[],
         versions={

@@ -1,15 +1,18 @@
-"""Emulate CUDA graphs without a GPU: piecewise ones, and full ones that hold a whole decode step.
+"""Emulate CUDA graphs without a GPU: those of a graph's pieces, and full ones that hold a whole decode step.
 
-On a GPU, Inductor cuts the graph at the splitting ops and vLLM captures every piece once, with the metadata that
-Python sees then: none at all (model runner V1) or that of a decode batch (V2). A replay runs the recorded kernels over
-current buffers, but no Python: whatever a captured op decided from the metadata is frozen. Here the graph is cut by
-Inductor's own rule, as if its nodes were on a GPU, and while a piece runs, the forward context shows the frozen
-metadata; buffers stay current.
+vLLM cuts the model's graph at the splitting ops: Dynamo's graph by default, Inductor's with graph partition. It wraps
+each piece, captures it once per size in a dummy run without metadata, and replays it in batches that its dispatcher
+gives to piecewise graphs. A replay runs the recorded kernels over the buffers of the capture, but no Python: whatever a
+captured op decided from the metadata is frozen. The cuts, the wrapping, the dispatcher, its padding and the dummy runs
+are vLLM's here too. A replay calls the piece again with the inputs of its capture and without metadata, and fills the
+outputs of its capture.
 
-For batches of decode rows vLLM's dispatcher (model runner V1) pads to a captured size, and the model was captured once
-per size in a dummy run. The dispatcher, its padding, the dummy runs and the buffers are vLLM's here too. A replay calls
-the model again and shows it what it saw at the capture: the same inputs, metadata and slot mapping, each number the
-captured size. Only the contents of their tensors belong to this step, and each replay returns the same output tensor.
+For batches of decode rows the model was captured as a whole. A replay calls the model again and shows it what it saw at
+the capture: the same inputs, metadata and slot mapping, each number the captured size. Only the contents of their
+tensors belong to this step, and each replay returns the same output tensor.
+
+Model runner V2 captures pieces with the metadata of a decode batch. That is emulated over Inductor's partition, without
+the dispatcher: while a piece runs, in every batch, the forward context shows such metadata.
 
 What Python reads out of a tensor is not frozen: a GPU forbids it while it captures, which ``verify`` checks.
 """
@@ -25,10 +28,15 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
-KINDS = ("none", "decode", "full")
+KINDS = ("decode", "vllm")
 PIECES: list[int] = []
-"""For each piece that was made, how many its graph has."""
+"""For each piece of Inductor's partition that was made for "decode", how many its graph has."""
+CAPTURED: Counter[int] = Counter()
+"""How many pieces were captured, by rows."""
+REPLAYED: Counter[int] = Counter()
+"""How often a piece was replayed, by rows."""
 REPLAYS: Counter[tuple[int, int]] = Counter()
 """How often a full graph was replayed, by real rows and rows of the graph."""
 
@@ -37,22 +45,24 @@ def emulate(kind: str) -> None:
     """Cut graphs as on a GPU and freeze what they see; before any engine is built.
 
     Args:
-        kind: "none": pieces see no metadata, as model runner V1 captures; "decode": they see a decode batch, as V2
-            does; "full": as "none" in steps that vLLM's dispatcher gives to piecewise graphs, beside full graphs.
+        kind: "vllm": the graphs that the engine's ``cudagraph_mode`` asks for; "decode": pieces of Inductor's partition
+            see a decode batch, as model runner V2 captures.
 
     Raises:
         ValueError: an unknown kind.
     """
     if kind not in KINDS:
         raise ValueError(f"graphs: expected one of {', '.join(KINDS)}, got {kind!r}")
-    _emulate_pieces(kind)
-    if kind == "full":
-        _emulate_full()
+    _cut_as_on_a_gpu()
+    if kind == "vllm":
+        _emulate_vllms()
+    else:
+        _freeze_over_a_decode_batch()
 
 
-def _emulate_pieces(kind: str) -> None:
+def _cut_as_on_a_gpu() -> None:
+    """Let Inductor's partition cut at the splitting ops although the graph's nodes are on a CPU."""
     from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
-    from vllm.compilation import decorators
 
     vllm_rule = Scheduler.should_partition
 
@@ -65,9 +75,13 @@ def _emulate_pieces(kind: str) -> None:
 
     Scheduler.should_partition = should_partition
 
+
+def _freeze_over_a_decode_batch() -> None:
+    from vllm.compilation import decorators
+
     def wrapped(piece: Callable[..., Any], about: Any) -> Callable[..., Any]:
         PIECES.append(about.num_partitions)
-        return _frozen(piece, kind)
+        return _frozen(piece)
 
     @contextlib.contextmanager
     def wrapped_partitions(vllm_config: Any) -> Iterator[None]:
@@ -78,21 +92,25 @@ def _emulate_pieces(kind: str) -> None:
     decorators.maybe_use_cudagraph_partition_wrapper = wrapped_partitions
 
 
-def _frozen(piece: Callable[..., Any], kind: str) -> Callable[..., Any]:
+def _frozen(piece: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         from vllm.forward_context import get_forward_context
 
         context: Any = get_forward_context()
-        if kind == "full" and context.cudagraph_runtime_mode.name != "PIECEWISE":
-            return piece(*args, **kwargs)  # part of a full graph, or of a step without graphs
-        current = context.attn_metadata
-        context.attn_metadata = _as_decode(current) if kind == "decode" else None
-        try:
+        with shown(context, _as_decode(context.attn_metadata)):
             return piece(*args, **kwargs)
-        finally:
-            context.attn_metadata = current
 
     return run
+
+
+@contextlib.contextmanager
+def shown(context: Any, metadata: Any) -> Iterator[None]:
+    """Let a forward context show this metadata for a block."""
+    current, context.attn_metadata = context.attn_metadata, metadata
+    try:
+        yield
+    finally:
+        context.attn_metadata = current
 
 
 def _as_decode(metadata: Any) -> Any:
@@ -115,8 +133,75 @@ def _one_as_decode(entry: Any) -> Any:
     return frozen
 
 
+class CapturedPiece(NamedTuple):
+    """One graph of a piece: the inputs of its capture, and the outputs that each replay fills."""
+
+    inputs: Any
+    addresses: list[int]
+    output: Any
+
+
+class PieceGraphs:
+    """A piece with a graph for each batch descriptor that vLLM's dispatcher gives to piecewise graphs.
+
+    vLLM makes one for each piece, of either partition, where a GPU has its ``CUDAGraphWrapper``; the arguments are that
+    class's.
+    """
+
+    def __init__(
+        self, runnable: Callable[..., Any], vllm_config: Any, runtime_mode: Any, cudagraph_options: Any
+    ) -> None:
+        self._piece, self._mode = runnable, runtime_mode
+        self._graphs: dict[Any, CapturedPiece] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """The piece's own attribute."""
+        return getattr(self.__dict__["_piece"], name)
+
+    def __call__(self, *args: Any) -> Any:
+        """Capture, replay, or, in a step without piecewise graphs, run.
+
+        Raises:
+            RuntimeError: an input lies elsewhere than at the capture, where a replay would read.
+        """
+        from vllm.compilation.monitor import validate_cudagraph_capturing_enabled
+        from vllm.forward_context import get_forward_context
+
+        context: Any = get_forward_context()
+        if context.cudagraph_runtime_mode != self._mode:
+            return self._piece(*args)
+        descriptor, addresses = context.batch_descriptor, _addresses(args)
+        graph = self._graphs.get(descriptor)
+        if graph is None:
+            validate_cudagraph_capturing_enabled()
+            inputs = tree_map(lambda value: value, args)  # Inductor empties the list that it is given
+            self._graphs[descriptor] = CapturedPiece(inputs, addresses, self._run(context, args))
+            CAPTURED[descriptor.num_tokens] += 1
+            return self._graphs[descriptor].output
+        if addresses != graph.addresses:
+            raise RuntimeError("an input of a captured piece has moved: a replay reads where the capture read")
+        found = self._run(context, tree_map(lambda value: value, graph.inputs))
+        # An output may be another one's input: all are read before the first is written.
+        for kept, value in zip(_tensors(graph.output), [one.clone() for one in _tensors(found)], strict=True):
+            kept.copy_(value)
+        REPLAYED[descriptor.num_tokens] += 1
+        return graph.output
+
+    def _run(self, context: Any, args: Any) -> Any:
+        with capturing(), shown(context, None):
+            return self._piece(*args)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def _addresses(values: Any) -> list[int]:
+    return [value.data_ptr() for value in _tensors(values)]
+
+
 class Captured(NamedTuple):
-    """One graph: what Python saw at its capture, and the tensor that each replay fills."""
+    """One full graph: what Python saw at its capture, and the tensor that each replay fills."""
 
     inputs: dict[str, Any]
     metadata: Any
@@ -201,8 +286,8 @@ def _other_rows(context: Any, name: str) -> tuple[torch.Tensor, torch.Tensor, to
     return cache, others, cache[others].view(torch.uint8)
 
 
-def _emulate_full() -> None:
-    """Let vLLM plan, capture and replay full graphs on a CPU."""
+def _emulate_vllms() -> None:
+    """Let vLLM plan, capture and replay graphs on a CPU."""
     from vllm.compilation.monitor import set_cudagraph_capturing_enabled
     from vllm.platforms import current_platform
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
@@ -211,7 +296,9 @@ def _emulate_full() -> None:
     from tests.sandbox import platform
 
     platform.has_graphs = True
-    type(current_platform).support_static_graph_mode = classmethod(lambda cls: True)
+    platform_cls = type(current_platform)
+    platform_cls.support_static_graph_mode = classmethod(lambda cls: True)
+    platform_cls.get_static_graph_wrapper_cls = classmethod(lambda cls: f"{__name__}.{PieceGraphs.__name__}")
     load, warm_up = CPUModelRunner.load_model, CPUWorker.compile_or_warm_up_model
 
     def load_model(runner: Any, *args: Any, **kwargs: Any) -> None:

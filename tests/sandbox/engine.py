@@ -128,7 +128,11 @@ def _environment_of_device(spec: EngineSpec) -> dict[str, str]:
         # The demo's bounds are for plain absorb weights; where AITER is on, vLLM would hold fp8 or mxfp4 ones.
         return {"VLLM_ROCM_USE_AITER_FP8BMM": "0", "VLLM_ROCM_USE_AITER_FP4BMM": "0"}
     # One thread: two threads wait for each other by spinning, and small GEMMs took six times the processor time.
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(spec.vllm.runner == "v2")),
+    }
     if runs_on_ray(spec):
         environment |= {platform.RAY_SWITCH: "1", "RAY_USAGE_STATS_ENABLED": "0"}
     workers = spec.vllm.tensor_parallel_size * spec.vllm.extra.get("pipeline_parallel_size", 1)

@@ -1,7 +1,7 @@
 """Which integration moves less? ``python -m tests.sandbox.integrations`` prints a table in Markdown, in four minutes.
 
-Six engines over a small random DeepSeek: vLLM as it is today, compiled and in eager mode; the control; the passes; and
-the module integration over vLLM's default pieces and in eager mode. Each is compared with today's engine of its mode.
+Six engines over a small random DeepSeek, flag off and on: over vLLM's default options and the module, over graph
+partition and the passes, and in eager mode, where the module is the only integration.
 """
 
 from __future__ import annotations
@@ -15,30 +15,25 @@ from pathlib import Path
 
 from tests.sandbox import engine
 from tests.sandbox.compare import compare
-from tests.sandbox.spec import Emulation, EngineResult, EngineSpec, PluginOptions, VllmOptions
-from vllm_aiter_mla.commands.check.engine import Side
+from tests.sandbox.spec import Emulation, EngineResult, EngineSpec, VllmOptions, by_passes, flag_off
 
 # Without YaRN, whose rotation vLLM's eager mode rounds three times.
-_COMPILED = VllmOptions(model={"num_hidden_layers": 2, "yarn": False})
-_EAGER = replace(_COMPILED, extra={"enforce_eager": True})
-
-
-def _engine(side: Side, vllm: VllmOptions, integration: str = "passes") -> EngineSpec:
-    plugin, plain = PluginOptions(additional={"integration": integration}), Emulation(linear="aten")
-    return EngineSpec(("concurrent", "mixed", "long"), vllm, plugin, plain, side=side, dump_graphs=vllm is _COMPILED)
-
+_DEFAULT = EngineSpec(
+    ("concurrent", "mixed", "long"), VllmOptions(model={"num_hidden_layers": 2, "yarn": False}),
+    emulation=Emulation(linear="aten"), dump_graphs=True,
+)  # fmt: skip
+_EAGER = replace(_DEFAULT, vllm=replace(_DEFAULT.vllm, extra={"enforce_eager": True}), dump_graphs=False)
 
 ENGINES: dict[str, tuple[EngineSpec, str]] = {
-    "vLLM today": (_engine("today", _COMPILED), "vLLM today"),
-    "control: graph partition, one more range": (_engine("control", _COMPILED), "vLLM today"),
-    "passes": (_engine("plugin", _COMPILED), "vLLM today"),
-    "module, vLLM's default pieces": (_engine("plugin", _COMPILED, "module"), "vLLM today"),
-    "vLLM today, eager": (_engine("today", _EAGER), "vLLM today, eager"),
-    "module, eager": (_engine("plugin", _EAGER, "module"), "vLLM today, eager"),
-}
+    f"{options}, flag {side}": (spec, f"{options}, flag off")
+    for options, on in (
+        ("default options", _DEFAULT), ("graph partition", by_passes(_DEFAULT)), ("eager mode", _EAGER)
+    )
+    for side, spec in (("off", flag_off(on)), ("on", on))
+}  # fmt: skip
 """Each engine, and the one that it is compared with."""
-HEADS = ("engine", "tokens as today", "max \\|dlogprob\\|", "kernel calls in the decode graph", "graphs compiled",
-         "engine step, us")  # fmt: skip
+HEADS = ("engine", "tokens as with the flag off", "max \\|dlogprob\\|", "kernel calls in the decode graph",
+         "graphs compiled", "engine step, us")  # fmt: skip
 _CALL = re.compile(r"^\s+(?:\w+ = )?(?:cpp_fused\w*|extern_kernels\.\w+|torch\.ops\.[\w.]+)\(", re.MULTILINE)
 
 
@@ -49,16 +44,10 @@ def table(results: Mapping[str, EngineResult]) -> list[str]:
         result, found = results[name], compare(results[base], results[name]).values()
         equal, tokens = (sum(getattr(one, of) for one in found) for of in ("tokens_equal", "tokens"))
         apart = max(one.max_abs_dlogprob for one in found)
-        calls = len(_CALL.findall(result.code.get(decode_range(result), ""))) if spec.dump_graphs else "-"
+        calls = len(_CALL.findall(result.code.get(result.decode_range(), ""))) if spec.dump_graphs else "-"
         graphs = result.compilations if spec.dump_graphs else "-"
         rows.append((name, f"{equal} of {tokens}", f"{apart:.2g}", str(calls), str(graphs), f"{result.step_us:.0f}"))
     return ["| " + " | ".join(row) + " |" for row in rows]
-
-
-def decode_range(result: EngineResult) -> str:
-    """Return the compile range that decode steps run in, as ``code`` names it."""
-    start, end = result.ranges[0]
-    return f"{start}-{end}"
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ import torch
 from tests.sandbox import card, cuda_graphs, platform
 from tests.sandbox.spec import EngineSpec
 
-GRAPHS: dict[str, str] = {}
+GRAPHS: dict[str, list[str]] = {}
 CODE: dict[str, list[str]] = {}
 BRANCHES: Counter[str] = Counter()
 
@@ -19,6 +19,7 @@ BRANCHES: Counter[str] = Counter()
 def apply(spec: EngineSpec) -> None:
     """Set this process up; before any vLLM config is built."""
     platform.vllm_pass = spec.vllm.own_pass
+    platform.schedules_async = bool(spec.vllm.extra.get("async_scheduling"))
     if spec.emulation.linear == "aten":
         plain_linears()
     if spec.emulation.arch:
@@ -47,6 +48,29 @@ def apply(spec: EngineSpec) -> None:
     if spec.emulation.attention == "aiter":
         poison_queries()
         count_copies()
+
+
+def check_kept(spec: EngineSpec, config: Any) -> None:
+    """Check that the engine's config has the options that the spec names: vLLM's CPU platform drops some in silence.
+
+    Raises:
+        RuntimeError: an option has another value.
+    """
+    compilation = config.compilation_config
+    has = {
+        "async_scheduling": config.scheduler_config.async_scheduling,
+        "enable_prefix_caching": config.cache_config.enable_prefix_caching,
+        "mode": compilation.mode,
+        "cudagraph_mode": compilation.cudagraph_mode.name,
+        "use_inductor_graph_partition": compilation.use_inductor_graph_partition,
+        "runner": "v2" if config.use_v2_model_runner else "v1",
+    }
+    asked = spec.vllm.extra | spec.vllm.compilation
+    if spec.emulation.device == "cpu":  # a GPU's runner is vLLM's choice
+        asked |= {"runner": spec.vllm.runner}
+    lost = {name: value for name, value in asked.items() if name in has and has[name] != value}
+    if lost:
+        raise RuntimeError(f"the engine runs without these options of its spec: {lost}")
 
 
 def plant(mutation: str) -> None:
@@ -117,7 +141,7 @@ def plain_linears() -> None:
 
 
 def dump_graphs() -> None:
-    """Keep the text of each range's graph as it leaves vLLM's post-grad passes, and the code that Inductor makes."""
+    """Keep the text of each range's graphs as they leave vLLM's post-grad passes, and the code that Inductor makes."""
     from torch._inductor.graph import GraphLowering
     from vllm.compilation.passes import inductor_pass, pass_manager
     from vllm.compilation.passes.inductor_pass import get_pass_context
@@ -126,7 +150,7 @@ def dump_graphs() -> None:
 
     def call(self: Any, graph: torch.fx.Graph) -> None:
         inner(self, graph)
-        GRAPHS[compile_range()] = str(graph)
+        GRAPHS.setdefault(compile_range(), []).append(str(graph))
 
     def compile_range() -> str:
         r = get_pass_context().compile_range

@@ -14,8 +14,22 @@ from typing import Any
 vllm_pass = False
 # Whether CUDA graphs are emulated, so that vLLM's dispatcher pads batches to captured sizes.
 has_graphs = False
+# Set by a spec that asks for asynchronous scheduling, vLLM's default on a GPU.
+schedules_async = False
 # Whether something here gathers the context of a chunked prompt from an fp8 cache.
 chunks_fp8_prompts = False
+
+
+def see_no_amx() -> None:
+    """Let vLLM find no AMX tiles, whatever this processor has.
+
+    With them it takes an MLA back end without ``W_UK_T``, blocks of 128 rows, chunked prefill with another budget,
+    and other GEMMs. What else vLLM decides by the machine is set elsewhere: ``environment_for`` gives the KV cache's
+    size and the threads. AVX-512 moves no option of a dense model.
+    """
+    import torch
+
+    torch.cpu._is_amx_tile_supported = lambda: False
 
 
 @cache
@@ -25,12 +39,8 @@ def wrap(platform_cls: type) -> None:
 
     @wraps(inner)
     def check_and_update_config(vllm_config: Any) -> None:
-        from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
         asked = (copy.copy(vllm_config.compilation_config), copy.copy(vllm_config.scheduler_config))
         caches_prefixes = vllm_config.cache_config.enable_prefix_caching
-        # By name: on processors with AMX vLLM would take a back end without W_UK_T.
-        vllm_config.attention_config.backend = AttentionBackendEnum.CPU_MLA
         inner(vllm_config)
         _restore(vllm_config, *asked)
         # A prompt that continues a cached prefix takes the path of a chunk.
@@ -70,9 +80,9 @@ def _restore(vllm_config: Any, compilation_asked: Any, scheduler_asked: Any) -> 
         compilation.ir_enable_torch_wrap = compilation_asked.ir_enable_torch_wrap
         # None makes the piecewise back end assert "out of considered ranges" without a GPU.
         compilation.compile_sizes = []
-        if has_graphs:
-            # What vLLM has computed for a platform with graphs; the CPU's empties it.
-            compilation.cudagraph_capture_sizes = compilation_asked.cudagraph_capture_sizes
+    if has_graphs:
+        # What vLLM has computed for a platform with graphs; the CPU's empties it.
+        compilation.cudagraph_capture_sizes = compilation_asked.cudagraph_capture_sizes
     if vllm_pass:
         compilation.pass_config.fuse_rope_kvcache_cat_mla = True
     # vLLM's chunked path for CPUs reads no fp8 cache.
@@ -80,6 +90,8 @@ def _restore(vllm_config: Any, compilation_asked: Any, scheduler_asked: Any) -> 
     if scheduler_asked.enable_chunked_prefill and (chunks_fp8_prompts or not is_fp8):
         scheduler.enable_chunked_prefill = True
         scheduler.max_num_batched_tokens = scheduler_asked.max_num_batched_tokens
+    if schedules_async:
+        scheduler.async_scheduling = scheduler_asked.async_scheduling
 
 
 RAY_SWITCH = "AITER_MLA_SANDBOX_RAY"

@@ -67,6 +67,7 @@ def activate() -> None:
     gpu_ops.mend_experts()
     attention.register()
     model.register_random_weights()
+    platform.see_no_amx()
     platform.wrap(type(current_platform))
     platform.allow_fp8_mla(type(current_platform))
     KNOWN_IMPLS.add("SandboxMLAImpl")

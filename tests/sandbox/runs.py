@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.sandbox.spec import Emulation, EngineSpec, Fault, PluginOptions, VllmOptions
+from tests.sandbox.spec import Emulation, EngineSpec, PluginOptions, VllmOptions, by_passes, flag_off
 from vllm_aiter_mla.commands.check import engine as check
-from vllm_aiter_mla.commands.check.engine import Side
 
 BF16_SCENARIOS = ("concurrent", "short", "mixed", "long", "chunked")
 # vLLM's chunked path over an fp8 cache needs a gather kernel that only GPU builds have.
@@ -29,13 +28,13 @@ class Options:
     kernel: str = "reference"
     arch: str = "gfx942"
     attention: str = "aiter"
-    integration: str = "passes"
+    integration: str = "both"
     keep: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What must hold between a run and its control, in every scenario.
+    """What must hold between flag off and flag on, in every scenario.
 
     Attributes:
         top1: least share of positions, among those with the same context in both runs, whose token is the same.
@@ -65,32 +64,42 @@ SUM_ORDER = Bound(check.TOP1, check.MAX_DLOGPROB)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run, the control it is held against, and the engine of today that the control is compared with.
+    """One comparison: an engine with the flag on, and the same engine with the flag off.
 
     Attributes:
         name: for the table.
-        spec: the run.
-        base: its control.
+        spec: the engine with the flag on.
         numerics: "activation dtype", "two-rounding" or "aiter".
         bound: what must hold; None where the figures are only reported.
     """
 
     name: str
     spec: EngineSpec
-    base: EngineSpec
     numerics: str
     bound: Bound | None
 
     @property
-    def today(self) -> EngineSpec:
-        """The engine without what the gate adds."""
-        return replace(self.base, side="today", dump_graphs=False)
+    def off(self) -> EngineSpec:
+        """The engine with the flag off and the same options of vLLM's."""
+        return flag_off(self.spec)
 
 
 def runs(options: Options) -> list[Run]:
-    """The runs of the demo: short prompts and mixed batches over both caches; with ``full`` all there is."""
-    if options.integration == "module":
-        return [_eager(run) for run in runs(replace(options, integration="passes"))]
+    """Return the runs of the demo: short prompts and mixed batches over both caches; with ``full`` all there is.
+
+    Each runs over vLLM's default options, where the module is the integration, and over graph partition by the passes.
+    """
+    found = _of_kernel(options)
+    by_module = [replace(run, name=f"{run.name}, module") for run in found if options.integration != "passes"]
+    partitioned = [
+        replace(run, name=f"{run.name}, passes", spec=by_passes(run.spec))
+        for run in found
+        if options.integration != "module"
+    ]
+    return by_module + partitioned
+
+
+def _of_kernel(options: Options) -> list[Run]:
     if options.kernel == "triton":
         return _on_gpu(options)
     if options.kernel == "simulated-aiter" and options.attention == "aiter":
@@ -100,14 +109,14 @@ def runs(options: Options) -> list[Run]:
     emulation = Emulation(arch=options.arch if fake else None)
     one_rank = options.tensor_parallel_size == 1
     bf16 = EngineSpec(_scenarios(options), _vllm(options), plugin, emulation, dump_graphs=one_rank)
-    found = [Run("bf16 KV", bf16, control(bf16), "activation dtype", EXACT)]
+    found = [Run("bf16 KV", bf16, "activation dtype", EXACT)]
     vllm = _vllm(options, kv_cache_dtype="fp8", max_num_batched_tokens=512)
     fp8 = EngineSpec(_scenarios(options, FP8_SCENARIOS), vllm, plugin, emulation, dump_graphs=one_rank)
     if not fake:
-        found.append(Run("fp8 KV, two-rounding", fp8, control(fp8), "two-rounding", EXACT))
+        found.append(Run("fp8 KV, two-rounding", fp8, "two-rounding", EXACT))
     if fake or options.full:
         rounded = replace(fp8, plugin=replace(plugin, rounding="single"))
-        found.append(Run("fp8 KV, AITER's numerics", rounded, control(fp8), "aiter", None))
+        found.append(Run("fp8 KV, AITER's numerics", rounded, "aiter", None))
     return found
 
 
@@ -137,14 +146,14 @@ def _over_aiters_class(options: Options) -> list[Run]:
     padded = vllm(8, kv_cache_dtype="fp8", drafts=2)
     two = EngineSpec(_scenarios(options), padded, PluginOptions(kernel="reference"), scaled)
     found = [
-        Run("bf16 KV, 16 heads", bf16, control(bf16), "activation dtype", EXACT),
-        Run("fp8 KV, 8 heads, 2 drafts, two-rounding", two, control(two), "two-rounding", EXACT),
+        Run("bf16 KV, 16 heads", bf16, "activation dtype", EXACT),
+        Run("fp8 KV, 8 heads, 2 drafts, two-rounding", two, "two-rounding", EXACT),
     ]
     if options.full:
         single = EngineSpec(_scenarios(options), padded, PluginOptions("aiter", rounding="single"), scaled)
         many = EngineSpec(("mixed",), vllm(128), aiter, card, dump_graphs=one_rank)
-        found.append(Run("fp8 KV, 8 heads, 2 drafts", single, control(single), "aiter", None))
-        found.append(Run("bf16 KV, 128 heads", many, control(many), "activation dtype", EXACT))
+        found.append(Run("fp8 KV, 8 heads, 2 drafts", single, "aiter", None))
+        found.append(Run("bf16 KV, 128 heads", many, "activation dtype", EXACT))
     return found
 
 
@@ -156,41 +165,20 @@ def _on_gpu(options: Options) -> list[Run]:
         for cache in ("auto", "fp8")
     )
     return [
-        Run("bf16 KV", bf16, control(bf16), "aiter", SUM_ORDER),
-        Run("fp8 KV", fp8, control(fp8), "aiter", None),
+        Run("bf16 KV", bf16, "aiter", SUM_ORDER),
+        Run("fp8 KV", fp8, "aiter", None),
     ]
 
 
-def _eager(run: Run) -> Run:
-    """The run without a compiled graph, and without YaRN, whose rotation vLLM's eager mode rounds three times."""
-
-    def eager(spec: EngineSpec, side: Side) -> EngineSpec:
-        model, extra = spec.vllm.model | {"yarn": False}, spec.vllm.extra | {"enforce_eager": True}
-        plugin = replace(spec.plugin, additional={"integration": "module"}) if side == "plugin" else spec.plugin
-        vllm = replace(spec.vllm, model=model, extra=extra)
-        return replace(spec, vllm=vllm, plugin=plugin, side=side, dump_graphs=False)
-
-    # The gate adds nothing to an engine without a graph, so its control is the engine of today.
-    return replace(run, spec=eager(run.spec, "plugin"), base=eager(run.base, "today"))
-
-
-def control(spec: EngineSpec) -> EngineSpec:
-    """Return the same engine with the flag off and the options that the gate would add."""
-    return replace(spec, side="control", plugin=PluginOptions(), fault=Fault())
-
-
 def describe(spec: EngineSpec) -> str:
-    """A run in a few words."""
+    """Return a run in a few words."""
     cache = "fp8 KV" if spec.vllm.kv_cache_dtype.startswith("fp8") else "bf16 KV"
-    if spec.side != "plugin":
-        return f"{cache}, {spec.side}"
-    if spec.plugin.kernel == "triton":
-        return f"{cache}, on, Triton"
-    return f"{cache}, on, {'AITER rounding' if spec.plugin.rounding == 'single' else 'two-rounding'}"
+    options = "graph partition" if spec.vllm.compilation.get("use_inductor_graph_partition") else "default options"
+    return f"{cache}, {options}, flag {spec.side}"
 
 
 def why_no_gpu(workers: int) -> str | None:
-    """Why the demo cannot run on GPUs here with so many workers, or None."""
+    """Return why the demo cannot run on GPUs here with so many workers, or None."""
     import torch
 
     if not torch.cuda.is_available():

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vllm_aiter_mla.commands.check.engine import Side
 from vllm_aiter_mla.commands.compat.engine import Step
 
+Integration = Literal["module", "passes", "auto"]
+Runner = Literal["v1", "v2"]
 LIMIT_REQUESTS = 16
+PARTITION = {"use_inductor_graph_partition": True}
+"""What a user gives vLLM so that a graph holds whole layers, which the passes need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,7 @@ class VllmOptions:
         lora: every second request goes through a LoRA adapter of random weights.
         shares_kv: write KV rows through vLLM's example connector into a folder of the cache root, and read them there.
         spawn: run the engine core in its own process, as vLLM does by default.
+        runner: vLLM's model runner on a CPU.
         compile_cache: keep vLLM's compile cache on, for warm starts.
     """
 
@@ -49,6 +54,7 @@ class VllmOptions:
     lora: bool = False
     shares_kv: bool = False
     spawn: bool = False
+    runner: Runner = "v1"
     compile_cache: bool = False
 
 
@@ -58,12 +64,14 @@ class PluginOptions:
 
     Attributes:
         kernel: the plugin's kernel option.
+        integration: how the op gets into the model. The module is for vLLM's default options; see ``by_passes``.
         rounding: of the reference kernel, see ``DebugSettings``.
         additional: overrides of the plugin's ``additional_config`` mapping.
         loaded: load the plugin at all.
     """
 
     kernel: str = "auto"
+    integration: Integration = "module"
     rounding: str = "two"
     additional: dict[str, Any] = field(default_factory=dict)
     loaded: bool = True
@@ -78,9 +86,9 @@ class Emulation:
         arch: let the platform look like this AMD card over the simulated AITER.
         attention: "sandbox" for the sandbox's back end, "aiter" for vLLM's own over ``arch``.
         absorb: hold absorbed weights in "fp8", or in "mxfp4" (gfx950 only), over the simulated AITER; None for plain.
-        graphs: emulate CUDA graphs: None for no graphs; "none" or "decode" for piecewise graphs captured with no
-            metadata or with a decode batch's; "full" for what vLLM does by default: full graphs for decode batches,
-            piecewise ones for the others. In one process.
+        graphs: emulate CUDA graphs: None for no graphs; "vllm" for those that vLLM's ``cudagraph_mode`` asks for, by
+            default full graphs for decode batches and pieces for the others; "decode" for pieces of Inductor's
+            partition, each frozen over a decode batch's metadata. In one process.
         interpret: run Triton kernels on CPU tensors through Triton's interpreter.
         linear: "onednn" is the CPU build's out-variant GEMM, "aten" a plain one, as on GPUs.
         scales: (k_scale, q_scale) put into every layer after loading, or None.
@@ -115,8 +123,7 @@ class EngineSpec:
 
     Attributes:
         scenarios: names from ``scenarios.SCENARIOS``, run one after the other.
-        side: "plugin" with the flag on; "control" with it off and the options that the gate would add; "today" with it
-            off and nothing added.
+        side: whether the flag is on. Nothing else of the user's options depends on it.
         reload: afterwards load the weights of this other seed and run the scenarios again, as "NAME, reloaded"; then
             send the first weights in a weight transfer, "NAME, transferred".
         dump_graphs: return the post-grad FX graph text by range.
@@ -127,9 +134,20 @@ class EngineSpec:
     plugin: PluginOptions = PluginOptions()
     emulation: Emulation = Emulation()
     fault: Fault = Fault()
-    side: Side = "plugin"
+    side: Side = "on"
     reload: int | None = None
     dump_graphs: bool = False
+
+
+def by_passes(spec: EngineSpec) -> EngineSpec:
+    """Return the engine with graph partition, as a user gives it, and the passes over its graph."""
+    vllm = replace(spec.vllm, compilation=PARTITION | spec.vllm.compilation)
+    return replace(spec, vllm=vllm, plugin=replace(spec.plugin, integration="passes"))
+
+
+def flag_off(spec: EngineSpec) -> EngineSpec:
+    """Return the same engine with the flag off."""
+    return replace(spec, side="off", plugin=PluginOptions(), fault=Fault())
 
 
 @dataclass(slots=True)
@@ -140,9 +158,7 @@ class EngineResult:
         scenarios: by scenario, the requests' tokens with their log-probabilities.
         status: one record per rank (see ``EngineStatus.record_of``); empty with the flag off.
         ranges: vLLM's compile ranges as [start, end].
-        graphs: post-grad FX graph text by "start-end", where asked for.
-        compiled: the options that the gate may change, as the engine had them.
-        added: those of them that the gate changed.
+        graphs: post-grad FX graph text by "start-end", where asked for; all pieces of a range in one text.
         log: the plugin's own log lines.
         versions: of Python, torch and vLLM.
         seconds: from process start to the last token.
@@ -152,16 +168,16 @@ class EngineResult:
         branches: how often the one op prepared decode rows, and how often it rotated in place, by the body's name; of
             this process.
         counters: vLLM's own, by the name of the metric; where ``vllm.extra`` sets ``disable_log_stats`` to False.
-        pieces: pieces that an emulated piecewise capture would record, of the graph with the most.
-        replays: how often an emulated full graph was replayed, by its real rows and all of its rows.
+        pieces: pieces of Inductor's partition under ``graphs`` "decode", of the graph with the most.
+        captured: how many pieces vLLM captured, by the rows of their graphs.
+        replayed: how often a piece was replayed, by its rows.
+        replays: how often a full graph was replayed, by its real rows and all of its rows.
     """
 
     scenarios: dict[str, list[list[Step]]]
     status: list[dict[str, Any]]
     ranges: list[tuple[int, int]]
     graphs: dict[str, str]
-    compiled: dict[str, Any]
-    added: dict[str, Any]
     log: list[str]
     versions: dict[str, str]
     seconds: float
@@ -171,7 +187,18 @@ class EngineResult:
     branches: dict[str, int] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
     pieces: int = 0
+    captured: dict[int, int] = field(default_factory=dict)
+    replayed: dict[int, int] = field(default_factory=dict)
     replays: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def decode_range(self) -> str:
+        """Return the compile range that decode steps run in, as ``graphs`` and ``code`` name it."""
+        start, end = self.ranges[0]
+        return f"{start}-{end}"
+
+    def decode_graph(self) -> str:
+        """Return the text of the graph that decode steps run in, or ""."""
+        return self.graphs.get(self.decode_range(), "")
 
 
 def save(record: EngineSpec | EngineResult, path: Path) -> None:

@@ -38,9 +38,7 @@ def layer(kernel, factories=None):
     [
         ({}, MI300X, ("aiter", "aiter-opt", "triton", "vllm")),
         ({"measure": False}, MI355X, ("aiter", "aiter-opt", "triton", "vllm")),
-        ({}, Platform("gfx90a", ROCM), ("triton", "vllm")),
-        ({}, Platform("sm90"), ("triton", "vllm")),
-        ({"measure": False}, Platform("sm90"), ()),
+        ({}, Platform("sm90"), ("aiter", "aiter-opt", "triton", "vllm")),
         ({}, Platform("cpu"), ("reference",)),
         ({"kernel": "aiter-opt"}, MI300X, ("aiter-opt",)),
         ({"kernel": "triton"}, Platform("sm90"), ("triton",)),
@@ -68,7 +66,7 @@ def test_what_a_kernel_declines_is_asked_for_at_each_count_where_its_answer_may_
 
 def test_a_call_that_the_kernel_does_not_take_goes_to_vllm_without_a_launch(said):
     one = layer("aiter", factories=WITH_VLLM)
-    one.facts = lambda: LayerFacts(None, {"aiter": Offer()}, (1024,), "gfx942")
+    one.facts = lambda: LayerFacts(None, {"aiter": Offer()}, (1024,))
     assert one.kernel(inputs(heads=2, tokens=300)) is None
     assert "general kernel" in said[-1][1]
     assert op.forget() == []

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_aiter_mla.admission import Skip
+from vllm_aiter_mla.kernels.stopwatch import name_at
 from vllm_aiter_mla.serving import decision
-from vllm_aiter_mla.serving.decision import PASSED, VLLM, Checked, Decision, Figures, LayerFacts, Offer, decide
+from vllm_aiter_mla.serving.decision import PASSED, VLLM, Checked, Decision, Figures, LayerFacts, Offer, Span, decide
 from vllm_aiter_mla.settings import Settings
 
 LIMIT = 1024
@@ -24,9 +25,7 @@ NOT_ADMITTED, RAISED = Skip("sliding_window", "a window"), Skip("kernel_failed",
 def facts(*names, skip=None, **offers):
     """Offers of ``names``, all that take the layer but those given; an underscore stands for a hyphen."""
     found = {name: OWN if name in (VLLM, "reference") else TAKES for name in names}
-    return LayerFacts(
-        skip, found | {name.replace("_", "-"): one for name, one in offers.items()}, (255, LIMIT), "gfx942"
-    )
+    return LayerFacts(skip, found | {name.replace("_", "-"): one for name, one in offers.items()}, (255, LIMIT))
 
 
 def checks(**found):
@@ -44,10 +43,17 @@ def at(tokens, **us):
     return tokens, {name.replace("_", "-"): value for name, value in us.items()}
 
 
+def ranks(first, second, to=LIMIT, then=VLLM):
+    """Figures by which this rank chooses Triton, and what two ranks chose: the second one up to ``to`` tokens only."""
+    spans = (Span(1, LIMIT, first),), (Span(1, to, second), Span(to + 1, LIMIT, then))[: 1 + (to < LIMIT)]
+    return replace(FAST_TRITON, ranks=spans)
+
+
 ALL = facts(*AUTO)
 FAST_TRITON = timed(at(64, aiter=8.0, aiter_opt=9.0, triton=5.0, vllm=10.0))
 FAST_VLLM = timed(at(64, aiter=12.0, aiter_opt=12.0, triton=11.0, vllm=10.0))
 STATIC = Settings(measure=False)
+CHOICES = st.sampled_from([*AUTO])
 
 
 def named(kernel):
@@ -94,7 +100,6 @@ ROWS = {
     "one is absent, the others decline": (
         facts(*AUTO, aiter=ABSENT, aiter_opt=DECLINES, triton=DECLINES), {}, None, STATIC, "kernel_shape",
     ),
-    "a card that auto knows nothing for": (facts(), {}, None, STATIC, "kernel_unavailable"),
     "a CPU": (facts("reference"), {}, None, Settings(), "reference reference"),
     # The layer may not run any kernel of ours.
     "not admitted": (facts(skip=NOT_ADMITTED), {}, None, STATIC, "sliding_window"),
@@ -146,8 +151,15 @@ ROWS = {
     ),
     "the budget ended early": (ALL, checks(), timed(at(1, aiter=5.0, vllm=9.0)), Settings(), "aiter aiter"),
     "figures again": (ALL, checks(), FAST_TRITON, Settings(measure="again"), "triton triton"),
-    "another card, timed": (
-        facts("triton", VLLM), checks(), timed(at(64, triton=5.0, vllm=9.0)), Settings(), "triton triton",
+    # What all ranks of the engine have chosen by their own figures.
+    "ranks_choose alike": (ALL, checks(), ranks("triton", "triton"), Settings(), "triton triton"),
+    "ranks_choose another kernel of ours": (ALL, checks(), ranks("triton", "aiter"), Settings(), "vllm_faster"),
+    "ranks_choose vLLM's on one": (ALL, checks(), ranks("triton", "vllm"), Settings(), "vllm_faster"),
+    "ranks_choose vLLM's for many tokens on one": (
+        ALL, checks(), ranks("triton", "triton", 255, "vllm"), Settings(), "triton vllm",
+    ),
+    "ranks_choose what is wrong here": (
+        ALL, checks(triton=WRONG), ranks("triton", "triton"), Settings(), "vllm_faster",
     ),
     # Timing was asked for and found nothing.
     "not timed": (ALL, checks(), Figures(why="no memory"), Settings(), "not_timed"),
@@ -158,7 +170,6 @@ ROWS = {
     "not timed, all wrong": (
         ALL, checks(aiter=WRONG, aiter_opt=WRONG, triton=WRONG), Figures(why="no memory"), Settings(), "kernel_shape",
     ),
-    "not timed on another card": (facts("triton", VLLM), checks(), Figures(why="no"), Settings(), "not_timed"),
     # A kernel that was named.
     "named": (facts("triton"), checks(), None, named("triton"), "triton triton"),
     "named AITER": (facts("aiter"), checks(), None, named("aiter"), "aiter aiter"),
@@ -201,6 +212,21 @@ def test_decision_mutation_a_choice_without_the_margin_is_caught(monkeypatch, na
         test_decision_table(*ROWS[row])
 
 
+@pytest.mark.parametrize(
+    ("name", "facts", "checks", "would"),
+    [
+        ("aiter", ALL, checks(aiter=WRONG), True),
+        ("triton", ALL, checks(triton=WRONG), False),
+        ("triton", ALL, checks(aiter=NAN, aiter_opt=NAN, triton=WRONG), True),
+        ("triton", facts(*AUTO, aiter=UP_TO_255, aiter_opt=UP_TO_255), checks(triton=WRONG), True),
+        ("aiter", facts(*AUTO, aiter=DECLINES), checks(aiter=WRONG), False),
+    ],
+    ids=["the first", "a later one", "behind two that overflow", "for many tokens", "one that takes no batch"],
+)
+def test_strict_wrong_kernel_is_one_that_would_serve_at_some_token_count(name, facts, checks, would):
+    assert decision.would_serve(name, facts, checks, Settings()) == would
+
+
 # What holds for every decision.
 
 OFFERS = st.sampled_from([TAKES, ABSENT, DECLINES, UP_TO_255, FROM_256])
@@ -221,8 +247,13 @@ def inputs(draw):
         us = st.floats(1.0, 20.0)
         counts = draw(st.lists(st.sampled_from([1, 64, 255, LIMIT]), unique=True))
         rounds = {tokens: {name: [draw(us)] * 4 for name in names_timed} for tokens in sorted(counts)}
-        figures = Figures(rounds, "" if rounds else "planted")
-    return LayerFacts(skip, offers, (255, LIMIT), "gfx942"), found, figures, settings
+        ranks = draw(st.lists(st.tuples(CHOICES, CHOICES), max_size=2)) if rounds else ()
+        figures = Figures(
+            rounds,
+            "" if rounds else "planted",
+            tuple((Span(1, 255, few), Span(256, LIMIT, many)) for few, many in ranks),
+        )
+    return LayerFacts(skip, offers, (255, LIMIT)), found, figures, settings
 
 
 def run_by(decided):
@@ -248,6 +279,12 @@ def nothing_untimed(decided, facts, checks, figures, settings):
     assert not (due and run_by(decided)), "a kernel runs that nobody timed"
 
 
+def every_rank_has_chosen_it(decided, facts, checks, figures, settings):
+    for tokens in (1, 64, 255, LIMIT) if figures is not None and decided.kernels else ():
+        theirs = {name_at(spans, tokens) for spans in figures.ranks}
+        assert decided.at(tokens) == VLLM or theirs <= {decided.at(tokens)}, "a rank has not chosen this kernel"
+
+
 def a_skip_has_a_reason(decided, facts, checks, figures, settings):
     assert bool(decided.kernels) != bool(decided.skip), "neither a kernel nor a reason"
     assert decided.skip is None or decided.skip.message, "a skip without a message"
@@ -271,8 +308,8 @@ def without_a_gap(decided, facts, checks, figures, settings):
 
 
 PROPERTIES = [
-    checked_kernels_only, auto_saturates, named_is_not_replaced, nothing_untimed, a_skip_has_a_reason,
-    the_rest_is_passed_over, takes_what_it_runs, without_a_gap,
+    checked_kernels_only, auto_saturates, named_is_not_replaced, nothing_untimed, every_rank_has_chosen_it,
+    a_skip_has_a_reason, the_rest_is_passed_over, takes_what_it_runs, without_a_gap,
 ]  # fmt: skip
 
 
@@ -298,6 +335,7 @@ PLANTS = {
     auto_saturates: ("_why_not", lambda name, facts, checks, settings: getattr(checks.get(name), "failed", "-")),
     named_is_not_replaced: ("_first", first_of_all),
     nothing_untimed: ("_chosen", lambda facts, left, figures: ((decision.Span(1, LIMIT, left[0]),), None)),
+    every_rank_has_chosen_it: ("_chosen_by_all", lambda ranks, tokens: name_at(ranks[0], tokens)),
     a_skip_has_a_reason: ("_without_a_kernel", lambda *_: Skip("kernel_shape", "")),
     the_rest_is_passed_over: ("_passed_over", lambda *_: iter(())),
     takes_what_it_runs: ("fastest", lambda samples, order: "aiter"),
@@ -305,7 +343,8 @@ PLANTS = {
 }
 SEEN = {
     checked_kernels_only: "did not pass", auto_saturates: "overflows", named_is_not_replaced: "another kernel",
-    nothing_untimed: "nobody timed", a_skip_has_a_reason: "without a message", the_rest_is_passed_over: "missing among",
+    nothing_untimed: "nobody timed", every_rank_has_chosen_it: "has not chosen",
+    a_skip_has_a_reason: "without a message", the_rest_is_passed_over: "missing among",
     takes_what_it_runs: "does not take", without_a_gap: "a gap",
 }  # fmt: skip
 

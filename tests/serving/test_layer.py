@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from vllm.platforms import current_platform
 
 from tests.passes.stubs import BLOCK_SIZE
 from tests.support.opcalls import layer_of
 from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
-from tests.support.worker import ours
+from tests.support.worker import Worker, check, ours
+from vllm_aiter_mla import engine
 from vllm_aiter_mla.admission import Skip, layer_skips
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import absorb, reference
@@ -22,8 +22,7 @@ from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving import backends
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings, SettingsError
-from vllm_aiter_mla.startup import checks
-from vllm_aiter_mla.startup import worker as startup
+from vllm_aiter_mla.status import EngineStatus
 
 pytestmark = pytest.mark.usefixtures("said")
 
@@ -54,18 +53,18 @@ def wrong(inputs):
     return -reference.prepare(inputs)
 
 
-def two(candidate, monkeypatch, **spoilt):
+def two(candidate, monkeypatch, limit=1024, **spoilt):
     """Two layers of an engine, of one shape, that ask for ``candidate``; ``spoilt``: attributes of the first module."""
     monkeypatch.setitem(backends.FACTORIES, "triton", lambda platform, settings: candidate)
     modules = [layer_of(), layer_of()]
     modules[1]._vllm_config = modules[0]._vllm_config
-    modules[0]._vllm_config.compilation_config.inductor_compile_config = {current_platform.pass_key: ours()}
     for index, module in enumerate(modules):
         module.layer_name = f"layers.{index}"
         module._vllm_config.additional_config["aiter_mla"]["kernel"] = "triton"
     for name, value in spoilt.items():
         setattr(modules[0], name, value)
-    return [Layer.of(module) for module in modules]
+    shared, told = backends.of_config(modules[0]._vllm_config), EngineStatus()
+    return [Layer(module, shared, told, limit).keep() for module in modules]
 
 
 def kernels(found):
@@ -79,42 +78,42 @@ def levels(said):
 def runs_the_candidate(layer, candidate):
     """Whether the op's own path runs it."""
     candidate.launches = 0
-    inputs = synthetic_inputs(Layer(layer_of()).shape())
+    inputs = synthetic_inputs(Layer.of(layer_of()).shape())
     run = layer.kernel(inputs)
     if run is not None:
         run(inputs)
     return candidate.launches > 0
 
 
-def test_a_module_has_one_layer_and_layers_of_one_engine_share_back_ends(monkeypatch):
+def test_a_module_keeps_the_layer_that_its_engine_has_made(monkeypatch):
     one, other = two(Candidate(), monkeypatch)
-    assert Layer.of(one.module) is one
-    assert one is not other
-    assert one.backends is other.backends
+    assert (Layer.of(one.module), Layer.of(other.module)) == (one, other)
+    unloaded = layer_of()
+    assert Layer.of(unloaded) is Layer.of(unloaded)
 
 
 def test_i15_two_engines_with_equal_options_share_no_back_end(monkeypatch):
     """What one engine keeps off, as after an abort in AITER, the other may run."""
-    first, second = two(Candidate(), monkeypatch), two(Candidate(), monkeypatch)
-    first[0].backends.leave_out("triton", "aborted before")
-    assert first[1].backends.get("triton") == "aborted before"
-    assert isinstance(second[0].backends.get("triton"), Candidate)
+    monkeypatch.setitem(backends.FACTORIES, "triton", lambda platform, settings: Candidate())
+    first, second = (Worker(ours(), kernel="triton").engine.make_layers() for _ in range(2))
+    first.leave_out("triton", "aborted before")
+    assert isinstance(second.get("triton"), Candidate), "an engine keeps off what another one does"
 
 
 @pytest.mark.mutation("I15")
 def test_mutation_i15_back_ends_that_equal_options_share_are_caught(monkeypatch):
     shared = backends.Backends(Settings(enabled=True, kernel="triton"), Platform("cpu"))
-    monkeypatch.setattr(backends, "of_engine", lambda config: shared)
-    with pytest.raises(AssertionError, match="aborted before"):
+    monkeypatch.setattr(engine, "Backends", lambda settings, platform: shared)
+    with pytest.raises(AssertionError, match="keeps off what another one does"):
         test_i15_two_engines_with_equal_options_share_no_back_end(monkeypatch)
 
 
 def test_a_right_kernel_is_checked_once_a_shape_and_warmed_for_the_captured_sizes(monkeypatch, said):
     candidate = Candidate()
     found = two(candidate, monkeypatch)
-    checks.check_layers(found[:1], strict=True)
+    check(found[:1], strict=True)
     once, candidate.launches = candidate.launches, 0
-    checks.check_layers(found, strict=True, capture_sizes=[1, 8])
+    check(found, strict=True, capture_sizes=[1, 8])
     assert (candidate.launches, candidate.warmed) == (once, (1, 8))
     assert kernels(found) == ["triton", "triton"]
     assert levels(said) == []
@@ -133,9 +132,10 @@ def test_a_right_kernel_is_checked_once_a_shape_and_warmed_for_the_captured_size
 def test_a_kernel_that_fails_its_check_runs_no_layer_and_stops_strict_mode(monkeypatch, said, candidate, why):
     found = two(candidate, monkeypatch)
     with pytest.raises(SettingsError, match="strict=true") as raised:
-        checks.check_layers(found, strict=True, capture_sizes=[1])
+        check(found, strict=True, capture_sizes=[1])
     assert why in str(raised.value)
-    checks.check_layers(found, strict=False, capture_sizes=[1])
+    found = two(candidate, monkeypatch)
+    check(found, strict=False, capture_sizes=[1])
     assert kernels(found) == [None, None]
     assert not runs_the_candidate(found[1], candidate)
     (line,) = [text for level, text in said if level == logging.ERROR]
@@ -146,10 +146,10 @@ def test_i15_two_engines_in_one_process_decide_apart(monkeypatch, said):
     """The first engine's kernel fails its check; the second one's, with the same options and shapes, runs."""
     candidate = Candidate(wrong)
     first = two(candidate, monkeypatch)
-    checks.check_layers(first, strict=False)
+    check(first, strict=False)
     candidate.does = reference.prepare
     second = two(candidate, monkeypatch)
-    checks.check_layers(second, strict=True)
+    check(second, strict=False)
     assert (kernels(first), kernels(second)) == ([None, None], ["triton", "triton"])
     assert runs_the_candidate(second[0], candidate)
     assert not runs_the_candidate(first[0], candidate)
@@ -182,7 +182,7 @@ def test_a_layer_without_a_check_runs_no_kernel_that_needs_one(monkeypatch, said
     candidate = Candidate()
     checked, unchecked = two(candidate, monkeypatch)
     assert not runs_the_candidate(checked, candidate)
-    checks.check_layers([checked], strict=True)
+    check([checked], strict=True)
     assert runs_the_candidate(checked, candidate)
     assert not runs_the_candidate(unchecked, candidate)
     assert isinstance(unchecked.why_skipped(), Skip)
@@ -200,14 +200,14 @@ def test_a_layer_without_a_check_runs_no_kernel_that_needs_one(monkeypatch, said
 )
 def test_a_layer_that_cannot_be_checked_hides_no_other(monkeypatch, said, spoilt):
     found = two(Candidate(wrong), monkeypatch, **spoilt)
-    checks.check_layers(found, strict=False)
+    check(found, strict=False)
     assert all(isinstance(layer.why_skipped(), Skip) for layer in found)
     assert "self-check FAILED" in found[1].why_skipped().message, "the other one was checked"
 
 
 def test_a_layer_that_was_not_admitted_at_the_check_stays_unchecked(monkeypatch, said):
     found = two(Candidate(), monkeypatch, sliding_window=128)
-    checks.check_layers(found, strict=True)
+    check(found, strict=True)
     found[0].module.sliding_window = None
     assert kernels(found) == [None, "triton"]
 
@@ -217,7 +217,7 @@ def test_a_kernel_that_raises_while_serving_takes_the_layer_off_the_fast_path(mo
     candidate = Candidate()
     candidate.trusted = trusted
     found = two(candidate, monkeypatch)
-    checks.check_layers(found, strict=True)
+    check(found, strict=True)
     found[0].fail(RuntimeError("planted"))
     assert [runs_the_candidate(layer, candidate) for layer in found] == [False, True]
     assert trusted or kernels(found) == [None, "triton"]
@@ -232,25 +232,17 @@ def test_each_check_and_warm_up_stays_within_the_decode_limit(monkeypatch, said,
     candidate.kernel_of = lambda inputs: f"{inputs.num_tokens}"
     candidate.warm_up = lambda inputs, sizes: warmed.add((inputs.num_tokens, hasattr(inputs.kv_cache, "ptr_range")))
     candidate.caches, warmed = (False, True), set()
-    checks.check_layers(two(candidate, monkeypatch), strict=True, limit=limit, capture_sizes=(1,))
+    check(two(candidate, monkeypatch, limit), strict=True, capture_sizes=(1,))
     assert max(seen) == max(7, min(limit, 9)), "seven rows whatever the limit"
     assert warmed == {(1, False), (1, True)}
 
 
-def test_layers_of_two_engines_are_checked_with_the_back_ends_of_each(monkeypatch, said):
-    (good, _), (bad, _) = two(Candidate(), monkeypatch), two(Candidate(wrong), monkeypatch)
-    good.backends.leave_out("triton", "planted")
-    checks.check_layers([good, bad], strict=False)
-    assert "planted" in good.why_skipped().message
-    assert "self-check FAILED" in bad.why_skipped().message
-
-
 def test_what_became_of_a_layer_has_its_decision_and_no_refusal_once_it_has_run(monkeypatch, said):
     (layer, _), (failed, _) = two(Candidate(), monkeypatch), two(Candidate(wrong), monkeypatch)
-    checks.check_layers([failed], strict=False)
+    check([failed], strict=False)
     assert failed.outcome().decided == ((), failed.decision.passed_over) != ((), ())
     monkeypatch.setitem(backends.FACTORIES, "triton", lambda platform, settings: Candidate())
-    checks.check_layers([layer], strict=True)
+    check([layer], strict=True)
     refused = replace(synthetic_inputs(layer.shape()), slot_mapping=torch.zeros(7, dtype=torch.int32))
     assert layer.kernel(refused) is None
     assert layer.outcome().skip is not None, "no batch has run it, and this is why"
@@ -278,9 +270,8 @@ def test_the_cache_key_tells_a_usable_kernel_from_one_that_is_missing_or_failed(
     """A graph that was left alone because a kernel was missing must not be loaded once the kernel is there."""
     keys = []
     for candidate in (Candidate(), Candidate(), "not installed", Candidate(wrong)):
-        found = two(candidate, monkeypatch)
-        checks.check_layers(found, strict=False)
-        keys.append(startup.cache_key(found, strict=False))
+        made = check(two(candidate, monkeypatch), strict=False)
+        keys.append(made.cache_key())
     usable, again, absent, failed = keys
     assert usable == again
     assert len(usable) == 1, "one line a shape"
@@ -293,11 +284,11 @@ def test_the_cache_key_tells_a_usable_kernel_from_one_that_is_missing_or_failed(
 @both_modes
 def test_fail_closed_a_key_that_cannot_be_asked_for(monkeypatch, said, strict):
     found = two(Candidate(), monkeypatch)
-    checks.check_layers(found, strict=False)
+    made = check(found, strict=strict)
     with monkeypatch.context() as patching:
         patching.setattr(Layer, "shape", raising(KeyError("planted")))
         with stops(strict, "planted"):
-            assert startup.cache_key(found, strict=strict) == ("layers.0: kernel_shape", "layers.1: kernel_shape")
+            assert made.cache_key() == ("layers.0: kernel_shape", "layers.1: kernel_shape")
     assert strict or kernels(found) == [None, None]
 
 
@@ -315,7 +306,7 @@ def test_a_cache_that_vllm_throws_away_is_not_kept_alive(cache):
 
 def test_a_layer_reached_without_a_batch_says_what_would_run_it_in_that_dtype(monkeypatch, said):
     layer, _ = two(Candidate(), monkeypatch)
-    checks.check_layers([layer], strict=True)
+    check([layer], strict=True)
     for dtype, kernels_ in ((torch.bfloat16, ("triton",)), (torch.float16, ())):
         layer.reached(dtype)
         assert layer.would_run == kernels_

@@ -36,9 +36,6 @@ class Attention(torch.nn.Module, StubLayer):
     def __init__(self, prefix, **_):
         torch.nn.Module.__init__(self)
         StubLayer.__init__(self, prefix, SIZES, torch.float32, kernel="reference")
-        self._vllm_config.compilation_config.mode = None
-        self._vllm_config.compilation_config.backend = "inductor"
-        self._vllm_config.compilation_config.inductor_compile_config = {}
         self.given = []
 
     def forward(self, q, kv_c, k_pe, output_shape, q_dcp_replicated):

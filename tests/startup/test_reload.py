@@ -17,26 +17,27 @@ from tests.support.worker import Worker, layer_in, ours
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.engine import RELOADS, Engine
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving import backends
-from vllm_aiter_mla.startup import worker as startup
+from vllm_aiter_mla.settings import SettingsError
 from vllm_aiter_mla.status import EngineStatus
 from vllm_aiter_mla.status.record import RankStatus
 
 
 @pytest.fixture
 def worker(monkeypatch):
-    for method in startup.RELOADS:
+    for method in RELOADS:
         monkeypatch.setattr(Worker, method, lambda self: None, raising=False)
     one = Worker(ours(16))
     one.load_model()
     return one
 
 
-@pytest.mark.parametrize("method", startup.RELOADS)
+@pytest.mark.parametrize("method", RELOADS)
 def test_a_reload_into_the_same_objects_binds_the_kernels_again(worker, method):
     layer, module = layer_in(worker), worker.vllm_config.compilation_config.static_forward_context[NAME]
     given = replace(synthetic_inputs(layer.shape(), 2), weight=layer.weight())
@@ -87,10 +88,35 @@ def test_where_the_weights_cannot_be_read_again_the_layer_runs_vllms_own_kernels
     assert sum("planted" in text for _, text in said) == 1
 
 
+def reloads_strictly(monkeypatch, said):
+    """What raises when weights are loaded again, in an engine whose start was strict and is over."""
+    for method in RELOADS:
+        monkeypatch.setattr(Worker, method, lambda self: None, raising=False)
+    one = Worker(ours(16), strict=True)
+    one.load_model()
+    one.compile_or_warm_up_model()
+    monkeypatch.setattr(type(layer_in(one)), "reloaded", raising(RuntimeError("planted")))
+    try:
+        one.reload_weights()
+    except SettingsError:
+        return "the server ends"
+    return layer_in(one).why_skipped().code
+
+
+def test_strict_mode_ends_a_start_and_no_engine_that_serves(monkeypatch, said):
+    assert reloads_strictly(monkeypatch, said) == "kernel_shape"
+
+
+@pytest.mark.mutation
+def test_mutation_a_strict_mode_that_outlives_the_start_is_caught(monkeypatch, said):
+    monkeypatch.setattr(Engine, "strict", property(lambda self: True, lambda self, value: None), raising=False)
+    assert reloads_strictly(monkeypatch, said) == "the server ends"
+
+
 @pytest.fixture
 def checked(monkeypatch, said):
     """A worker that serves, whose layer runs a kernel that was checked."""
-    for method in startup.RELOADS:
+    for method in RELOADS:
         monkeypatch.setattr(Worker, method, lambda self: None, raising=False)
     monkeypatch.setitem(backends.FACTORIES, "triton", lambda platform, settings: Named("triton"))
     one = Worker(ours(16), kernel="triton")
@@ -211,7 +237,7 @@ def test_mutation_a_decision_in_the_middle_of_a_weight_transfer_is_caught(checke
         test_a_weight_transfer_tells_of_no_fallback_and_leaves_the_status_as_it_was(checked, said)
 
 
-@pytest.mark.parametrize("method", startup.RELOADS)
+@pytest.mark.parametrize("method", RELOADS)
 def test_a_reload_that_raises_drops_what_followed_from_the_weights_too(monkeypatch, said, method):
     """Also in the middle of a weight transfer, which then has no end."""
     monkeypatch.setattr(Worker, method, raising(KeyError("planted")), raising=False)

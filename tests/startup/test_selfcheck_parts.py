@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.sandbox.simulated_aiter import ROCM, install, op
+from tests.support import worker
 from tests.support.made_up_clock import Named
 from tests.support.opcalls import layer_of
 from vllm_aiter_mla.kernels import reference
@@ -201,7 +202,7 @@ def test_selfcheck_parts_mutation_after_each_plant_the_layer_runs_vllms_own_kern
     backend = Planted(PLANTS[name])
     factories = {"triton": lambda card, options: backend, "vllm": lambda card, options: Named("vllm")}
     layer = Layer(layer_of("fp8"), Backends(Settings(enabled=True), Platform("gfx942"), factories))
-    checks.check_layers([layer], strict=False)
+    worker.check([layer], strict=False)
     assert backend.ran, "the planted bug never ran"
     assert layer.why_skipped().code == "kernel_shape"
 

@@ -16,27 +16,29 @@ from tests.support.opcalls import NAME, layer_of
 from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
 from tests.support.worker import CONFIG, Worker, layer_in, ours
-from vllm_aiter_mla import admission, status
+from vllm_aiter_mla import admission, engine, status
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.compat.inductor import InductorPass
+from vllm_aiter_mla.engine import Engine
 from vllm_aiter_mla.passes import pipeline
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.serving import backends, module
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.startup import checks, timing
-from vllm_aiter_mla.startup import worker as startup
 
 
 @pytest.mark.parametrize(
-    ("pass_", "options"),
-    [(ours(), {"enabled": False}), (None, {}), (SimpleNamespace(limit=5), {})],
-    ids=["the flag is off", "the gate declined", "the gate declined beside a user's pass with a limit"],
+    "pass_",
+    [None, SimpleNamespace(limit=5)],
+    ids=["the gate declined", "the gate declined beside a user's pass with a limit"],
 )
-def test_a_worker_whose_fast_path_is_off_is_left_as_it_is(pass_, options):
-    assert set(vars(Worker(pass_, **options))) == {"vllm_config", "steps"}
+def test_a_worker_whose_fast_path_is_off_is_left_as_it_is(pass_):
+    one = Worker(pass_)
+    assert set(vars(one)) == {"vllm_config", "steps", "engine"}
+    assert one.engine is None
 
 
 def test_a_worker_that_inherits_no_variable_of_ours_joins_its_servers_run(monkeypatch):
@@ -50,26 +52,27 @@ def test_a_worker_that_inherits_no_variable_of_ours_joins_its_servers_run(monkey
 
 def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, monkeypatch):
     given = []
-    check = checks.check_layers
-    monkeypatch.setattr(checks, "check_layers", lambda *args, **kwargs: (given.append(kwargs), check(*args, **kwargs)))
+    check = checks.check_kernels
+    monkeypatch.setattr(checks, "check_kernels", lambda *args: (given.append(args), check(*args))[1])
     pass_ = ours(limit=8)
-    pass_.status.measured.append("of the load before")
     one = Worker(pass_)
+    one.engine.status.measured.append("of the load before")
     before = pass_.uuid()
     assert one.load_model() == "loaded"
-    assert pass_.status.measured == []
-    (options,) = given
-    del options["marked"]
-    assert options == {"strict": False, "capture_sizes": [1, 8], "limit": 8}, "a graph of exactly the limit is ours"
-    assert pass_.kernels == startup.cache_key([layer_in(one)], strict=False)
-    assert layer_in(one).limit == 8
+    assert one.engine.status.measured == []
+    ((layer, sizes, _),) = given
+    assert (layer.limit, sizes) == (8, [1, 8]), "a graph of exactly the limit is ours"
+    assert (one.engine.layers, layer.backends, layer.engine_status) == (
+        [layer_in(one)], one.engine.backends, one.engine.status,
+    )  # fmt: skip
+    assert pass_.key == one.engine.cache_key()
     assert pass_.uuid() != before
 
 
 def test_under_the_module_integration_loading_decides_what_each_wrapper_calls(said):
     our_pass = AiterMLAPipeline(CONFIG, limit=16, settings=Settings(enabled=True), integration="module")
     Worker(our_pass).load_model()
-    assert our_pass.emitted == (f"{NAME}: unknown_forward",), "the stub is in no wrapper of vLLM's"
+    assert our_pass.key[-1] == f"{NAME}: unknown_forward", "the stub is in no wrapper of vLLM's"
 
 
 @pytest.mark.parametrize("integration", ["passes", "module"])
@@ -86,13 +89,6 @@ def test_the_module_integration_alone_sees_each_wrapper_while_the_model_is_built
     monkeypatch.setattr(Worker, "load_model", lambda self: within.append("loads"))
     Worker(AiterMLAPipeline(CONFIG, limit=16, settings=Settings(enabled=True), integration=integration)).load_model()
     assert within == (["begun", "loads", "ended"] if integration == "module" else ["loads"])
-
-
-def test_a_worker_whose_options_and_pass_cannot_be_read_serves_without_hooks(said, monkeypatch):
-    monkeypatch.setattr(compat_config, "settings_of", planted)
-    monkeypatch.setattr(compat_config, "engaged_pass", planted)
-    assert Worker(ours(), strict=True).load_model() == "loaded"
-    assert [text for text in said.at(logging.ERROR) if startup.FALLS_BACK in text]
 
 
 @pytest.mark.parametrize(("mode", "steps"), [("NONE", 1), ("PIECEWISE", 1), ("FULL_AND_PIECEWISE", 0)])
@@ -158,7 +154,7 @@ def test_a_failed_warm_up_hands_over_to_the_other_ranks_and_raises_its_error_bef
     monkeypatch.setattr(Worker, "compile_or_warm_up_model", planted)
     one = Worker(ours(), strict=True)
     one.load_model()
-    monkeypatch.setattr(startup.ranks, "exchange", exchange)
+    monkeypatch.setattr(engine.ranks, "exchange", exchange)
     with pytest.raises(KeyError, match="planted"):
         one.compile_or_warm_up_model()
     assert handed == []
@@ -175,7 +171,7 @@ class FailsToLoad(Worker):
 def failed_load(monkeypatch, seconds=10, **options):
     """What a rank whose model cannot be loaded hands over to the others."""
     handed, done = [], Event()
-    monkeypatch.setattr(startup.ranks, "exchange", lambda mine: (handed.append(mine), done.set(), (0, [mine]))[2])
+    monkeypatch.setattr(engine.ranks, "exchange", lambda mine: (handed.append(mine), done.set(), (0, [mine]))[2])
     with pytest.raises(KeyError, match="planted"):
         FailsToLoad(ours(), **options).load_model()
     done.wait(seconds)
@@ -184,27 +180,27 @@ def failed_load(monkeypatch, seconds=10, **options):
 
 def test_a_rank_that_cannot_load_its_model_hands_over_its_answer_so_that_the_others_do_not_wait(said, monkeypatch):
     (answer,) = failed_load(monkeypatch)
-    figures, troubles = timing.agree([timing.Answer(), answer])
-    assert (figures, len(troubles)) == ({}, 1)
+    chosen, troubles = timing.agree([timing.Answer(), answer])
+    assert (chosen, len(troubles)) == ({}, 1)
     assert failed_load(monkeypatch, 0, measure=False) == [], "the others exchange nothing either"
 
 
 @pytest.mark.mutation
 def test_mutation_a_failed_load_that_hands_over_nothing_is_caught(said, monkeypatch):
     told = []
-    monkeypatch.setattr(startup, "load_failed", told.append)
+    monkeypatch.setattr(Engine, "not_loaded", lambda one: told.append(one))
     assert (failed_load(monkeypatch, 0), len(told)) == ([], 1)
 
 
 # What the check asks, and how each of it may raise.
 AT_THE_CHECK = {
-    "the status": lambda patch, one: patch(status.EngineStatus, "clear", planted),
-    "check_layers": lambda patch, one: patch(checks, "check_layers", planted),
-    "cache_key": lambda patch, one: patch(startup, "cache_key", planted),
+    "the status": lambda patch, one: patch(engine, "EngineStatus", planted),
+    "the check": lambda patch, one: patch(Engine, "check", planted),
+    "the key": lambda patch, one: patch(Engine, "cache_key", planted),
     "the layers": lambda patch, one: patch(one.vllm_config.compilation_config, "static_forward_context", Spoilt()),
     "the sizes": lambda patch, one: patch(one.vllm_config.compilation_config, "cudagraph_capture_sizes", [None]),
-    "the pass": lambda patch, one: patch(compat_config, "engaged_pass", planted),
-    "the options": lambda patch, one: patch(Layer, "of", planted),
+    "the card": lambda patch, one: patch(engine, "current_platform", planted),
+    "a layer of vLLM's": lambda patch, one: patch(Layer, "keep", planted),
     "the layer": lambda patch, one: patch(compat_layer, "layer_view", planted),
     "the weights": lambda patch, one: patch(compat_layer, "activation_dtype", planted),
     "the back ends": lambda patch, one: patch(Layer, "kernels_to_check", planted),
@@ -234,8 +230,19 @@ def test_mutation_fail_closed_a_check_that_raised_counts_as_made(said, monkeypat
     monkeypatch.setattr(Layer, "stop", lambda self, reason, code="": None)
     with pytest.raises(AssertionError, match="the passes would rewrite it"):
         test_fail_closed_whatever_raises_at_the_check_no_layer_runs_unchecked(
-            said, monkeypatch, AT_THE_CHECK["cache_key"], strict=False
+            said, monkeypatch, AT_THE_CHECK["the key"], strict=False
         )
+
+
+@pytest.mark.mutation("I12")
+def test_mutation_fail_closed_a_strict_mode_that_ends_no_start_is_caught(said, monkeypatch):
+    asked = []
+    monkeypatch.setattr(Engine, "end_strict_start", lambda self, reason, cause=None: asked.append(reason))
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        test_fail_closed_whatever_raises_at_the_check_no_layer_runs_unchecked(
+            said, monkeypatch, AT_THE_CHECK["the check"], strict=True
+        )
+    assert ["planted" in reason for reason in asked] == [True]
 
 
 @pytest.mark.mutation("I12")
@@ -247,7 +254,7 @@ def test_mutation_fail_closed_the_hook_swallows_what_the_check_raises(said, monk
 
         def call():
             try:
-                then(one)
+                then()
             except Exception as error:
                 swallowed.append(str(error))
             return inner()
@@ -257,7 +264,7 @@ def test_mutation_fail_closed_the_hook_swallows_what_the_check_raises(said, monk
     monkeypatch.setattr(patches, "after", swallowing)
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         test_fail_closed_whatever_raises_at_the_check_no_layer_runs_unchecked(
-            said, monkeypatch, AT_THE_CHECK["check_layers"], strict=True
+            said, monkeypatch, AT_THE_CHECK["the check"], strict=True
         )
     assert ["planted" in error for error in swallowed] == [True]
 
@@ -268,16 +275,6 @@ def test_fail_closed_a_worker_that_cannot_be_hooked(said, monkeypatch, strict):
     with stops(strict, "could not be hooked: KeyError"):
         assert layer_in(Worker(ours(), strict=strict, kernel="triton")).why_skipped().code.startswith("kernel_")
         assert [level for level, text in said if "could not be hooked" in text] == [logging.ERROR]
-
-
-@both_modes
-def test_fail_closed_a_worker_whose_options_cannot_be_read(said, monkeypatch, strict):
-    """Strict mode is then known from the pass, which was made of them."""
-    monkeypatch.setattr(compat_config, "settings_of", planted)
-    pass_ = AiterMLAPipeline(CONFIG, limit=16, settings=Settings(enabled=True, strict=strict))
-    with stops(strict):
-        one = Worker(pass_)
-        assert "load_model" not in vars(one), "the worker is hooked"
 
 
 @both_modes
@@ -293,7 +290,7 @@ def test_fail_closed_a_pass_whose_worker_was_never_hooked_rewrites_nothing(said,
         pass_(Graph())
     assert rewritten == []
     assert strict or said == [(logging.ERROR, "no graph is rewritten: the kernels of this worker were never checked")]
-    pass_.kernels = ()
+    pass_.key = ()
     pass_(Graph())
     assert len(rewritten) == 1
     assert pass_.uuid() != unchecked
@@ -323,7 +320,7 @@ def test_i5_our_pass_runs_inside_the_decode_limit_alone_and_a_users_first_in_its
         compile_range = SimpleNamespace(start=start, end=end)
         monkeypatch.setattr(pipeline, "get_pass_context", lambda r=compile_range: SimpleNamespace(compile_range=r))
         pass_ = AiterMLAPipeline(CONFIG, limit=16, settings=Settings(enabled=True), chained=UsersPass(ran))
-        pass_.kernels = ()
+        pass_.key = ()
         assert pass_.is_applicable_for_range(compile_range) == bool(wanted)
         pass_(Graph())
         assert ran == wanted, (start, end)
@@ -349,7 +346,7 @@ def test_mutation_i5_a_pass_that_runs_in_another_range_is_caught(said, monkeypat
 AT_THE_STATUS = {
     "the decode step": lambda patch, one: patch(compat_config, "run_decode_step", planted),
     "the layers": lambda patch, one: patch(one.vllm_config.compilation_config, "static_forward_context", Spoilt()),
-    "the pass": lambda patch, one: patch(compat_config, "engaged_pass", planted),
+    "the labels": lambda patch, one: patch(compat_config, "metric_labels", planted),
     "the cache": lambda patch, one: patch(one.vllm_config, "cache_config", None),
     "the rank": lambda patch, one: patch(Worker, "rank", property(planted)),
     "the record": lambda patch, one: patch(status.EngineStatus, "record_of", planted),
@@ -371,9 +368,10 @@ def test_fail_closed_whatever_raises_at_the_status(said, monkeypatch, spoil, str
 def test_fail_closed_a_layer_that_cannot_be_asked_costs_no_line(said, monkeypatch, tmp_path):
     one = Worker(ours())
     one.load_model()
-    monkeypatch.setattr(Layer, "of", planted)
+    monkeypatch.setattr(compat_layer, "layer_view", planted)
+    layer_in(one).reloaded()  # what it was decided to run on is asked for again
     one.compile_or_warm_up_model()
-    assert any(text.startswith("0/1: not_evaluated") for _, text in said)
+    assert any(text.startswith("0/1: kernel_shape") for _, text in said)
     assert len(list(tmp_path.glob("status-*.json"))) == 1
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.sandbox.rehearsal_card import RehearsalCard
-from tests.support.made_up_clock import MadeUpClock, costs, named_kernels
+from tests.support.made_up_clock import ORDER, MadeUpClock, costs, named_kernels
 from tests.support.opcalls import NAME
 from tests.support.planted import raising
 from tests.support.statuses import record_with
@@ -21,14 +21,16 @@ from tests.support.worker import Worker, layer_in, ours
 from vllm_aiter_mla import files, status
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.engine import Engine
 from vllm_aiter_mla.kernels import device, reference, stopwatch
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.device import Device
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
-from vllm_aiter_mla.serving import backends
+from vllm_aiter_mla.serving import backends, decision
+from vllm_aiter_mla.serving.decision import Span
 from vllm_aiter_mla.serving.layer import Layer
-from vllm_aiter_mla.startup import checks, timing
+from vllm_aiter_mla.startup import timing
 
 planted = raising(torch.OutOfMemoryError("planted: out of memory"))
 QUICK_TRITON = costs(aiter=8.0, triton=5.0, vllm=10.0)
@@ -63,7 +65,7 @@ def made_up(monkeypatch, said):
 
 
 def measured(one):
-    return layer_in(one).engine_status.measured
+    return one.engine.status.measured
 
 
 def runs(one, tokens):
@@ -276,7 +278,7 @@ def test_where_the_engines_device_cannot_be_read_no_kernel_runs_that_nobody_time
 @pytest.mark.mutation
 def test_mutation_an_engine_that_is_not_timed_because_it_cannot_be_asked_is_caught(made_up, monkeypatch):
     asked = timing._is_asked_for
-    monkeypatch.setattr(timing, "_is_asked_for", lambda config: config.device_config is not None and asked(config))
+    monkeypatch.setattr(timing, "_is_asked_for", lambda *given: given[0].device_config is not None and asked(*given))
     with pytest.raises(AssertionError, match="'aiter' == 'vllm'"):
         test_where_the_engines_device_cannot_be_read_no_kernel_runs_that_nobody_timed(made_up)
 
@@ -307,7 +309,7 @@ def test_mutation_a_static_order_that_nobody_timed_is_caught(made_up, monkeypatc
 
 
 def test_where_one_of_two_shapes_could_not_be_timed_the_line_says_so(made_up):
-    timing._say(["rank 0: OverBudgetError: planted", "rank 1: planted"], timing.Answer(seconds=1.0), 1)
+    timing._say(["rank 0: OverBudgetError: planted", "rank 1: planted"], 1, 1.0, 1)
     (line,) = made_up.said.at(logging.WARNING)
     assert "planted (and 1 more); " in line
     assert line.endswith("vLLM's own kernels run but for 1 layer shape(s)")
@@ -340,31 +342,64 @@ def test_where_vllms_own_kernels_are_the_fastest_the_status_says_so_for_all_coun
     assert measured(made_up.start())[0].chosen == ((1, LIMIT, "vllm"),)
 
 
-def answer(why="", **kinds):
-    return timing.Answer(kinds, why)
+OURS = (Span(1, LIMIT, "aiter"),)
 
 
-def test_a_rank_that_could_not_time_a_shape_keeps_all_on_the_static_order_for_it():
-    good = timing.Taken({1: {"aiter": [5.0] * 4, "vllm": [10.0] * 4}})
+def test_ranks_choose_nothing_of_a_shape_that_one_of_them_could_not_time():
+    whole = timing.Answer({"a": OURS, "b": OURS})
     # A rank without a layer has nothing to say about any shape.
-    for other, shapes in ((answer(a=timing.Taken(why="planted"), b=good), {"b"}), (answer("planted"), set())):
-        figures, troubles = timing.agree([answer(a=good, b=good), other, answer()])
-        assert (set(figures), troubles) == (shapes, ["rank 1: planted"])
+    for other, shapes in (
+        (timing.Answer({"a": (), "b": OURS}, ("planted",)), {"b"}),
+        (timing.Answer(why="planted"), set()),
+    ):
+        chosen, troubles = timing.agree([whole, other, timing.Answer()])
+        assert (set(chosen), troubles) == (shapes, ["rank 1: planted"])
+        assert all(choices == (OURS, OURS) for choices in chosen.values())
 
 
 @pytest.mark.mutation
-def test_mutation_a_choice_from_the_ranks_that_could_time_is_caught(monkeypatch):
-    whole = timing.slowest
-    monkeypatch.setattr(timing, "slowest", lambda tables: whole([one for one in tables if one]))
-    with pytest.raises(AssertionError, match=r"^assert \(\{'a', 'b'\}"):
-        test_a_rank_that_could_not_time_a_shape_keeps_all_on_the_static_order_for_it()
+def test_mutation_ranks_choose_without_the_one_that_could_not_time_is_caught(monkeypatch):
+    whole = timing.agree
+    monkeypatch.setattr(timing, "agree", lambda answers: whole([one for one in answers if not one.why]))
+    with pytest.raises(AssertionError, match="'b'"):
+        test_ranks_choose_nothing_of_a_shape_that_one_of_them_could_not_time()
+
+
+RANKS = {"aiter": 5.0, "triton": 20.0, "vllm": 10.0}, {"aiter": 9.5, "triton": 20.0, "vllm": 9.0}
+"""Microseconds of two cards: AITER's is the fastest on the first one, vLLM's own on the second."""
+
+
+def test_ranks_choose_by_their_own_figures_and_run_ours_where_all_have_chosen_it(made_up, monkeypatch, tmp_path):
+    answers = []
+    monkeypatch.setattr(timing.ranks, "exchange", lambda mine: (answers.append(mine), (0, answers))[1])
+    for rank in (1, 0):
+        monkeypatch.setattr(Worker, "rank", rank)
+        made_up.set_clock(MadeUpClock(costs(**RANKS[rank])))
+        one = made_up.start()
+    assert {runs(one, tokens) for tokens in (1, 4, 16)} == {"vllm"}, "one rank's kernel is slower than vLLM's own"
+    assert layer_in(one).decision.skip.code == "vllm_faster"
+    assert measured(one)[0].us[16] == RANKS[0], "the status has this rank's own figures"
+    kept = [json.loads(path.read_text()) for path in tmp_path.glob("measured-*.json")]
+    assert {one["key"]["rank"]: one["rounds"]["16"]["aiter"][0] for one in kept} == {0: 5.0, 1: 9.5}
+
+
+@pytest.mark.mutation
+def test_mutation_ranks_choose_from_one_table_with_the_slowest_figure_of_each_is_caught(made_up, monkeypatch, tmp_path):
+    """AITER's figure of the second card against vLLM's of the first, as if they had been taken in turns."""
+    slowest = {name: [max(us[name] for us in RANKS)] * 4 for name in RANKS[0]}
+    seen = []
+    merged = lambda ranks, tokens: (seen.append(tokens), decision.fastest(slowest, ORDER))[1]  # noqa: E731
+    monkeypatch.setattr(decision, "_chosen_by_all", merged)
+    with pytest.raises(AssertionError, match="slower than vLLM's own"):
+        test_ranks_choose_by_their_own_figures_and_run_ours_where_all_have_chosen_it(made_up, monkeypatch, tmp_path)
+    assert seen
 
 
 @both_modes
 def test_a_rank_whose_check_raises_still_answers_the_others(made_up, monkeypatch, strict):
     sent = []
     monkeypatch.setattr(timing.ranks, "exchange", lambda mine: (sent.append(mine), (0, [mine]))[1])
-    monkeypatch.setattr(checks, "check_layers", planted)
+    monkeypatch.setattr(Engine, "check", planted)
     with stops(strict, "planted"):
         made_up.start(strict=strict)
     assert len(sent) == 1, "the other ranks wait for ever"
@@ -374,7 +409,7 @@ def test_a_rank_whose_check_raises_still_answers_the_others(made_up, monkeypatch
 @pytest.mark.mutation
 def test_mutation_an_exchange_only_after_a_check_that_passed_is_caught(made_up, monkeypatch):
     choose = timing.time_kernels
-    monkeypatch.setattr(timing, "time_kernels", lambda config, found, limit: limit and choose(config, found, limit))
+    monkeypatch.setattr(timing, "time_kernels", lambda *given: given[3] and choose(*given))
     with pytest.raises(AssertionError, match="wait for ever"):
         test_a_rank_whose_check_raises_still_answers_the_others(made_up, monkeypatch, strict=True)
 
@@ -391,10 +426,10 @@ state = types.SimpleNamespace(
     model_parallel_is_initialized=lambda: True, get_tp_group=lambda: group(2, rank), get_pp_group=lambda: group(1, 0))
 sys.modules["vllm"] = types.ModuleType("vllm")
 sys.modules["vllm.distributed"] = types.SimpleNamespace(parallel_state=state)
-from vllm_aiter_mla.startup import checks, timing
+from vllm_aiter_mla.serving.decision import Span
+from vllm_aiter_mla.startup import timing
 from vllm_aiter_mla.compat import ranks
-by = {"aiter": [5.0 + 4.9 * rank] * 4, "vllm": [10.0 - rank] * 4}
-good = timing.Answer({"a": timing.Taken({1: by})})
+good = timing.Answer({"a": (Span(1, 8 + rank, "aiter"),)})
 bad = timing.Answer(why="planted")
 for mine in (good, bad if rank else good):
     place, answers = ranks.exchange(mine)
@@ -429,5 +464,5 @@ def test_two_ranks_over_gloo_choose_the_same_and_none_waits_for_ever(tmp_path):
     assert [child.returncode for child in children] == [0, 0], outputs
     found = [[json.loads(line) for line in out.splitlines() if line.startswith("[")] for out, _ in outputs]
     assert [first[0] for first, _ in found] == [0, 1]
-    assert found[0][0][1:] == found[1][0][1:] == [{"a": {"1": {"aiter": [9.9] * 4, "vllm": [10.0] * 4}}}, []]
+    assert found[0][0][1:] == found[1][0][1:] == [{"a": [[[1, 8, "aiter"]], [[1, 9, "aiter"]]]}, []]
     assert found[0][1][1:] == found[1][1][1:] == [{}, ["rank 1: planted"]]

@@ -3,10 +3,9 @@
 import json
 import logging
 import os
-import pickle
 import subprocess
 import sys
-from copy import deepcopy
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -20,13 +19,13 @@ from tests.support.opcalls import layer_of
 from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
 from tests.support.worker import Worker, ours
+from vllm_aiter_mla import engine as engines
 from vllm_aiter_mla import files, status
 from vllm_aiter_mla.admission import REMEDIES, Skip
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.passes import pipeline
+from vllm_aiter_mla.engine import Engine
 from vllm_aiter_mla.serving.layer import Layer
-from vllm_aiter_mla.startup import worker as startup
 from vllm_aiter_mla.status import gauge as metric
 
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
@@ -38,11 +37,12 @@ full = raising(OSError("No space left on device"))
 def fresh(monkeypatch, said):
     """A run and an engine of this test's own."""
     monkeypatch.setenv(status.record.RUN, f"{os.getpid()}-mine")
+    monkeypatch.setattr(status, "REWRITE_S", 0.0)
     another_engine()
 
 
 def another_engine():
-    """Start one: stub layers of vLLM's in a config whose pass has a status."""
+    """Start one, over stub layers of vLLM's."""
     global engine
     engine = Worker(ours(512))
     context = {name: layer_of("fp8") for name in LAYERS}
@@ -51,6 +51,7 @@ def another_engine():
     engine.vllm_config.compilation_config.static_forward_context = context
     engine.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
     engine.vllm_config.cache_config.cache_dtype = "fp8"
+    engine.engine.make_layers()
 
 
 def layers():
@@ -67,17 +68,30 @@ def record_of(names=LAYERS, card="cpu"):
 
 
 def the_status():
-    return compat_config.engaged_pass(engine.vllm_config).status
+    return engine.engine.status
 
 
 def after_warm_up(*, strict=False, rank=0, key="k" * 64, capture_sizes=(), index=0):
-    """The worker's own ``take_status``, after a decode step that ran nothing."""
+    """The engine's moment after a warm-up whose decode step ran nothing."""
     config = engine.vllm_config
     config.compute_hash, config.compilation_config.cudagraph_capture_sizes = lambda: key, capture_sizes
     config.model_config.served_model_name = "m"
     config.parallel_config = SimpleNamespace(data_parallel_index=index, data_parallel_rank=0)
-    with patch.object(startup, "_run_once", lambda _: None):
-        startup.take_status(SimpleNamespace(vllm_config=config, rank=rank), strict=strict)
+    engine.engine.strict = strict
+    with patch.object(Engine, "_run_once", lambda self: None), patch.object(Worker, "rank", rank):
+        engine.engine.warmed_up()
+
+
+def fail(layer):
+    """Let a layer's kernel raise while it serves, and wait until the file says so."""
+    layer.fail(RuntimeError("planted"))
+    wait_for_the_file()
+
+
+def wait_for_the_file():
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join()
 
 
 def compiled():
@@ -163,9 +177,9 @@ def forget_the_skipped(ranks, told=status.record.of_engine):
 @pytest.mark.parametrize(
     ("owner", "name", "plant", "counts"),
     [
-        (startup, "_say", lambda config, ranks, record, strict: log.say(0, status.line.of(record)), ["1/2", "1/2"]),
+        (Engine, "_say", lambda self, ranks, record: log.say(0, status.line.of(record)), ["1/2", "1/2"]),
         (status.line, "of_engine", forget_the_skipped, ["1/1"]),
-        (startup, "_say", lambda *given, say=startup._say: (say(*given), say(*given)), ["1/2", "1/2"]),
+        (Engine, "_say", lambda *given, say=Engine._say: (say(*given), say(*given)), ["1/2", "1/2"]),
     ],
     ids=["every rank speaks", "a skipped layer is forgotten", "the line is said twice"],
 )
@@ -178,7 +192,7 @@ def test_mutation_i8_a_line_that_is_not_said_once_and_whole_is_caught(said, monk
 
 
 def failed_warm_up():
-    startup.hand_over_nothing(SimpleNamespace(vllm_config=engine.vllm_config, rank=0))
+    engine.engine.not_warmed_up()
 
 
 @pytest.mark.parametrize("end", [after_warm_up, failed_warm_up])
@@ -240,7 +254,7 @@ def test_mutation_a_failure_that_is_kept_for_later_starts_is_caught(tmp_path, mo
 def test_ranks_that_a_larger_engine_left_behind_are_no_part_of_the_next(said, tmp_path, monkeypatch):
     """A script that tries tensor-parallel sizes, one after the other in one process."""
     for ranks in (2, 1):
-        monkeypatch.setattr(startup.ranks, "exchange", lambda mine, ranks=ranks: (0, [mine] * ranks))
+        monkeypatch.setattr(engines.ranks, "exchange", lambda mine, ranks=ranks: (0, [mine] * ranks))
         for rank in range(ranks):
             another_engine()
             engage_all()
@@ -265,6 +279,34 @@ def test_a_status_file_that_goes_while_the_folder_is_read_hides_no_other(said, t
     assert len(status.record.read_all(tmp_path, "*", pytest.fail)) == 1
 
 
+def fails_in_one_step(monkeypatch):
+    """All layers fail in one decode step."""
+    engage_all()
+    after_warm_up()
+    write, written_files = files.write, []
+    monkeypatch.setattr(files, "write", lambda *given: (written_files.append(given), write(*given)))
+    monkeypatch.setattr(status, "REWRITE_S", 0.2)
+    for name in LAYERS:
+        layers()[name].fail(RuntimeError("planted"))
+    in_the_step = len(written_files)
+    wait_for_the_file()
+    assert (in_the_step, len(written_files)) == (0, 1), "the file is written in the step, or more than once"
+    found = files.read(status.record.RankStatus, the_status().path)
+    assert (found.engaged, list(found.skipped)) == ({}, [*LAYERS])
+
+
+def test_a_decode_step_in_which_all_layers_fail_writes_the_status_once_and_afterwards(monkeypatch):
+    fails_in_one_step(monkeypatch)
+
+
+@pytest.mark.mutation
+def test_mutation_a_status_that_each_failing_layer_writes_is_caught(monkeypatch):
+    soon = status.EngineStatus.rewrite_soon
+    monkeypatch.setattr(status.EngineStatus, "rewrite_soon", lambda self: (self.rewrite(), soon(self)))
+    with pytest.raises(AssertionError, match="more than once"):
+        fails_in_one_step(monkeypatch)
+
+
 def apart(index):
     """Two engines live in one process; a kernel of the first raises. With one index both have one file."""
     engage_all()
@@ -273,7 +315,7 @@ def apart(index):
     another_engine()
     engage_all()
     after_warm_up(index=index)
-    raised.fail(RuntimeError("planted"))
+    fail(raised)
     engaged = [len(one.record.engaged) for one in (first, the_status())]
     assert engaged == [1, 2], "an engine has another one's failure"
     found = files.read(status.record.RankStatus, the_status().path)
@@ -288,7 +330,7 @@ def test_i15_a_failure_corrects_the_status_of_its_own_engine(index):
 @pytest.mark.mutation("I15")
 def test_mutation_i15_one_status_for_the_whole_process_is_caught(monkeypatch):
     one = status.EngineStatus()
-    monkeypatch.setattr(pipeline, "EngineStatus", lambda: one)
+    monkeypatch.setattr(engines, "EngineStatus", lambda: one)
     another_engine()
     with pytest.raises(AssertionError, match="an engine has another one's failure"):
         apart(1)
@@ -299,14 +341,6 @@ def test_mutation_i15_a_correction_of_another_engines_file_is_caught(monkeypatch
     monkeypatch.setattr(status, "_is_of_another_engine", lambda path, record: False)
     with pytest.raises(AssertionError, match="the file has another one's failure"):
         apart(0)
-
-
-def test_a_compiled_copy_of_the_pass_counts_for_its_engine_and_a_pickled_one_starts_empty():
-    """vLLM compiles with a deep copy, and pickles the config for the processes that it starts."""
-    made = compat_config.engaged_pass(engine.vllm_config)
-    deepcopy(made).status.count("1-16", {"matched": 1})
-    assert made.status.compiled == {"1-16": {"matched": 1}}
-    assert pickle.loads(pickle.dumps(made.status)).compiled == {}
 
 
 @pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
@@ -446,7 +480,7 @@ PART = "MLA layers engaged on 1 of 2 ranks (aiter, fp8 KV, decode limit 512)"
 def test_i8_the_line_says_once_what_engaged_on_all_ranks_and_the_first_reason(
     said, monkeypatch, before, others, level, line
 ):
-    monkeypatch.setattr(startup.ranks, "exchange", lambda mine: (0, [mine, *others]))
+    monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [mine, *others]))
     before()
     after_warm_up()
     assert said == [(level, line)]
@@ -460,9 +494,10 @@ def test_strict_mode_stops_a_rank_that_engaged_nothing_but_a_stage_without_mla_l
     said, monkeypatch, names, rank, elsewhere, stopped
 ):
     later = other(elsewhere, {"d": ("dtype", "x")})
-    monkeypatch.setattr(startup.ranks, "exchange", lambda mine: (0, [mine, later]))
+    monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [mine, later]))
     if not names:
         engine.vllm_config.compilation_config.static_forward_context = {}
+        engine.engine.make_layers()
     with stops(stopped, f"0/{len(names)}: "):
         after_warm_up(strict=True, rank=rank)
 
@@ -477,11 +512,10 @@ def test_a_data_parallel_engine_is_named(said):
 def test_fail_closed_a_rank_without_a_status_still_hands_over_to_the_other_ranks(said, monkeypatch, strict):
     """They wait for it: a rank that stopped before would leave them hanging."""
     handed = []
-    monkeypatch.setattr(startup.ranks, "exchange", lambda mine: (0, [handed.append(mine)]))
-    monkeypatch.setattr(startup, "_record", full)
-    worker = SimpleNamespace(vllm_config=SimpleNamespace(), rank=0)
+    monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [handed.append(mine)]))
+    monkeypatch.setattr(Engine, "_record", full)
     with stops(strict):
-        startup.take_status(worker, strict=strict)
+        after_warm_up(strict=strict)
     assert handed == [None]
 
 
@@ -514,7 +548,7 @@ def labels(state, engine="0"):
 
 
 def test_gauge_counts_a_layer_as_engaged_only_if_every_rank_says_so(gauge, monkeypatch):
-    monkeypatch.setattr(startup.ranks, "exchange", lambda mine: (0, [mine, mine]))
+    monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [mine, mine]))
     assert gauge() == {}, "a server whose workers have written nothing has no sample"
     engage_all()
     after_warm_up(rank=0)
@@ -526,7 +560,7 @@ def test_gauge_counts_a_layer_as_engaged_only_if_every_rank_says_so(gauge, monke
 
 
 def test_gauge_does_not_count_a_rank_without_a_file_which_may_be_another_nodes(gauge, monkeypatch):
-    monkeypatch.setattr(startup.ranks, "exchange", lambda mine: (0, [mine, None]))
+    monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [mine, None]))
     engage_all()
     after_warm_up()
     assert gauge() == {labels("engaged"): 2, labels("skipped"): 0}
@@ -535,7 +569,7 @@ def test_gauge_does_not_count_a_rank_without_a_file_which_may_be_another_nodes(g
 def test_gauge_changes_when_a_kernel_fails_while_serving(gauge):
     engage_all()
     after_warm_up()
-    layers()[LAYERS[1]].fail(RuntimeError("planted"))
+    fail(layers()[LAYERS[1]])
     assert gauge() == {labels("engaged"): 1, labels("skipped"): 1}
 
 
@@ -635,21 +669,7 @@ def test_gauge_reaches_the_shared_files_of_several_api_servers(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("partition", [True, False])
-def test_the_file_says_what_the_gate_put_the_op_in_by_and_whether_it_switched_graph_partition_on(tmp_path, partition):
-    our_pass = compat_config.engaged_pass(engine.vllm_config)
-    our_pass.integration, our_pass.changes = "module", SimpleNamespace(partition=partition)
+def test_the_file_says_what_the_gate_put_the_op_in_by(tmp_path):
+    engine.engine.our_pass.integration = "module"
     after_warm_up()
-    found = written(tmp_path)
-    assert (found["integration"], found["partition"]) == ("module", partition)
-
-
-@pytest.mark.parametrize("partition", [True, False])
-def test_platform_skip_after_loading_says_that_graph_partition_stays_on(said, partition):
-    """The gate decides before vLLM has layers: an implementation that is not known is found later."""
-    for name in LAYERS:
-        skip(name, "impl", "another")
-    record = replace(record_of(), partition=partition)
-    assert ("; graph partition stays on" in status.line.of(record)) == partition
-    engage_all()
-    assert "partition" not in status.line.of(replace(record_of(), partition=partition))
+    assert written(tmp_path)["integration"] == "module"

@@ -6,16 +6,18 @@ BASE = FIRST | {"kernels", "compat", "status"}
 
 ARROWS: dict[str, set[str]] = {
     **{part: set() for part in sorted(FIRST)},
+    "admission": {"settings"},
     "kernels": FIRST,
     "status": FIRST | {"compat"},
     "compat": FIRST,
     "serving": BASE,
     "passes": BASE | {"serving"},
     "startup": BASE | {"serving"},
+    "engine": BASE | {"serving", "startup"},
     "gate": BASE | {"passes"},
-    "plugin": {"compat", "gate", "serving", "startup"},
+    "plugin": {"compat", "engine", "gate", "serving"},
     "verify": FIRST | {"kernels", "serving", "startup"},
 }
-ARROWS["commands.compat"] = FIRST | {"kernels", "compat"}
+ARROWS["commands.compat"] = FIRST | {"kernels", "compat", "serving"}
 ARROWS["commands"] = set(ARROWS)
 """Each part may import those named; docs/development.md draws it. Nobody may import ``commands``."""

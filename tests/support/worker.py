@@ -1,17 +1,18 @@
 """A worker over stub layers: as much of vLLM's as start-up touches."""
 
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 
 from tests.support.opcalls import NAME, layer_of
 from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.engine import Engine, attach
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings
-from vllm_aiter_mla.startup import worker as startup
 
 CONFIG = VllmConfig()
 
@@ -28,16 +29,18 @@ class Worker:
         compilation.static_forward_context = {NAME: layer}
         compilation.cudagraph_capture_sizes = [1, 8, 64]
         compilation.cudagraph_mode = CUDAGraphMode.NONE
-        compilation.mode, compilation.backend, compilation.custom_ops = "VLLM_COMPILE", "inductor", ["none"]
+        compilation.mode, compilation.custom_ops = CompilationMode.VLLM_COMPILE, ["none"]
         self.vllm_config = layer._vllm_config
         self.vllm_config.cache_config.cache_dtype = "auto"
-        self.vllm_config.model_config = SimpleNamespace(dtype="torch.bfloat16")
+        self.vllm_config.model_config = SimpleNamespace(dtype="torch.bfloat16", hf_text_config=SimpleNamespace())
         self.vllm_config.device_config = SimpleNamespace(device_type="cuda")
         self.vllm_config.scheduler_config = SimpleNamespace(max_num_batched_tokens=2048)
         self.vllm_config.compute_hash = lambda: "k" * 64
         self.vllm_config.additional_config = {"aiter_mla": {"enabled": True} | options}
         self.steps = 0
-        startup.attach(self)
+        if isinstance(pass_, AiterMLAPipeline):  # as the gate makes it
+            pass_.settings = compat_config.settings_of(self.vllm_config)
+        self.engine: Any = attach(self)  # an ``Engine`` where the fast path is on
 
     def load_model(self) -> str:
         return "loaded"
@@ -59,5 +62,14 @@ def layer_in(one: Worker) -> Layer:
     return Layer.of(compat_config.mla_modules(one.vllm_config)[NAME])
 
 
-def ours(limit: int = 16) -> AiterMLAPipeline:
-    return AiterMLAPipeline(CONFIG, limit=limit, settings=Settings(enabled=True))
+def ours(limit: int = 16, **options: Any) -> AiterMLAPipeline:
+    return AiterMLAPipeline(CONFIG, limit=limit, settings=Settings(**{"enabled": True} | options))
+
+
+def check(layers: Iterable[Layer], *, strict: bool, capture_sizes: Sequence[int] = ()) -> Engine:
+    """Check the kernels of layers as a start does; return their engine."""
+    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=capture_sizes))
+    engine = Engine(SimpleNamespace(vllm_config=config, rank=0), ours(1 << 20, strict=strict))
+    engine.layers = list(layers)
+    engine.check()
+    return engine

@@ -1,4 +1,4 @@
-"""I13: no kind of batch costs a layer more launches, allocations or bytes than vLLM's own strongest configuration."""
+"""I13: no kind of batch costs a layer more launches, allocations or bytes than with the flag off, same options."""
 
 import pytest
 import torch
@@ -15,16 +15,29 @@ def counted():
 
 
 def violations_of_ours(counted):
-    """Count our side again beside the sides of ``counted``."""
-    again = {cache: [*sides[:2], ledger.count("ours", cache)] for cache, sides in counted.items()}
+    """Count the sides with the flag on again, in place of those of ``counted``."""
+    off = {cache: dict(zip(ledger.SIDES, sides, strict=True)) for cache, sides in counted.items()}
+    again = {
+        cache: [ledger.count(side, cache) if side in ledger.BRANCHES else sides[side] for side in ledger.SIDES]
+        for cache, sides in off.items()
+    }
     return ledger.violations(ledger.rows_of(again))
 
 
-def test_no_batch_costs_more_than_in_vllms_strongest_configuration(counted):
+def test_no_batch_costs_more_than_with_the_flag_off_and_the_same_options(counted):
     assert ledger.violations(ledger.rows_of(counted)) == []
-    for cache, (*_, ours) in counted.items():
-        assert set(ledger.BRANCHES) < set(ours)
-        assert ledger.strays(cache, ours) == [], "through AITER's op, or rotated in place"
+    assert ledger.strays(counted) == [], "through AITER's op, or as the flag off rotates and writes"
+    for _, on, _, on_fused in counted.values():
+        for side, ours in (("on", on), ("on, fused", on_fused)):
+            assert set(ledger.BRANCHES[side]) < set(ours)
+
+
+def test_todays_rounding_takes_as_many_launches_as_todays_pieces(counted):
+    """A batch with prefill rows: RoPE, KV write, and what vLLM's attention launches."""
+    for off, on, *_ in counted.values():
+        for kind in ledger.PREFILL:
+            assert launches(on, kind) == launches(off, kind)
+            assert launches(on, kind)[:2] == [ledger.ROTARY, ledger.OWN_WRITE]
 
 
 def launches(side, kind):
@@ -32,12 +45,12 @@ def launches(side, kind):
 
 
 def test_no_query_is_copied_for_heads_that_the_decode_kernel_pads(counted, monkeypatch):
-    for cache, (_, vllm_own, ours) in counted.items():
+    for cache, (_, ours, vllm_own, _) in counted.items():
         assert launches(ours, "all decode, 20 heads") == launches(ours, "all decode")
         assert {"aten::repeat", "aten::contiguous"} <= set(launches(vllm_own, "all decode, 20 heads"))
         with monkeypatch.context() as patch:
             patch.setattr("vllm_aiter_mla.compat.layer.padded_heads", lambda layer: None)
-            unpadded = ledger.count("ours", cache)
+            unpadded = ledger.count("on", cache)
         assert launches(unpadded, "all decode, 20 heads") != launches(unpadded, "all decode"), "planted"
 
 
@@ -51,8 +64,11 @@ def test_the_tool_exits_with_1_where_a_row_is_above(counted, monkeypatch, above,
 @pytest.mark.mutation("I13")
 def test_mutation_a_second_rotation_is_caught(counted, monkeypatch):
     inner = bodies.rotate_and_write
-    again = lambda step, q, k_pe, _, rope: step.layer.rotate(q[..., -k_pe.shape[-1] :], k_pe, rope)  # noqa: E731
-    monkeypatch.setattr(bodies, "rotate_and_write", lambda *given: (inner(*given), again(*given)))
+
+    def again(step, q, k_pe, kv_c, rope):
+        return step.layer.rotate(q[..., -k_pe.shape[-1] :], inner(step, q, k_pe, kv_c, rope), rope)
+
+    monkeypatch.setattr(bodies, "rotate_and_write", again)
     found = violations_of_ours(counted)
     assert any("one prefill among decodes" in line and "launches" in line for line in found)
     assert not any("all decode" in line for line in found)
@@ -70,10 +86,10 @@ def test_mutation_a_copy_of_q_is_caught(counted, monkeypatch):
 @pytest.mark.mutation("I13")
 def test_mutation_a_decode_batch_that_is_not_prepared_is_caught(monkeypatch):
     monkeypatch.setattr(bodies, "prepared_query", lambda *args: None)
-    assert ledger.strays("fp8", ledger.count("ours", "fp8")) == [
-        f"fp8 cache, {kind}: launches of our op {[ledger.IN_PLACE]}, expected {[ledger.AITER_OP]}"
-        for kind, launch in ledger.BRANCHES.items()
-        if launch == ledger.AITER_OP
+    found = ledger.strays({"fp8": [ledger.count(side, "fp8") if side == "on" else {} for side in ledger.SIDES]})
+    assert found == [
+        f"fp8 cache, {kind}, on: launches of our op {(ledger.ROTARY, ledger.OWN_WRITE)}, expected {(ledger.AITER_OP,)}"
+        for kind in ledger.DECODE
     ]
 
 
@@ -107,7 +123,8 @@ def test_what_a_graph_replays_allocates_nothing():
         assert ledger.modes(kind)["full, runs piecewise"] == "piecewise"
 
 
-def test_ours_is_held_against_the_lower_of_the_others_in_each_figure():
-    row = Row("fp8", "all decode", "none", (Cost(5, 1, 90), Cost(4, 2, 80), Cost(4, 2, 80)))
-    assert ledger.violations([row]) == ["fp8 cache, all decode, graphs none: allocations 2, vLLM 1"]
-    assert ledger.violations([row._replace(costs=(*row.costs[:2], Cost(4, 1, 80)))]) == []
+def test_flag_on_is_held_against_flag_off_with_the_same_options_in_each_figure():
+    row = Row("fp8", "all decode", "none", (Cost(5, 1, 90), Cost(4, 2, 80), Cost(4, 2, 80), Cost(4, 2, 80)))
+    assert ledger.violations([row]) == ["fp8 cache, all decode, graphs none, on: allocations 2, flag off 1"]
+    more = row._replace(costs=(Cost(5, 2, 90), *row.costs[1:3], Cost(5, 2, 80)))
+    assert ledger.violations([more]) == ["fp8 cache, all decode, graphs none, on, fused: launches 5, flag off 4"]

@@ -29,6 +29,7 @@ from tests.passes.stubs import Batch
 from tests.sandbox import gpu_ops
 from tests.sandbox.simulated_aiter import ROCM, install
 from tools import aot, triton_driver
+from vllm_aiter_mla.compat.layer import FUSED_ROPE, ROTARY_KERNEL
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving import backends, ops
 from vllm_aiter_mla.serving.decision import PASSED
@@ -217,5 +218,10 @@ def calls(layer: StubLayer) -> dict[str, Callable[[], Any]]:
         "write": lambda: write(kv_c, k_3d, name, cache, k_scale),
         "rope and write": lambda: fused(positions, q_pe, k_pe, kv_c, table, False, cache, k_scale, name),
         "attention": lambda: attention(q, kv_c, k_3d, output, name),
-        "ours": lambda: ours(q, k_pe, kv_c, positions, table, k_scale, output, False, name),
+        **{
+            called: lambda rotation=rotation: ours(
+                q, k_pe, kv_c, positions, table, k_scale, output, False, rotation, name
+            )
+            for called, rotation in (("ours", ROTARY_KERNEL), ("ours, fused", FUSED_ROPE))
+        },
     }

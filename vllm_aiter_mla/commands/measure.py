@@ -166,9 +166,11 @@ def rows_of(backends: Backends, shape: LayerShape, tokens: Sequence[int], wrong:
     from vllm_aiter_mla.kernels import stopwatch
     from vllm_aiter_mla.kernels.device import card
     from vllm_aiter_mla.kernels.inputs import synthetic_inputs
+    from vllm_aiter_mla.serving import decision
+    from vllm_aiter_mla.serving.decision import Checked
     from vllm_aiter_mla.startup import checks
 
-    kind, left_out = kind_of(shape), list[str]()
+    kind, overflows = kind_of(shape), dict[str, Checked]()
     found = {name: backends.get(name) for name in backends.names}
     for name, backend in found.items():
         if isinstance(backend, str) or backend.trusted:
@@ -178,7 +180,10 @@ def rows_of(backends: Backends, shape: LayerShape, tokens: Sequence[int], wrong:
         elif not (checked := checks.self_check(name, backend, shape, (), max(tokens))).ok:
             found[name], wrong[name] = checked.message, f"{shape.heads} heads, {kind}: {checked.message}"
         elif checked.writes_nan:
-            left_out.append(name)
+            overflows[name] = Checked(writes_nan=True)
+    facts = decision.LayerFacts(None, dict.fromkeys(overflows, decision.Offer()))
+    served = decision.usable(facts, overflows, backends.settings)
+    left_out = [name for name in overflows if name not in served]
     found |= rivals.checked(backends.platform, shape, max(tokens))
     able = {name: backend for name, backend in found.items() if not isinstance(backend, str)}
     untimed = {name: why for name, why in found.items() if isinstance(why, str)}

@@ -50,7 +50,7 @@ def read(vllm_config: Any) -> ConfigView:
         "use_inductor_graph_partition": bool(compilation.use_inductor_graph_partition),
         "splitting_ops": tuple(compilation.splitting_ops or ()),
         "endpoints": tuple(compilation.compile_ranges_endpoints or ()),
-        "fusion": bool(getattr(compilation.pass_config, VLLMS_FUSION, False)),
+        "fusion": bool(getattr(compilation.pass_config, release.VLLMS_FUSION, False)),
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "num_drafts": vllm_config.num_speculative_tokens,
@@ -95,10 +95,6 @@ def drop_options(vllm_config: Any) -> None:
     options = vllm_config.additional_config
     if isinstance(options, dict) and NAMESPACE in options:
         vllm_config.additional_config = {key: value for key, value in options.items() if key != NAMESPACE}
-
-
-VLLMS_FUSION = "fuse_rope_kvcache_cat_mla"
-"""vLLM's own fusion of RoPE and the KV write for MLA, a field of ``PassConfig``. The passes take its result over."""
 
 
 def platform_facts(vllm_config: Any) -> dict[str, Any]:
@@ -300,23 +296,3 @@ def _breakable_cudagraph() -> bool:
     except ImportError:
         return False
     return bool(is_breakable_cudagraph_enabled())
-
-
-# MERGE: go with the third side of the commands.
-def as_typed(options: Any) -> str:
-    """Return nothing."""
-    return ""
-
-
-def gates_options(compilation: Any) -> dict[str, Any]:
-    """Return nothing."""
-    return {}
-
-
-def set_options(compilation: Any, options: Any) -> None:
-    """Do nothing."""
-
-
-def added_options(vllm_config: Any) -> dict[str, Any]:
-    """Return nothing."""
-    return {}

@@ -136,6 +136,15 @@ def config_of(layer: Any) -> Any:
     return layer._vllm_config
 
 
+def rounds_once(layer: Any) -> bool:
+    """Return whether Inductor compiles the layer's forward, and so rounds an expression of 16-bit values once."""
+    compilation = config_of(layer).compilation_config
+    is_compiled = compilation.mode is not None and compilation.mode.name != "NONE"
+    if not is_compiled or compilation.backend != "inductor":
+        return False
+    return not compilation.inductor_compile_config.get("emulate_precision_casts")
+
+
 def block_size(layer: Any) -> int:
     """Return the tokens in a block of the layer's KV cache, 16 if vLLM has not decided yet."""
     return int(config_of(layer).cache_config.block_size or 16)

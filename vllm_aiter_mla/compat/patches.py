@@ -280,11 +280,11 @@ def within(worker: Any, method: str, context: Callable[[], AbstractContextManage
     setattr(worker, method, call)
 
 
-def after(worker: Any, method: str, then: Callable[[Any], None], failed: Callable[[Any], None]) -> None:
-    """Call ``then(worker)`` after each call of a method of this one worker.
+def after(worker: Any, method: str, then: Callable[[], None], failed: Callable[[], None]) -> None:
+    """Call ``then`` after each call of a method of this one worker.
 
     An exception of ``then`` passes: this function cannot know whether the fast path may go on. If the method raises,
-    ``failed(worker)`` is called instead, which must not raise.
+    ``failed`` is called instead, which must not raise.
     """
 
     @contextmanager
@@ -292,9 +292,9 @@ def after(worker: Any, method: str, then: Callable[[Any], None], failed: Callabl
         try:
             yield
         except Exception:
-            failed(worker)
+            failed()
             raise
-        then(worker)
+        then()
 
     within(worker, method, followed)
 

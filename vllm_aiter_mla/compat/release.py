@@ -17,6 +17,9 @@ ATTENTION_MODULE = "vllm.model_executor.layers.attention.mla_attention"
 FUSED_MODULE = "vllm.compilation.passes.fusion.mla_rope_kvcache_cat_fusion"
 FUSED = "fused_rope_unified_mla_kv_cache_update"
 
+VLLMS_FUSION = "fuse_rope_kvcache_cat_mla"
+"""vLLM's pass that puts that op into a graph, as a field of ``PassConfig``."""
+
 OP_ARGUMENTS: dict[str, str] = {
     "unified_mla_attention_with_output": "q kv_c_normed k_pe output! layer_name output_scale output_block_scale! "
     "kv_cache_dummy_dep quant_group_size quant_scale_ue8m0 quant_col_major quant_tma_aligned q_dcp_replicated",

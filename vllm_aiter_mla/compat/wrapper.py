@@ -16,7 +16,8 @@ from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.models.common.ops import fused_q_kv_rmsnorm
 from vllm.utils.torch_utils import _encode_layer_name
 
-from vllm_aiter_mla.admission import Skip
+from vllm_aiter_mla.admission import KV_UPDATE_OP, Skip, plain_name
+from vllm_aiter_mla.compat.release import VLLMS_FUSION
 
 encode_layer_name = _encode_layer_name  # into the form that vLLM's ops take
 KNOWN_FORWARDS: dict[Any, dict[str, str]] = {
@@ -102,15 +103,20 @@ def norms(wrapper: Any, q_c: torch.Tensor, kv_c: torch.Tensor) -> tuple[torch.Te
     return fused_q_kv_rmsnorm(q_c, kv_c, q_norm.weight.data, kv_norm.weight.data, q_norm.variance_epsilon)
 
 
-def rounds_once(wrapper: Any) -> bool:
-    """Return whether a compiled forward rounds an expression of 16-bit values once, as Inductor's code does."""
-    compilation = wrapper.mla_attn._vllm_config.compilation_config
-    emulates = (compilation.inductor_compile_config or {}).get("emulate_precision_casts")
-    return bool(compilation.backend == "inductor" and not emulates)
-
-
 def quantises_output(wrapper: Any) -> bool:
     """Return whether vLLM's passes would fuse a quantisation into the attention op; they do not know our op."""
+    return _runs_vllms_pass(wrapper, "fuse_attn_quant")
+
+
+def fuses_rope(wrapper: Any) -> bool:
+    """Return whether vLLM's own pass would fuse RoPE and the KV write, between which no cut may lie."""
+    compilation = wrapper.mla_attn._vllm_config.compilation_config
+    is_cut = KV_UPDATE_OP in map(plain_name, compilation.splitting_ops or ())
+    return _runs_vllms_pass(wrapper, VLLMS_FUSION) and (bool(compilation.use_inductor_graph_partition) or not is_cut)
+
+
+def _runs_vllms_pass(wrapper: Any, field: str) -> bool:
+    """Return whether vLLM compiles, with a pass of its own on; ``field`` is that of its ``PassConfig``."""
     compilation = wrapper.mla_attn._vllm_config.compilation_config
     is_compiled = compilation.mode is not None and compilation.mode.name == "VLLM_COMPILE"
-    return bool(is_compiled and compilation.pass_config.fuse_attn_quant)
+    return bool(is_compiled and getattr(compilation.pass_config, field, False))

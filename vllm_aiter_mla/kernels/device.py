@@ -202,7 +202,7 @@ class Device:
 
 
 installed = Device()
-"""What the package runs on."""
+"""What the package runs on. Of the process, as torch's GPU runtime is."""
 
 
 def card() -> Device:

@@ -2,7 +2,7 @@
 """The one Inductor pass that vLLM sees: compile range, match, admission, then passes 1 to 3 on each layer."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -23,7 +23,6 @@ from vllm_aiter_mla.passes.rope_kv import fuse_rope_and_kv_write
 from vllm_aiter_mla.passes.rope_probe import real_tensors
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import STRICT_OPTION, Settings, SettingsError
-from vllm_aiter_mla.status import EngineStatus
 from vllm_aiter_mla.status.record import start_run
 
 PASSES = {"rope_kv_cache": fuse_rope_and_kv_write, "q_prep_lift": lift_q_prep, "aiter_fusion": fuse_into_one_op}
@@ -59,17 +58,9 @@ class AiterMLAPipeline(VllmInductorPass):
         self.integration = integration
         self.settings = settings
         self.chained = chained
-        self.changes: Any = None  # the gate's ``Changes``: what it made of the config besides
-        # What each layer shape runs on, of ``startup.cache_key``. No graph is rewritten while it is None: unchecked.
-        self.kernels: tuple[str, ...] | None = None
-        self.backends: Any = None  # the kernels of this engine, once its first layer is asked for: ``backends``
-        self.status = EngineStatus()
+        # What the layers of this worker run on. No graph is rewritten while it is None: the kernels are not checked.
+        self.key: tuple[str, ...] | None = None
         self.run = start_run()  # of the process that has read the options: a worker of Ray inherits no variable of ours
-        self.emitted: tuple[str, ...] = ()  # what each layer calls under the module integration, of ``module.emit``
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has: not the kernels, which are loaded in this process and belong to this engine."""
-        return self.__dict__ | {"backends": None}
 
     def uuid(self) -> str:
         """Return the key for vLLM's and Inductor's caches: a hash of everything that decides which graph comes out.
@@ -82,8 +73,7 @@ class AiterMLAPipeline(VllmInductorPass):
                 "settings": asdict(self.settings),
                 "limit": self.limit,
                 "integration": self.integration,
-                "kernels": self.kernels,
-                "emitted": self.emitted,
+                "key": self.key,
                 "chained": None if self.chained is None else str(self.chained.uuid()),
             }
         )
@@ -107,10 +97,12 @@ class AiterMLAPipeline(VllmInductorPass):
 
     @VllmInductorPass.time_and_log  # type: ignore[arg-type]
     def _rewrite(self, graph: fx.Graph) -> None:
-        compile_range = get_pass_context().compile_range
-        counts = rewrite(graph)
+        compile_range, modules = get_pass_context().compile_range, compat_layer.layers_of_forward_context()
+        counts = rewrite(graph, modules)
         VllmPatternMatcherPass.match_table[self.pass_name] += counts["matched"]
-        self.status.count(f"{compile_range.start}-{compile_range.end}", counts)
+        layers = (layer for module in modules.values() if (layer := Layer.kept_on(module)) is not None)
+        if (layer := next(layers, None)) is not None:  # all layers of an engine share its status
+            layer.engine_status.count(f"{compile_range.start}-{compile_range.end}", counts)
 
     def _is_checked(self) -> bool:
         """Return whether the kernels of this worker were checked: its start-up hook may never have been called.
@@ -118,7 +110,7 @@ class AiterMLAPipeline(VllmInductorPass):
         Raises:
             SettingsError: they were not, in strict mode.
         """
-        if self.kernels is not None:
+        if self.key is not None:
             return True
         reason = "no graph is rewritten: the kernels of this worker were never checked"
         if self.settings.strict:
@@ -133,15 +125,15 @@ class AiterMLAPipeline(VllmInductorPass):
         return self.chained is not None and self.chained.is_applicable_for_range(compile_range)
 
 
-def rewrite(graph: fx.Graph) -> dict[str, int]:
+def rewrite(graph: fx.Graph, modules: Mapping[str, Any]) -> dict[str, int]:
     """Match every MLA layer of ``graph`` and rewrite those that are admitted; return the layers by pass.
 
-    Fake values of new nodes are left to torch, which infers them after the last custom pass.
+    ``modules`` are vLLM's layers by name. Fake values of new nodes are left to torch, which infers them after the last
+    custom pass.
     """
     # As vLLM's PostCleanupPass does next: the matcher must not see dead readers, and pass 3 needs the order.
     stable_topological_sort(graph)
     graph.eliminate_dead_code()
-    modules = compat_layer.layers_of_forward_context()
     counts = dict.fromkeys(("matched", "skipped", "rope_kv_cache", "vllm_fused", "q_prep_lift", "aiter_fusion"), 0)
     for name, found in match_layers(graph):
         dtype_or_skip = found if isinstance(found, Skip) else _query_dtype_or_skip(found, modules)
@@ -185,7 +177,7 @@ def all_or_nothing(graph: fx.Graph) -> Iterator[None]:
         raise
 
 
-def _query_dtype_or_skip(match: LayerMatch, modules: dict[str, Any]) -> torch.dtype | Skip:
+def _query_dtype_or_skip(match: LayerMatch, modules: Mapping[str, Any]) -> torch.dtype | Skip:
     """Return the dtype of the prepared query, which the layer's decode kernel reads, or why vLLM keeps the layer."""
     module = modules.get(match.layer_name)
     if module is None:

@@ -32,17 +32,12 @@ Factory = Callable[[Platform, Settings], KernelBackend | str]
 def candidates(settings: Settings, platform: Platform) -> tuple[str, ...]:
     """Return the back ends that may run a layer with these options on ``platform``, in static order.
 
-    A kernel that was named is the only one. "auto" is AITER on gfx942 and gfx950, its per-head kernel first, then
-    Triton, which takes an fp8 cache if AITER's build does not saturate, and vLLM's own, which timing may choose. On
-    other cards it is Triton against vLLM's own if they are timed, else nothing. On a CPU it is the reference.
+    A kernel that was named is the only one. "auto" is AITER, its per-head kernel first, then Triton, which takes an fp8
+    cache if AITER's build does not saturate, and vLLM's own, which timing may choose. On a CPU it is the reference.
     """
     if platform.arch == "cpu" and settings.kernel in ("auto", VLLM):
         return ("reference",)
-    if settings.kernel != "auto":
-        return (settings.kernel,)
-    if platform.arch in ARCHITECTURES:
-        return (*AITER_KERNELS, "triton", VLLM)
-    return ("triton", VLLM) if settings.measures else ()
+    return (*AITER_KERNELS, "triton", VLLM) if settings.kernel == "auto" else (settings.kernel,)
 
 
 def aiter_factory(platform: Platform, settings: Settings, opt: bool = False) -> KernelBackend | str:
@@ -164,15 +159,9 @@ class Backends:
         return backend if isinstance(backend, str) else backend.bind(inputs)
 
 
-def of_engine(config: Any) -> Backends:
-    """Return the back ends of the engine of a ``VllmConfig``, which its pass owns: no other engine has the same."""
-    our_pass = compat_config.engaged_pass(config)
-    if our_pass is None:  # nothing of ours runs in this engine
-        return Backends(compat_config.settings_of(config), current_platform())
-    if our_pass.backends is None:
-        our_pass.backends = Backends(compat_config.settings_of(config), current_platform())
-    backends: Backends = our_pass.backends
-    return backends
+def of_config(config: Any) -> Backends:
+    """Return back ends of their own for the options of a ``VllmConfig``."""
+    return Backends(compat_config.settings_of(config), current_platform())
 
 
 def current_platform() -> Platform:

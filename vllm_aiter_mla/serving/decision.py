@@ -9,6 +9,7 @@ reasons of its own to skip a layer.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -44,7 +45,6 @@ class LayerFacts:
     offers: Mapping[str, Offer] = field(default_factory=dict)  # by back end, in static order
     # Token counts, ascending, the last one the decode limit: each offer holds from the count before, plus one, to it
     points: tuple[int, ...] = (1,)
-    arch: str = ""  # of the card, or "cpu"
 
     def declines(self, name: str, tokens: int) -> str:
         """Return why a candidate does not take ``tokens``, or ""."""
@@ -63,23 +63,24 @@ class Checked:
 PASSED = Checked()
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What timing found."""
-
-    rounds: Rounds = field(default_factory=dict)  # empty if nothing was timed
-    why: str = ""  # nothing was timed
-
-
-# The result.
-
-
 class Span(NamedTuple):
     """One kernel from ``first`` to ``last`` tokens."""
 
     first: int
     last: int
     kernel: str
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What timing found on one rank, and what each rank of the engine chose by its own figures."""
+
+    rounds: Rounds = field(default_factory=dict)  # of this rank; empty if nothing was timed
+    why: str = ""  # nothing was timed
+    ranks: tuple[tuple[Span, ...], ...] = ()  # what each rank, this one too, has chosen; empty until they have agreed
+
+
+# The result.
 
 
 class PassedOver(NamedTuple):
@@ -132,8 +133,20 @@ def decide(facts: LayerFacts, checks: Mapping[str, Checked], figures: Figures | 
     return Decision(spans, skip, tuple(_passed_over(reasons, {span.kernel for span in spans}, skip, figures)))
 
 
+def would_serve(name: str, facts: LayerFacts, checks: Mapping[str, Checked], settings: Settings) -> bool:
+    """Return whether a kernel would run at some token count by the static order if it had passed its check.
+
+    Timing may choose another one. Arguments as ``decide``.
+    """
+    return name in decide(facts, {**checks, name: PASSED}, None, settings).our_kernels
+
+
 def _chosen(facts: LayerFacts, left: Sequence[str], figures: Figures | None) -> tuple[tuple[Span, ...], Skip | None]:
-    """Choose among the candidates that are left: by figures, or by the static order if nothing was to be timed."""
+    """Choose among the candidates that are left: by figures, or by the static order if nothing was to be timed.
+
+    Ranks wait for one another, so a kernel of ours runs where every rank has chosen it, and else vLLM's own. Figures of
+    two cards are never compared: they were not taken in turns.
+    """
     if figures is None:
         return _merged(facts.points, lambda tokens: _first(left, facts, tokens)), None
     if not figures.rounds:
@@ -144,17 +157,28 @@ def _chosen(facts: LayerFacts, left: Sequence[str], figures: Figures | None) -> 
         takes = [name for name in left if not facts.declines(name, tokens)]
         return fastest(rounds[next((count for count in counts if tokens <= count), counts[-1])], takes)
 
-    spans = _merged(sorted({*counts, *facts.points}), fastest_at)
+    ranks = (_merged(sorted({*counts, *facts.points}), fastest_at), *figures.ranks)
+    spans = _merged(sorted({span.last for spans in ranks for span in spans}), partial(_chosen_by_all, ranks))
     if {span.kernel for span in spans} == {VLLM}:
-        return (), Skip("vllm_faster", "no kernel was clearly faster than vLLM's own at any token count")
+        where = " on every rank" if len(figures.ranks) > 1 else ""
+        return (), Skip("vllm_faster", f"no kernel was clearly faster than vLLM's own at any token count{where}")
     return spans, None
+
+
+def _chosen_by_all(ranks: Sequence[tuple[Span, ...]], tokens: int) -> str:
+    """Return the kernel that every rank has chosen for ``tokens``, else vLLM's own."""
+    names = {name_at(spans, tokens) or VLLM for spans in ranks}
+    return names.pop() if len(names) == 1 else VLLM
 
 
 def _passed_over(
     reasons: Mapping[str, str], run: Collection[str], skip: Skip | None, figures: Figures | None
 ) -> Iterator[PassedOver]:
     """Yield why each candidate does not run that is not among those that ``run``."""
-    behind = "it comes later in the static order" if figures is None else "it was at no token count clearly the fastest"
+    behind = "it comes later in the static order"
+    if figures is not None:
+        where = " on every rank" if len(figures.ranks) > 1 else ""
+        behind = f"it was at no token count clearly the fastest{where}"
     for name in reasons:
         if name not in run:
             yield PassedOver(name, reasons[name] or (skip.message if skip else behind))
@@ -199,9 +223,6 @@ def _without_a_kernel(
     if left and set(left) != {VLLM}:
         return None
     ours = {name: why for name, why in reasons.items() if name != VLLM}
-    if not ours:
-        unknown = f"auto knows no fused kernel for {facts.arch}"
-        return Skip("kernel_unavailable", f"{unknown}; kernel=triton can be asked for by name")
     code = "kernel_unavailable" if all(facts.offers[name].absent for name in ours) else "kernel_shape"
     why = "; ".join(ours.values() if len(ours) == 1 else (f"{name}: {reason}" for name, reason in ours.items()))
     return Skip(code, f"kernel={settings.kernel}: {why}")
@@ -225,7 +246,7 @@ def fastest(samples: Mapping[str, Sequence[float]], order: Sequence[str], base: 
     """Return the candidate to run, of those in ``samples``; ``order`` is the static one.
 
     ``base`` runs unless another one clearly beats it. Among those that do, the earlier one runs unless a later one
-    clearly beats it too. Equal figures give an equal choice on every rank and start.
+    clearly beats it too. Equal figures give an equal choice at every start.
     """
     best = base
     for name in order:

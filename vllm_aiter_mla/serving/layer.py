@@ -10,7 +10,7 @@ import logging
 import re
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla.admission import Skip, layer_skips
-from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import absorb, vllm_own
@@ -46,7 +45,7 @@ class Layer:
         backends: those of its engine.
         padded: how to decode more heads than the layer has, or None.
         out_heads: M, the heads that a kernel may lay a query out for, so that vLLM does not copy it; else 0.
-        limit: the decode limit, the most tokens that a kernel is given. Start-up sets it when it checks the kernels.
+        limit: the decode limit, the most tokens that a kernel is given.
         engine_status: what is known of its engine, and corrected when the layer falls back.
         left_out: why a graph, or the module that calls it, does not call the op for this layer.
         ran: the kernel of ours that the op ran, or that runs at other token counts where vLLM's ran; "" before.
@@ -54,16 +53,15 @@ class Layer:
         rotary_emb: the module of vLLM's that rotates for it, if the layer's wrapper calls the op; else None.
     """
 
-    def __init__(self, module: Any, engine: Backends | None = None) -> None:
-        self.name, self.module, config = str(getattr(module, "layer_name", "")), module, compat_layer.config_of(module)
-        our_pass = compat_config.engaged_pass(config)
-        self.backends = engine or backends.of_engine(config)
-        self.engine_status: EngineStatus = EngineStatus() if our_pass is None else our_pass.status
+    def __init__(
+        self, module: Any, backends: Backends, status: EngineStatus | None = None, limit: int = sys.maxsize
+    ) -> None:
+        self.name, self.module = str(getattr(module, "layer_name", "")), module
+        self.backends, self.engine_status, self.limit = backends, status or EngineStatus(), limit
         padded, arch = compat_layer.padded_heads(module), self.backends.platform.arch
         if padded and vllm_own.may_take_parts(arch, module.num_heads, module.kv_cache_dtype.startswith("fp8")):
             padded = None
         self.padded, self.out_heads = padded, padded.heads if padded else 0
-        self.limit = sys.maxsize
         self.left_out: Skip | None = None
         self.ran = ""
         self.would_run: tuple[str, ...] | None = None
@@ -89,11 +87,23 @@ class Layer:
 
     @classmethod
     def of(cls, module: Any) -> "Layer":
-        """Return the one layer of vLLM's ``MLAAttention`` module, which keeps it, so that the two go together."""
+        """Return the layer that vLLM's ``MLAAttention`` module keeps.
+
+        If no engine has loaded the module, the layer is one that nobody has checked, which runs vLLM's own kernels.
+        """
         layer: Layer | None = module.__dict__.get(_KEY)
-        if layer is None:
-            layer = module.__dict__[_KEY] = cls(module)
+        return cls(module, backends.of_config(compat_layer.config_of(module))).keep() if layer is None else layer
+
+    @classmethod
+    def kept_on(cls, module: Any) -> "Layer | None":
+        """Return the layer that a module of vLLM's keeps, or None."""
+        layer: Layer | None = module.__dict__.get(_KEY)
         return layer
+
+    def keep(self) -> "Layer":
+        """Let the module keep this layer from now on, so that the two go together; return it."""
+        self.module.__dict__[_KEY] = self
+        return self
 
     @classmethod
     def leave_out(cls, module: Any, skip: Skip) -> None:
@@ -138,8 +148,8 @@ class Layer:
             facts = self.facts()
             # A reload may bring another format of the weight: what was checked for the shape before says nothing of it.
             same = facts.skip is not None or self._checked_for is None or self._checked_for == self.shape()
-            checks = self._checks if same else None
-            self._decision = decision.decide(facts, checks or {}, self._figures, self.backends.settings)
+            checks = self.checks if same else {}
+            self._decision = decision.decide(facts, checks, self._figures, self.backends.settings)
         return self._decision
 
     def facts(self) -> LayerFacts:
@@ -152,7 +162,7 @@ class Layer:
         if skip is not None:
             return LayerFacts(skip)
         points, offers = self.backends.offers(self.shape(), self.limit)
-        return LayerFacts(None, offers, points, self.backends.platform.arch)
+        return LayerFacts(None, offers, points)
 
     def not_admitted(self, act: torch.dtype | None = None, table_dtype: torch.dtype | None = None) -> Skip | None:
         """Return why no kernel may run the layer, from its own facts and the dtypes that a graph shows."""
@@ -185,17 +195,20 @@ class Layer:
 
     def usable(self) -> dict[str, KernelBackend]:
         """Return the kernels that may run the layer as far as is known, by name, in static order."""
-        return self._built(decision.usable(self.facts(), self._checks or {}, self.backends.settings))
+        return self._built(decision.usable(self.facts(), self.checks, self.backends.settings))
+
+    def would_serve(self, name: str) -> bool:
+        """Return whether a kernel would run the layer by the static order if it had passed its check."""
+        return decision.would_serve(name, self.facts(), self.checks, self.backends.settings)
+
+    @property
+    def checks(self) -> Mapping[str, Checked]:
+        """What the self-check found, by kernel; empty before."""
+        return self._checks or {}
 
     def _built(self, names: tuple[str, ...]) -> dict[str, KernelBackend]:
         built = {name: self.backends.get(name) for name in names}
         return {name: backend for name, backend in built.items() if not isinstance(backend, str)}
-
-    def forget(self, limit: int) -> None:
-        """Forget what an earlier start found; ``limit`` is the decode limit of this one in tokens."""
-        self.limit, self._stopped, self._checks, self._checked_for, self._figures = limit, None, None, None, None
-        self.left_out, self.ran, self.would_run, self._refused = None, "", None, None
-        self._changed()
 
     def checked(self, checks: dict[str, Checked], shape: LayerShape | None = None) -> None:
         """Take what the self-check found, by kernel, for layers of ``shape``; None for whatever shape the layer has."""
@@ -249,7 +262,7 @@ class Layer:
         log.say_once(logging.ERROR, line, key=reason)
         with log.warned("the status file could not be corrected"):
             self.engine_status.update({self.name: self.outcome()})
-            self.engine_status.rewrite()
+            self.engine_status.rewrite_soon()
 
     def reloaded(self) -> None:
         """Bind and decide again: vLLM may have loaded other strides or memory into the same tensor objects."""

@@ -160,8 +160,7 @@ def _emit(attention: Any) -> Skip | None:
     skip = Layer.of(attention).why_skipped(table_dtype=embedding.cos_sin_cache.dtype)
     if skip is None:
         wrapper.is_neox = bool(embedding.is_neox_style)
-        generated = is_native(embedding) and compat_wrapper.rounds_once(wrapper)
-        wrapper.compiled_rotation = compat_layer.ROTARY_KERNEL if generated else compat_layer.ROTARY_EMB
+        wrapper.compiled_rotation = compiled_rotation(wrapper)
         Layer.of(attention).rotary_emb = embedding
     return skip
 
@@ -217,6 +216,14 @@ class _Namespaces(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.add(func.namespace)
         return func(*args, **(kwargs or {}))
+
+
+def compiled_rotation(wrapper: Any) -> str:
+    """Return what rotates as vLLM's compiled forward does, of ``ops.Rope``."""
+    if compat_wrapper.fuses_rope(wrapper):
+        return compat_layer.FUSED_ROPE
+    generated = is_native(wrapper.rotary_emb) and compat_layer.rounds_once(wrapper.mla_attn)
+    return compat_layer.ROTARY_KERNEL if generated else compat_layer.ROTARY_EMB
 
 
 @torch.inference_mode()

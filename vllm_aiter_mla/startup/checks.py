@@ -1,166 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the kernels of each layer shape with the reference, and give up one step or one layer where that fails.
-
-Both fail closed: a layer whose kernels could not be checked runs vLLM's own, and strict mode ends the start.
-"""
+"""Compare the kernels of a layer shape with the reference, before one of them runs."""
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+
+import torch
 
 from vllm_aiter_mla.admission import OVERFLOW
 from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.kernels import formats
 from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.inputs import LayerShape, meta_inputs, synthetic_inputs
 from vllm_aiter_mla.serving.decision import PASSED, Checked
 from vllm_aiter_mla.serving.layer import Layer
-from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
-from vllm_aiter_mla.startup import selfcheck
+from vllm_aiter_mla.startup import rotation, selfcheck
 from vllm_aiter_mla.startup.selfcheck import SelfCheckResult
 
 PAIRINGS = (False, True)
 """Rotary styles that are checked, as ``is_neox``: a layer's own is known only when its graph is compiled."""
-LAYER_CHECK = "its kernel could not be checked"
 
 
-@contextmanager
-def step(what: str, strict: bool, effect: str = "serving goes on", layers: Sequence[Layer] = ()) -> Iterator[None]:
-    """Do something that may raise: an error in strict mode, otherwise one line.
-
-    Args:
-        what: what has failed, should it raise.
-        strict: whether that stops the worker.
-        effect: what happens then in the other mode.
-        layers: run vLLM's own kernels from then on; the block may add to them.
-    """
-    try:
-        yield
-    except Exception as error:
-        reason = _stopped(what, error, strict, layers)
-        log.say_once(logging.ERROR, f"{reason}; {effect}")
-
-
-@contextmanager
-def each(layers: Sequence[Layer], strict: bool, failed: dict[str, str]) -> Iterator[None]:
-    """Do something for a few of the layers: what raises stops these, and the others go on.
-
-    ``failed`` takes the reason by layer name, for one line about all of them: ``say_failed``.
-    """
-    try:
-        yield
-    except Exception as error:
-        reason = _stopped(LAYER_CHECK, error, strict, layers, layers[0].name)
-        failed.update((layer.name, reason) for layer in layers)
-
-
-def _stopped(what: str, error: Exception, strict: bool, layers: Sequence[Layer], name: str = "") -> str:
-    """Stop the layers and return why.
-
-    Raises:
-        SettingsError: in strict mode.
-    """
-    reason = f"{what}: {type(error).__name__}: {error}"
-    for layer in layers:
-        layer.stop(reason)
-    if strict and isinstance(error, SettingsError):
-        raise error
-    if strict:
-        raise SettingsError(f"{log.PREFIX}{name and f'{name}: '}{reason} ({STRICT_OPTION})") from error
-    return reason
-
-
-def say_failed(failed: dict[str, str]) -> None:
-    """Say in one line which layers could not be asked or checked."""
-    if failed:
-        name, reason = next(iter(failed.items()))
-        log.say_once(logging.ERROR, f"{len(failed)} MLA layer(s) fall back to vLLM's own kernels: {name}: {reason}")
-
-
-def check_layers(
-    layers: Sequence[Layer],
-    *,
-    strict: bool,
-    capture_sizes: Sequence[int] = (),
-    limit: int = sys.maxsize,
-    marked: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
-) -> None:
-    """Compare the kernels of each layer shape with the reference; a layer does not run a kernel that fails.
-
-    Layers whose check cannot be made run vLLM's own kernels, and the others are still checked.
+def check_kernels(
+    layer: Layer, capture_sizes: Sequence[int], marked: Callable[[str], AbstractContextManager[None]]
+) -> dict[str, Checked]:
+    """Compare the kernels that may run layers of this shape with the reference; return what was found, by kernel.
 
     Args:
-        layers: the model's MLA layers.
-        strict: whether a kernel that fails its check, or cannot be checked, is an error.
+        layer: one of the shape.
         capture_sizes: token counts for which a kernel that compiles per count is compiled now.
-        limit: the decode limit, the largest batch that a kernel will be given.
         marked: surrounds the first calls of a kernel, by its name.
 
     Raises:
-        SettingsError: a mismatch, or anything that raises on the way, in strict mode.
+        Exception: of any kind, if shape, kernels or memory cannot be had.
     """
-    failed: dict[str, str] = {}
-    groups: dict[tuple[Any, ...], list[Layer]] = {}
-    for layer in layers:
-        layer.forget(limit)
-        with each([layer], strict, failed):
-            if layer.facts().skip is None:
-                groups.setdefault((id(layer.backends), layer.shape()), []).append(layer)
-    for group in groups.values():
-        with each(group, strict, failed):
-            checks = _check_group(group[0], strict, capture_sizes, marked)
-            for layer in group:
-                layer.checked(checks, group[0].shape())
-    say_failed(failed)
-
-
-def _check_group(
-    first: Layer, strict: bool, capture_sizes: Sequence[int], marked: Callable[[str], AbstractContextManager[None]]
-) -> dict[str, Checked]:
-    """Check the kernels of layers of one engine and one shape."""
-    shape = first.shape()
+    rotation.check(layer)
+    shape = layer.shape()
     named = shape.in_words()
     row = meta_inputs(shape)
     checks: dict[str, Checked] = {}
-    for name, backend in first.kernels_to_check().items():
+    for name, backend in layer.kernels_to_check().items():
         with marked(name):
-            result, tuned = self_check(name, backend, shape, capture_sizes, first.limit), backend.tuned(row)
+            result, tuned = self_check(name, backend, shape, capture_sizes, layer.limit), backend.tuned(row)
         if tuned and result.ok:
-            first.engine_status.tuned[named] = tuned
+            layer.engine_status.tuned[named] = tuned
         elif tuned:
             log.say_once(logging.WARNING, f"{result.message} ({named}); the tuned tiles {tuned} are left out")
             backend.untune(row)
             with marked(name):
-                result = self_check(name, backend, shape, capture_sizes, first.limit)
+                result = self_check(name, backend, shape, capture_sizes, layer.limit)
         if not result.ok:
-            checks[name] = Checked(result.message)
-            # Nobody named a later one, and the first still runs: no failure of the engine.
-            _say_wrong(f"{result.message} ({named})", strict, is_first=len(checks) == 1)
+            checks[name] = Checked(f"{result.message} ({named})")
         elif result.writes_nan:
             checks[name] = Checked(writes_nan=True)
-            is_named = first.backends.settings.kernel == name
-            log.say_once(logging.WARNING if is_named else logging.INFO, f"{name} {OVERFLOW}; kernel=auto leaves it out")
-            if is_named:
-                first.engine_status.overflows.add(name)
         else:
             checks[name] = PASSED
     return checks
 
 
-def _say_wrong(trouble: str, strict: bool, is_first: bool) -> None:
-    """Say that a kernel failed its check.
+def say_found(layer: Layer, end_strict_start: Callable[[str], None]) -> None:
+    """Say which kernels failed the check of a layer's shape, and which turn an fp8 overflow into NaN.
 
-    Raises:
-        SettingsError: it is the first of the static order, or the only one, in strict mode.
+    Args:
+        layer: one of the shape, which was given what the check found.
+        end_strict_start: takes why a kernel that would have served cannot; it raises in strict mode.
     """
-    if not is_first:
-        log.say_once(logging.WARNING, f"{trouble}; it does not run")
-    elif strict:
-        raise SettingsError(f"{log.PREFIX}{trouble} ({STRICT_OPTION})")
-    else:
-        log.say_once(logging.ERROR, f"{trouble}; this layer shape falls back to other kernels")
+    for name, found in layer.checks.items():
+        if found.failed and not layer.would_serve(name):
+            log.say_once(logging.WARNING, f"{found.failed}; it does not run")
+        elif found.failed:
+            end_strict_start(found.failed)
+            log.say_once(logging.ERROR, f"{found.failed}; this layer shape falls back to other kernels")
+        elif found.writes_nan:
+            runs = name in layer.usable()
+            log.say_once(logging.WARNING if runs else logging.INFO, f"{name} {OVERFLOW}; kernel=auto leaves it out")
+            if runs:
+                layer.engine_status.overflows.add(name)
 
 
 def self_check(
@@ -184,3 +101,21 @@ def self_check(
     except Exception as error:
         return SelfCheckResult(False, f"{name}: self-check FAILED: {type(error).__name__}: {error}", {}, 0)
     return next((result for result in results if result.writes_nan), results[-1])
+
+
+def compile_quantisation(layer: Layer) -> None:
+    """Let vLLM compile the function with which its own attention quantises a query.
+
+    vLLM compiles it in its warm-up, with decode batches. Those go to our op; without this the first batch that mixes
+    prefill and decode rows would compile it while it serves.
+    """
+    shape = layer.shape()
+    if not formats.is_fp8(shape.out_dtype):
+        return
+    for rows in (2, 1):  # torch compiles separately for one row, and once for all other counts
+        absorbed, query = (
+            torch.zeros(rows, shape.heads, width, dtype=shape.act, device=shape.device)
+            for width in (shape.latent, shape.nope_dim + shape.rope)
+        )
+        with torch.inference_mode():
+            layer.quantise(absorbed, query[..., shape.nope_dim :])

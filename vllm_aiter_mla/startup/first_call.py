@@ -5,14 +5,54 @@ AITER's C++ checks and a GPU's fault end the process: without the marker a resta
 """
 
 import hashlib
+import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_aiter_mla import files, status
+from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import stopwatch
+from vllm_aiter_mla.serving.backends import FAMILIES, Backends
+
+
+def prepare(
+    backends: Backends, folder: Path, engine: str | None, rank: int
+) -> Callable[[str], AbstractContextManager[None]]:
+    """Build the back ends of an engine, but for those in whose first calls an earlier start has died.
+
+    Args:
+        backends: of the engine.
+        folder: where the plugin keeps its files.
+        engine: index of the data-parallel engine, None if unknown.
+        rank: of this worker.
+
+    Returns:
+        What marks the first calls of a back end, by its name.
+    """
+    paths = dict[str, Path]()
+    for family, names in FAMILIES.items():
+        concerned = set(names) & set(backends.names)
+        if not concerned or backends.platform.arch == "cpu":
+            continue
+        path = path_of(folder, family, backends.platform.arch, engine, rank)
+        reason = died_before(path) or why_not_marked(path)
+        if reason is None:
+            paths |= dict.fromkeys(concerned, path)
+            continue
+        log.say_once(logging.ERROR, f"{family} is left out: {reason}")
+        for name in concerned:
+            backends.leave_out(name, reason)
+
+    def mark(name: str) -> AbstractContextManager[None]:
+        return marked(paths[name]) if name in paths else nullcontext()
+
+    for name in backends.names:
+        with mark(name):  # AITER's import may build
+            backends.get(name)
+    return mark
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time the kernels at start-up on the user's card: one choice for all ranks of an engine, kept for the next start.
+"""Time the kernels at start-up on the user's card: each rank chooses by its own figures, kept for its next start.
+
+A kernel of ours runs where all ranks of the engine have chosen it. ``decision`` chooses; the ranks exchange choices.
 
 Where no kernel could be timed vLLM's own run, code ``not_timed``, and one line says so: that ours are never slower is a
-promise that only figures can keep. Only the settings and the device's type decide whether the ranks exchange their
-figures: a rank that waits for another one that never comes would hang.
+promise that only figures can keep. Only the settings and the device's type decide whether the ranks exchange anything:
+a rank that waits for another one that never comes would hang.
 """
 
 import contextlib
@@ -11,7 +13,6 @@ import hashlib
 import json
 import logging
 import os
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,12 +30,14 @@ from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import meta_inputs
 from vllm_aiter_mla.kernels.stopwatch import Rounds
-from vllm_aiter_mla.serving import decision
-from vllm_aiter_mla.serving.decision import VLLM
+from vllm_aiter_mla.serving.decision import VLLM, Figures, Span, decide
 from vllm_aiter_mla.serving.layer import Layer
+from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.status.record import Timed
 
 VLLMS = "vLLM's own kernels run"
+Choice = tuple[Span, ...]
+"""What a rank runs on layers of a shape by its own figures."""
 DRIVERS = (Path("/sys/module/amdgpu/version"), Path("/sys/module/nvidia/version"))
 
 
@@ -53,108 +56,107 @@ class Taken:
 class Answer:
     """What one rank hands over to the others."""
 
-    kinds: dict[str, Taken] = field(default_factory=dict)  # by layer shape, in words
+    chosen: dict[str, Choice] = field(default_factory=dict)  # by layer shape, in words; () if it was not timed
+    troubles: tuple[str, ...] = ()  # why shapes could not be timed
     why: str = ""  # the rank could not time at all
-    seconds: float = 0.0  # that the timing took
-
-    @property
-    def timed(self) -> int:
-        """How many layer shapes this start has timed."""
-        return sum(bool(one.key) and not one.since for one in self.kinds.values())
 
 
-def time_kernels(config: Any, layers: Sequence[Layer], limit: int | None) -> None:
-    """Time the kernels of this rank's layers, agree with the other ranks, and let each layer run the fastest.
+def time_kernels(config: Any, settings: Settings, layers: Sequence[Layer], limit: int | None, rank: int) -> None:
+    """Time the kernels of this rank's layers, and let each layer run what all ranks of the engine have chosen.
 
     Never raises, and takes part in the exchange whatever happens here.
 
     Args:
         config: the worker's ``VllmConfig``.
+        settings: the engine's options.
         layers: the MLA layers of this rank.
         limit: the decode limit; None if this rank's kernels could not be checked.
+        rank: of this worker.
     """
     try:
-        if not _is_asked_for(config):
+        if not _is_asked_for(config, settings):
             return
     except Exception as error:  # alike on every rank: nobody waits
         log.say_once(logging.WARNING, f"the kernels could not be timed: {_line(error)}; {VLLMS}")
         _leave_untimed(layers, _line(error))
         return
-    groups: dict[str, list[Layer]] = {}
-    answer = _timed(config, layers, limit, groups)
+    budget, groups, taken = stopwatch.Budget(), dict[str, list[Layer]](), dict[str, Taken]()
+    answer, chosen, place = Answer(why="its kernels could not be checked"), dict[str, tuple[Choice, ...]](), 0
+    try:
+        if limit is not None:
+            # No batch is larger, whatever limit the user has set.
+            counts = stopwatch.token_counts(min(limit, config.scheduler_config.max_num_batched_tokens))
+            for layer in layers:
+                if layer.usable():
+                    groups.setdefault(layer.shape().in_words(), []).append(layer)
+            for text, (first, *_) in groups.items():
+                taken[text] = _figures(config, first, counts, budget, rank)
+            answer = _answer(groups, taken)
+    except Exception as error:
+        answer = Answer(why=_line(error))
     try:
         place, answers = ranks.exchange(answer)
+        chosen, troubles = agree(answers)
+        for text in groups.keys() & chosen.keys():
+            _apply(text, groups[text], taken[text], chosen[text])
     except Exception as error:
-        place, answers = 0, [Answer(why=f"the ranks could not exchange their figures: {_line(error)}")]
-    tables: dict[str, Rounds] = {}
-    try:
-        tables, troubles = agree(answers)
-        for text, group in groups.items():
-            _apply(text, group, answer.kinds.get(text, Taken()), tables.get(text, {}))
-    except Exception as error:
-        troubles = [f"rank {place}: {_line(error)}"]
-        log.say_once(logging.WARNING, f"the measured choice could not be used: {_line(error)}; {VLLMS}")
+        troubles, place = [f"rank {place}: {_line(error)}"], 0  # which says so, whichever rank it is
     _leave_untimed(layers, next(iter(troubles), "vLLM's own kernels cannot be timed here"))
+    num_timed = sum(bool(one.key) and not one.since for one in taken.values())
+    # Only here: an exception's traceback holds what was allocated until it has been handled.
+    if num_timed:
+        with log.warned("the memory of the timing could not be given back"):
+            card().give_back()
     if place == 0:
-        _say(troubles, answer, len(tables))
+        _say(troubles, num_timed, stopwatch.BUDGET_S - budget.left, len(chosen))
 
 
 def _leave_untimed(layers: Sequence[Layer], why: str) -> None:
     """Tell the layers whose kernels were to be timed, and were not, that there are no figures."""
     for layer in layers:
         if layer.backends.settings.measures and VLLM in layer.backends.names and not layer.is_timed:
-            layer.timed(decision.Figures(why=why))
+            layer.timed(Figures(why=why))
 
 
-def hand_over_nothing(config: Any) -> None:
+def hand_over_nothing(config: Any, settings: Settings) -> None:
     """Take part in the exchange of ``time_kernels`` for a rank whose model could not be loaded."""
-    if _is_asked_for(config):
+    if _is_asked_for(config, settings):
         ranks.exchange(Answer(why="its model could not be loaded"))
 
 
-def _is_asked_for(config: Any) -> bool:
+def _is_asked_for(config: Any, settings: Settings) -> bool:
     """Whether to time at all, from facts that every rank of the engine reads alike."""
-    return compat_config.settings_of(config).measures and config.device_config.device_type == card().torch_device
+    return settings.measures and config.device_config.device_type == card().torch_device
 
 
-def _timed(config: Any, layers: Sequence[Layer], limit: int | None, groups: dict[str, list[Layer]]) -> Answer:
-    """Return what this rank hands over; fill ``groups`` with its layers by shape, also if the timing raises."""
-    if limit is None:
-        return Answer(why="its kernels could not be checked")
-    budget, kinds, why = stopwatch.Budget(), dict[str, Taken](), ""
-    try:
-        # No batch is larger, whatever limit the user has set.
-        counts = stopwatch.token_counts(min(limit, config.scheduler_config.max_num_batched_tokens))
-        for layer in layers:
-            if layer.usable():
-                groups.setdefault(layer.shape().in_words(), []).append(layer)
-        for text, group in groups.items():
-            kinds[text] = _figures(config, group[0], counts, budget)
-    except Exception as error:
-        why = _line(error)
-    answer = Answer(kinds, why, stopwatch.BUDGET_S - budget.left)
-    # Only here: an exception's traceback holds what was allocated until it has been handled.
-    if answer.timed:
-        with log.warned("the memory of the timing could not be given back"):
-            card().give_back()
-    return answer
+def _answer(groups: Mapping[str, Sequence[Layer]], taken: Mapping[str, Taken]) -> Answer:
+    """Return what this rank chooses by its own figures."""
+    chosen = dict[str, Choice]()
+    for text, (first, *_) in groups.items():
+        rounds, chosen[text] = taken[text].rounds, ()
+        if rounds:
+            decided = decide(first.facts(), first.checks, Figures(rounds), first.backends.settings)
+            chosen[text] = decided.kernels or _vllms(rounds)
+    return Answer(chosen, tuple(one.why for one in taken.values() if one.why))
 
 
-def _figures(config: Any, layer: Layer, counts: Sequence[int], budget: stopwatch.Budget) -> Taken:
+def _figures(config: Any, layer: Layer, counts: Sequence[int], budget: stopwatch.Budget, rank: int) -> Taken:
     """Return the figures of a layer's shape, of earlier starts or timed now; none if there is nothing to choose."""
     backends, shape = layer.usable(), layer.shape()
     if len(backends) < 2 or VLLM not in backends:
         return Taken()
     machine = about() | {"code": files.fingerprint(), "shape": shape.in_words()}
     # What vLLM compiles decides what its own sequence costs.
-    settings, graphs = compat_config.settings_of(config), bool(compat_config.full_graphs(config.compilation_config))
+    graphs = bool(compat_config.full_graphs(config.compilation_config))
     options = {"vllm": compat_config.compiled_as(config), "graphs": graphs}
+    # Each rank has a card, and figures, of its own.
+    place = {"engine": compat_config.metric_labels(config)["engine"], "rank": rank}
     # Which variants are timed: another tile of a kernel has other figures.
     calls = [meta_inputs(shape, count) for count in counts]
     kernels = {name: [backend.kernel_of(call) for call in calls] for name, backend in backends.items()}
-    key = machine | options | {"counts": list(counts), "candidates": kernels}
+    key = machine | options | place | {"counts": list(counts), "candidates": kernels}
     kept, since = Rounds(), ""
-    if settings.measure != "again":
+    if layer.backends.settings.measure != "again":
         with log.warned("the kept figures could not be read"):
             kept, since = read(compat_config.cache_folder(), key)
     left = [count for count in counts if count not in kept]
@@ -169,64 +171,49 @@ def _figures(config: Any, layer: Layer, counts: Sequence[int], budget: stopwatch
         why = _line(error)
     except Exception as error:
         return Taken({}, _line(error), key, kept)
-    found = kept | timed
+    found = dict(sorted((kept | timed).items()))
     return Taken(found, "" if found else why, key, kept, "" if timed else since)
 
 
-def agree(answers: Sequence[Answer]) -> tuple[dict[str, Rounds], list[str]]:
-    """Return one table per layer shape for all ranks, and why others have none. Pure, so every rank gets the same.
+def _vllms(rounds: Rounds) -> Choice:
+    return (Span(1, max(rounds), VLLM),)
 
-    A shape has no table if one of its ranks could not time it. No shape has one if a rank does not know its shapes.
-    A rank without layers of a shape, as in a pipeline, does not count for it.
+
+def agree(answers: Sequence[Answer]) -> tuple[dict[str, tuple[Choice, ...]], list[str]]:
+    """Return what each rank has chosen by layer shape, and why shapes are missing. Pure, so every rank gets the same.
+
+    A shape is missing if one of its ranks could not time it. All are if a rank does not know its shapes. A rank without
+    layers of a shape, as in a pipeline, does not count for it.
     """
-    troubles = [f"rank {rank}: {answer.why}" for rank, answer in enumerate(answers) if answer.why]
-    tables: dict[str, list[Rounds]] = {}
-    for rank, answer in enumerate(answers):
-        for text, one in answer.kinds.items():
-            if one.why:
-                troubles.append(f"rank {rank}: {one.why}")
-            tables.setdefault(text, []).append(one.rounds)
+    told = ((rank, why) for rank, answer in enumerate(answers) for why in (answer.why, *answer.troubles))
+    troubles = [f"rank {rank}: {why}" for rank, why in told if why]
     if any(answer.why for answer in answers):
         return {}, troubles
-    merged = {text: slowest(found) for text, found in tables.items()}
-    return {text: rounds for text, rounds in merged.items() if rounds}, troubles
+    shapes = dict.fromkeys(text for answer in answers for text in answer.chosen)
+    chosen = {text: tuple(answer.chosen[text] for answer in answers if text in answer.chosen) for text in shapes}
+    return {text: choices for text, choices in chosen.items() if all(choices)}, troubles
 
 
-def slowest(tables: Sequence[Rounds]) -> Rounds:
-    """Merge the figures of all ranks: what all of them have timed, each figure from the rank that is slowest there.
-
-    Ranks of a tensor-parallel group wait for one another, so the slowest decides how long a layer takes.
-    """
-    first, *others = tables
-    merged: Rounds = {}
-    for tokens in sorted(set(first).intersection(*others)):
-        names = [name for name in first[tokens] if all(name in table[tokens] for table in others)]
-        merged[tokens] = {name: max((t[tokens][name] for t in tables), key=statistics.median) for name in names}
-    return merged
-
-
-def _apply(text: str, group: Sequence[Layer], own: Taken, rounds: Rounds) -> None:
-    """Let the layers of a shape run what the figures say."""
-    if not rounds:
-        return
+def _apply(text: str, group: Sequence[Layer], own: Taken, chosen: tuple[Choice, ...]) -> None:
+    """Let the layers of a shape run what this rank's figures and the choices of all ranks say."""
     for layer in group:
-        layer.timed(decision.Figures(rounds))
+        layer.timed(Figures(own.rounds, ranks=chosen))
     names = tuple(layer.name for layer in group)
-    chosen = group[0].decision.kernels or ((1, max(rounds), VLLM),)
-    group[0].engine_status.measured.append(Timed(text, names, chosen, stopwatch.medians(rounds), own.since))
-    if rounds != own.kept:
+    runs = group[0].decision.kernels or _vllms(own.rounds)
+    group[0].engine_status.measured.append(Timed(text, names, runs, stopwatch.medians(own.rounds), own.since))
+    if own.rounds != own.kept:
         with log.warned("the measured figures could not be kept"):
-            write(compat_config.cache_folder(), own.key, rounds)
+            write(compat_config.cache_folder(), own.key, own.rounds)
 
 
-def _say(troubles: Sequence[str], answer: Answer, num_timed_shapes: int) -> None:
+def _say(troubles: Sequence[str], num_timed: int, seconds: float, num_usable: int) -> None:
     if troubles:
         more = f" (and {len(troubles) - 1} more)" if len(troubles) > 1 else ""
-        rest = f" but for {num_timed_shapes} layer shape(s)" if num_timed_shapes else ""
+        rest = f" but for {num_usable} layer shape(s)" if num_usable else ""
         log.say_once(logging.WARNING, f"the kernels could not be timed: {troubles[0]}{more}; {VLLMS}{rest}")
-    elif answer.timed:
-        spent = f"{answer.seconds:.1f} s of at most {stopwatch.BUDGET_S:g} s"
-        log.say(logging.INFO, f"kernels timed on this card in {spent}: {answer.timed} layer shape(s)")
+    elif num_timed:
+        spent = f"{seconds:.1f} s of at most {stopwatch.BUDGET_S:g} s"
+        log.say(logging.INFO, f"kernels timed on this card in {spent}: {num_timed} layer shape(s)")
 
 
 def _line(error: Exception) -> str:

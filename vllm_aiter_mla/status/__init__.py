@@ -12,15 +12,19 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from threading import Timer
 from typing import Any, NamedTuple
 
 from vllm_aiter_mla import files
+from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.status import line
 from vllm_aiter_mla.status import record as records
 from vllm_aiter_mla.status.record import Decided, RankStatus, Reason, Skips, Timed
 
 NOT_RUN: Reason = ("not_run", "its fused op has not run")
 """Of a layer that nothing has skipped and that is not engaged."""
+REWRITE_S = 1.0
+"""Seconds from a failure in a decode step to the corrected status file."""
 
 
 class Outcome(NamedTuple):
@@ -37,11 +41,7 @@ class Outcome(NamedTuple):
 
 @dataclass(slots=True)
 class EngineStatus:
-    """What is known of one engine in this process, besides what became of its layers; the engine's pass owns it.
-
-    vLLM compiles with a deep copy of the pass. That is of the same engine, so it has the same status. A pass that is
-    pickled goes to another process, where the status is empty.
-    """
+    """What is known of one engine in this process, besides what became of its layers; ``engine.Engine`` owns it."""
 
     # What the passes did in each compile range, over all graphs of it, as "start-end" -> counts by pass
     compiled: dict[str, Counter[str]] = field(default_factory=dict)
@@ -52,17 +52,7 @@ class EngineStatus:
     record: RankStatus | None = None  # what the status line said, corrected since
     path: Path | None = None  # of the status file, once it was written
     writer: str = field(default_factory=partial(secrets.token_hex, 4))  # tells its file from that of another engine
-
-    def __deepcopy__(self, memo: Any) -> "EngineStatus":
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return EngineStatus, ()
-
-    def clear(self) -> None:
-        """Forget everything: the model is loaded again."""
-        self.compiled, self.measured, self.tuned, self.overflows = {}, [], {}, set()
-        self.record, self.path = None, None
+    waiting: Timer | None = None  # until the file is written again, of ``rewrite_soon``
 
     def count(self, compile_range: str, counts: dict[str, int]) -> None:
         """Note what the passes did to one graph of a range; a draft model brings a second graph for the same range."""
@@ -143,6 +133,18 @@ class EngineStatus:
         """
         if self.path is not None and self.record is not None and not _is_of_another_engine(self.path, self.record):
             files.write(self.path, self.record)
+
+    def rewrite_soon(self) -> None:
+        """Write the record again in a moment, once for all layers that fail in the same step, and not in that step."""
+        if self.waiting is None:
+            self.waiting = Timer(REWRITE_S, self._rewrite_now)
+            self.waiting.daemon = True
+            self.waiting.start()
+
+    def _rewrite_now(self) -> None:
+        self.waiting = None  # first: a layer that fails from now on needs another moment
+        with log.warned("the status file could not be corrected"):
+            self.rewrite()
 
 
 def _is_of_another_engine(path: Path, record: RankStatus) -> bool:

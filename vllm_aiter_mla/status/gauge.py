@@ -40,6 +40,7 @@ class _Collector:
         yield family
 
 
+# Of the process, as prometheus_client's registry is.
 _shown: list[Any] = []
 
 

@@ -24,8 +24,7 @@ def of(*ranks: RankStatus | None, replica: int | None = None) -> str:
     silent = f"; {engine.silent} without a status" if engine.silent else ""
     whose = "" if replica is None else f", data-parallel engine {replica}"
     if not engaged:
-        kept = "; graph partition stays on" if record.partition else ""
-        text = f"0/{record.total}: {first_reason(record.skipped)}{silent}{kept}{whose}"
+        text = f"0/{record.total}: {first_reason(record.skipped)}{silent}{whose}"
         return _answered(text, record.skipped.values())
     by = ", integration module" if record.integration == "module" else ""
     agreeing = engine.ranks - len(engine.fallen) - engine.silent

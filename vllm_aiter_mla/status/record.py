@@ -44,7 +44,7 @@ class Timed:
     shape: str  # in words
     layers: tuple[str, ...]
     chosen: tuple[tuple[int, int, str], ...]  # (first, last, kernel) in tokens
-    us: dict[int, dict[str, float]]  # microseconds a layer by token count and candidate
+    us: dict[int, dict[str, float]]  # microseconds a layer by token count and candidate, on this rank
     since: str = ""  # when an earlier start took the figures; empty if this one did
 
     def __post_init__(self) -> None:
@@ -86,7 +86,6 @@ class RankStatus:
     tuned: dict[str, str] = field(default_factory=dict)
     decided: tuple[Decided, ...] = ()
     capture_sizes: tuple[int, ...] = ()
-    partition: bool = False
     model_name: str | None = None
     engine: str | None = None
     run: str = ""
@@ -104,7 +103,7 @@ class Skips:
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineRecord:
     """The ranks of an engine as one."""
 
     record: RankStatus  # the first rank's, with the layers of all
@@ -118,7 +117,7 @@ class Engine:
         return not self.fallen and not self.silent
 
 
-def of_engine(ranks: Sequence[RankStatus | None]) -> Engine:
+def of_engine(ranks: Sequence[RankStatus | None]) -> EngineRecord:
     """Return the records of all ranks of an engine as one.
 
     A layer counts as engaged if a rank runs it on one of our kernels. A rank that skips a layer which another rank
@@ -133,7 +132,7 @@ def of_engine(ranks: Sequence[RankStatus | None]) -> Engine:
     fallen = {record.rank: why for record in known for layer, why in record.skipped.items() if layer in engaged}
     left = {layer: why for layer, why in skipped.items() if layer not in engaged}
     record = replace(known[0], total=len((engaged | skipped).keys() - {ENGINE}), engaged=engaged, skipped=left)
-    return Engine(record, len(ranks), fallen, len(ranks) - len(known))
+    return EngineRecord(record, len(ranks), fallen, len(ranks) - len(known))
 
 
 def record_of_skipped_engine(code: str, message: str, layers: Sequence[int], kv_cache_dtype: str) -> RankStatus:

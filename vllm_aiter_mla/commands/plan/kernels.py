@@ -75,7 +75,7 @@ def planned(
     # By its sources AITER's op overflows to NaN. Every kernel is taken to pass its check.
     overflows = view.kv_cache_dtype.startswith("fp8")
     checks = {name: Checked(writes_nan=overflows and name in AITER_KERNELS) for name in offers}
-    facts = LayerFacts(None, offers, points, arch)
+    facts = LayerFacts(None, offers, points)
     decision = decide(facts, checks, None, settings)
     return decision, tuple(_spans(backends, shape, facts, decision))
 
