@@ -94,7 +94,7 @@ RECORDS = {
     "check": records(CheckRun),
     "verify": records(Verification),
     "measure": records(Measurement),
-    "plan": records(Plan, added=JSON_BY_NAME),
+    "plan": records(Plan),
     "engines": records(Engines),
 }
 WITHOUT_A_READER = {"doctor"}

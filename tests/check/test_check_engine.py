@@ -13,7 +13,6 @@ from vllm_aiter_mla.commands.check.record import Step
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 NAMES = ("plan", "engine", "prefill rows", "decode against prefill")
-MODULE = ("--additional-config.aiter_mla.integration=module",)
 
 
 def outcomes(folder: Path, mutation: str = "", ranks: int = 1, *typed: str) -> dict[str, Step]:
@@ -52,6 +51,6 @@ def test_the_engine_runs_without_the_options_of_a_deployment(tmp_path: Path) -> 
 )  # fmt: skip
 def test_mutation_a_bug_in_the_engine_fails_its_own_step(tmp_path: Path, bug: str, failed: str, shown: str) -> None:
     """No bound on tokens would show the roundings of prefill rows."""
-    found = outcomes(tmp_path, f"{planted_in_engines.__name__}:{bug}", 1, *MODULE)
+    found = outcomes(tmp_path, f"{planted_in_engines.__name__}:{bug}")
     assert [name for name, outcome in found.items() if outcome.status != "passed"] == [failed], found
     assert shown in found[failed].detail
