@@ -23,9 +23,12 @@ def assert_by_module(result, ranks=1):
 
 
 def assert_equal(off, on):
-    """Check that all tokens and log-probabilities are the same to the bit, and so are the graphs that were captured."""
+    """Check that all tokens and log-probabilities are the same to the bit, and so are captures and full replays.
+
+    Without full graphs, a start with the flag on replays pieces once more: it runs one decode step to see the kernels.
+    """
     assert on.scenarios == same_scenarios(off, on).scenarios
-    assert (on.captured, on.replayed, on.replays) == (off.captured, off.replayed, off.replays)
+    assert (on.captured, on.replays) == (off.captured, off.replays)
 
 
 @pytest.mark.engine("default-off", "default-on")
