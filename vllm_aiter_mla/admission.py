@@ -7,7 +7,7 @@ tables here. A skip is a value: the log, ``doctor``, ``plan`` and the report pri
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,7 +104,7 @@ class ConfigView(_View):
     uses_aiter: bool = True  # vLLM takes AITER's MLA where the user names no attention back end
     attention: str = AITER_MLA  # the back end that vLLM takes, or why it cannot be told; asked on ROCm only
     fusion: bool = False  # vLLM's own fusion of RoPE and the KV write for MLA is on
-    layers: tuple[int, ...] = ()  # indices of the model's MLA layers
+    layers: Sequence[int] = ()  # indices of the model's MLA layers
     # As vLLM's metrics label the engine; None for what cannot be read
     model_name: str | None = None
     engine: str | None = None

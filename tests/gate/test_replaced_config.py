@@ -112,10 +112,13 @@ def test_a_draft_with_another_attention_changes_nothing_once_the_target_is_built
 
 
 @pytest.mark.mutation("I5")
-@pytest.mark.parametrize(("target", "draft"), [("ROCM_AITER_MLA", "TRITON_MLA"), ("TRITON_MLA", "ROCM_AITER_MLA")])
-def test_mutation_a_gate_that_decides_again_for_a_draft_is_caught(config, said, monkeypatch, target, draft):
+@pytest.mark.parametrize(
+    ("target", "draft", "seen"),
+    [("ROCM_AITER_MLA", "TRITON_MLA", "attention_backend"), ("TRITON_MLA", "ROCM_AITER_MLA", "'slot'")],
+)
+def test_mutation_a_gate_that_decides_again_for_a_draft_is_caught(config, said, monkeypatch, target, draft, seen):
     monkeypatch.setattr(compat_config, "is_decided", lambda vllm_config: False)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=seen):
         test_a_draft_with_another_attention_changes_nothing_once_the_target_is_built(
             config, said, monkeypatch, ON, target, draft
         )

@@ -115,8 +115,8 @@ def concat_and_cache_mla_rope_fused(
 ) -> None:
     """Rotate q_pe [T, N, R] and k_pe [T, R] in place and write the KV rows, as vLLM's GPU kernel of this name does.
 
-    The kernel computes in the activation dtype: both products and their sum are rounded. It rotates q of every row, and
-    k_pe of the rows with a slot (csrc/libtorch_stable/cache_kernels_fused.cu of vLLM, 2026-11).
+    The kernel computes in the activation dtype: both products and their sum are rounded. A row without a slot is not
+    rotated: since vllm-project/vllm#40392 the kernel returns before. Earlier it had rotated the row's query by then.
 
     Raises:
         ValueError: an operand is not what the kernel checks for: one slot per row, and one dtype.
@@ -126,8 +126,10 @@ def concat_and_cache_mla_rope_fused(
     if len(found := {x.dtype for x in (q_pe, k_pe, kv_c, cos_sin_cache)}) > 1:
         raise ValueError(f"one dtype expected, got {found}")
     cos, sin = gather_cos_sin(cos_sin_cache, positions[: q_pe.shape[0]])
-    q_pe.copy_(rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), is_neox, q_pe.dtype))
-    k_pe.copy_(torch.where((slot_mapping >= 0).unsqueeze(-1), rotate(k_pe, cos, sin, is_neox, k_pe.dtype), k_pe))
+    has_slot = (slot_mapping >= 0).unsqueeze(-1)
+    rotated_q = rotate(q_pe, cos.unsqueeze(1), sin.unsqueeze(1), is_neox, q_pe.dtype)
+    q_pe.copy_(torch.where(has_slot.unsqueeze(-1), rotated_q, q_pe))
+    k_pe.copy_(torch.where(has_slot, rotate(k_pe, cos, sin, is_neox, k_pe.dtype), k_pe))
     write_kv_rows(kv_c, k_pe, kv_cache, slot_mapping, kv_cache_scale)
 
 

@@ -9,12 +9,12 @@ from vllm.config import CompilationMode
 from tests.sandbox import gpu_ops
 from tests.support.opcalls import layer_of
 from tests.support.strict import stops
+from tests.support.worker import check
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.inputs import LayerShape
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.startup import rotation
-from vllm_aiter_mla.startup.checks import check_layers
 
 SHAPES = [
     LayerShape(heads, 16, cache, cache, 16, False, act=act)
@@ -72,7 +72,7 @@ def rounds_three_times(monkeypatch):
 def test_mutation_layers_whose_prefill_rows_would_round_three_times_are_left_to_vllm(said, strict):
     layer = Layer.of(layer_of())
     with stops(strict):
-        check_layers([layer], strict=strict)
+        check([layer], strict=strict)
     skip = layer.decision.skip
     assert skip.code == "kernel_shape"
     assert "vLLM's rotary kernel does not round once" in skip.message
@@ -85,5 +85,5 @@ def test_a_layer_that_rotates_by_its_own_module_needs_no_such_kernel(said, field
     module = layer_of()
     setattr(module._vllm_config.compilation_config, field, value)
     assert not compat_layer.rounds_once(module)
-    check_layers([Layer.of(module)], strict=True)
+    check([Layer.of(module)], strict=True)
     assert Layer.of(module).decision.skip is None

@@ -2,6 +2,7 @@
 """vLLM's ``VllmConfig``: read into plain records, written by the gate, and its slot for a custom pass."""
 
 import inspect
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -135,15 +136,16 @@ def _unknown_forward() -> str:
 # -- what else is asked of a config
 
 
-def mla_layers(model: Any) -> tuple[int, ...]:
+def mla_layers(model: Any) -> Sequence[int]:
     """Return the indices of a ``ModelConfig``'s MLA layers; a hybrid with linear attention lists them from 1."""
     if model is None or not model.use_mla:
         return ()
     text = model.hf_text_config
     listed = (getattr(text, "linear_attn_config", None) or {}).get("full_attn_layers")
+    if listed is None:
+        return range(text.num_hidden_layers)  # a wrong config may name a thousand million of them
     # A shortened model keeps the list of the whole one.
-    kept = range(1, text.num_hidden_layers + 1)
-    return tuple(index - 1 for index in (kept if listed is None else listed) if index in kept)
+    return tuple(index - 1 for index in listed if 0 < index <= text.num_hidden_layers)
 
 
 def mla_modules(vllm_config: Any) -> dict[str, Any]:
