@@ -28,7 +28,10 @@ KNOWN_ROPES = ("RotaryEmbedding", "DeepseekScalingRotaryEmbedding", "YaRNScaling
 ROUNDINGS = 8
 
 _of_attention: WeakKeyDictionary[Any, ref[Any]] = WeakKeyDictionary()
-"""The wrapper of each ``MLAAttention`` that was built while the class was installed. vLLM's wrapper has no way back."""
+"""The wrapper of each ``MLAAttention`` that was built while the class was installed: vLLM's layer has no way back.
+
+Of the process, because wrappers are built where no engine is known; an entry goes with its layer.
+"""
 
 
 # -- the class
