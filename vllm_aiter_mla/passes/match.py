@@ -361,7 +361,8 @@ class _Matcher:
 def _rotation(q_cone: rope_probe.Cone, k_cone: rope_probe.Cone) -> str:
     """Return the rotary op that both the query and the key go through, or ``ROTARY_KERNEL`` if neither does."""
     of_q, of_k = (
-        {node.args[0]._schema.name for node in cone.inner if rope_probe.rotary_call(node)} for cone in (q_cone, k_cone)
+        {str(op._schema.name) for node in cone.inner if rope_probe.rotary_call(node) for op in node.args[:1]}  # type: ignore[union-attr]
+        for cone in (q_cone, k_cone)
     )
     if of_q != of_k or len(of_q) > 1:
         raise NoMatchError("rope_other_operand", "query and key are not rotated by the same op")
