@@ -35,6 +35,9 @@ VARIABLE = "AITER_MLA_SANDBOX_CARD"
 """Environment variable: a ``Scenario`` as JSON."""
 KERNELS = {"fused_qk_rope_concat_and_cache_mla": ("aiter", 6), "concat_and_cache_mla_rope_fused": ("vllm", 6)}
 """By the op that tells a kernel: the kernel, and which argument has a row for each token. Other ops cost nothing."""
+BODIES = ("vllm", "vllm_aiter_mla")
+"""Namespaces whose ops are Python: they launch nothing themselves. vLLM calls them one by one between its pieces."""
+CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 TRITON = {"decode_prep_kernel": "triton"}
 """The same of launches that do not pass the dispatcher."""
 
@@ -74,7 +77,10 @@ class Launches(Recording):
         self.kernels: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func`` and note it."""
+        """Run ``func`` and note it, or what it calls if it launches nothing itself."""
+        if func.namespace in BODIES:
+            with self:
+                return func.redispatch(CPU, *args, **(kwargs or {}))
         kernel, argument = KERNELS.get(str(func.overloadpacket).rpartition(".")[2], ("", 0))
         if kernel:
             self.kernels.append((kernel, args[argument].shape[0]))
