@@ -29,7 +29,7 @@ MISTRAL = {
     "dim": 7168, "n_layers": 61, "head_dim": 128, "hidden_dim": 16384, "n_heads": 128, "n_kv_heads": 128,
     "norm_eps": 1e-06, "vocab_size": 131072, "rope_theta": 10000.0, "tied_embeddings": False, "q_lora_rank": 1536,
     "max_position_embeddings": 294912, "max_seq_len": 294912, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
-    "kv_lora_rank": 512, "v_head_dim": 128,
+    "kv_lora_rank": 512, "v_head_dim": 128, "llama_4_scaling": {"original_max_position_embeddings": 8192, "beta": 0.1},
     "yarn": {"original_max_position_embeddings": 8192, "factor": 36, "apply_scale": False, "beta": 32, "alpha": 1},
     "moe": {"expert_parallel": 1, "expert_model_parallel": 1, "route_every_n": 1, "first_k_dense_replace": 3,
             "num_experts": 128, "num_experts_per_tok": 4, "num_expert_groups": 1, "num_expert_groups_per_tok": 1,
@@ -79,7 +79,7 @@ def test_field_f9_a_folder_with_params_json_only(typed: Any, tmp_path: Path) -> 
     mistral = ("--config_format", "mistral", "--tokenizer_mode", "mistral", "--load_format", "mistral")
     for arguments in (mistral, ()):
         code, text = typed("plan", str(tmp_path), "-tp", "8", *arguments)
-        assert (code, "61/61" in text, "128 / TP 8 = 16 per rank" in text) == (0, True, True), text
+        assert (code, "query_scaled" in text, "128 / TP 8 = 16 per rank" in text) == (1, True, True), text
 
 
 @slow

@@ -88,12 +88,11 @@ class _Planned:
         self.fp8_cache = self.view.kv_cache_dtype.startswith("fp8")
         unpadded = vllm_own.may_take_parts(arch, self.view.num_heads, self.fp8_cache)  # as ``serving.layer`` has it
         self.out_heads = self.view.num_heads if unpadded else built.out_heads or self.view.num_heads
-        own = (
-            (None if built.has_rope else NO_ROPE)
-            if _integration(engine, settings) == "passes"
-            else built.why_not_module
-        )
-        self.reasons = [*admission.layer_skips(self.view), *([own] if own else [])]
+        self.reasons = admission.layer_skips(self.view)
+        if _integration(engine, settings) == "passes":
+            self.reasons += [] if built.has_rope else [NO_ROPE]
+        elif built.why_not_module and not self.reasons:  # a wrapper is asked for layers that nothing else skips
+            self.reasons = [built.why_not_module]
         block = engine["options"]["block_size"]
         self.decision, self.spans = kernels.planned(arch, settings, self.view, built.format, block, limit)
         self.reasons += [self.decision.skip] if self.decision.skip else []
