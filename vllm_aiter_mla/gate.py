@@ -56,14 +56,13 @@ def apply(vllm_config: Any) -> Engage | Skip | None:
     except Exception as error:  # of an unknown vLLM
         decided = Skip("capability", f"this vLLM's config cannot be read: {type(error).__name__}: {error}")
     if isinstance(decided, Engage):
-        try:  # before anything is changed
-            made = _pass(vllm_config, decided, settings)
+        try:  # the pass comes first and is put into its slot last: without it nothing of ours runs
+            compat_config.write(vllm_config, decided, _pass(vllm_config, decided, settings))
         except Exception as error:  # of an unknown vLLM, or of a broken torch
-            decided = Skip("capability", f"the pass cannot be made: {type(error).__name__}: {error}")
+            decided = Skip("capability", f"the pass cannot be installed: {type(error).__name__}: {error}")
     if isinstance(decided, Skip):
         _skip(facts, decided, settings)
         return decided
-    compat_config.write(vllm_config, decided, made)
     for line in _lines(facts, decided, settings):
         log.say(logging.INFO, line)
     return decided

@@ -117,12 +117,13 @@ def test_strict_mode_makes_a_skip_an_error_that_names_the_knob(config):
 
 BROKEN = {
     "our pass": lambda patch: patch.setitem(sys.modules, "vllm_aiter_mla.passes.pipeline", None),
+    "vLLM's config": lambda patch: patch.setattr(compat_config, "write", raising(AttributeError("no such field"))),
     "vLLM's worker": lambda patch: patch.setattr(patches, "hook_workers", raising(ImportError("no worker_base"))),
 }
 
 
 @pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
-def test_a_pass_that_cannot_be_made_skips_the_engine_before_anything_is_changed(config, said, monkeypatch, broken):
+def test_a_pass_that_cannot_be_installed_skips_the_engine(config, said, monkeypatch, broken):
     off = compile_options(config())
     broken(monkeypatch)
     built = config(additional_config=ON)

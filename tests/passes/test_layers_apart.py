@@ -171,3 +171,25 @@ def test_mutation_i4(plant, seen, monkeypatch):
         monkeypatch.setattr(pipeline, "match_layers", plant)
     with pytest.raises(AssertionError, match=seen):
         test_i4_skipped_layer_keeps_its_nodes_and_the_others_are_rewritten(1)
+
+
+def with_rounded_casts(stubs):
+    """The user's option that lets Inductor round after each operation, on one layer's config."""
+    stubs[1]._vllm_config.compilation_config.inductor_compile_config = {"emulate_precision_casts": True}
+    return stubs
+
+
+def test_i5_a_layer_whose_graph_rounds_after_each_operation_is_left_to_vllm():
+    """Flag off then rounds RoPE three times, where the rotary kernel of prefill rows rounds once."""
+    gm, builder = three_layers()
+    stubs = with_rounded_casts(stubs_for(builder.layers, builder.spelling))
+    assert_layers_apart_from(1, gm, builder, stubs)
+    ((code, _),) = left_out(stubs).values()
+    assert code == "rope_other_operand"
+
+
+@pytest.mark.mutation("I5")
+def test_mutation_i5_casts_that_nobody_looks_at_are_caught(monkeypatch):
+    monkeypatch.setattr(pipeline.compat_layer, "emulates_casts", lambda layer: False)
+    with pytest.raises(ValueError, match="auto_functionalized"):  # the node of the layer's attention is gone
+        test_i5_a_layer_whose_graph_rounds_after_each_operation_is_left_to_vllm()

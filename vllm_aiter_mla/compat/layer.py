@@ -140,9 +140,12 @@ def rounds_once(layer: Any) -> bool:
     """Return whether Inductor compiles the layer's forward, and so rounds an expression of 16-bit values once."""
     compilation = config_of(layer).compilation_config
     is_compiled = compilation.mode is not None and compilation.mode.name != "NONE"
-    if not is_compiled or compilation.backend != "inductor":
-        return False
-    return not compilation.inductor_compile_config.get("emulate_precision_casts")
+    return bool(is_compiled and compilation.backend == "inductor" and not emulates_casts(layer))
+
+
+def emulates_casts(layer: Any) -> bool:
+    """Return whether the user lets Inductor round after each operation, as eager code does."""
+    return bool(config_of(layer).compilation_config.inductor_compile_config.get("emulate_precision_casts"))
 
 
 def block_size(layer: Any) -> int:

@@ -195,8 +195,6 @@ def _undo_pass_config(cls: type, before: dict[str, Any]) -> None:
 
 # -- the gate, at the end of VllmConfig.__post_init__
 
-_HOOK_MARK = "_aiter_mla_hook"
-
 
 def hook_configs(gate: Callable[[Any], None]) -> None:
     """Call ``gate`` for every ``VllmConfig`` that is built, once vLLM has finished it.
@@ -209,22 +207,29 @@ def hook_configs(gate: Callable[[Any], None]) -> None:
     """
     from vllm.config import VllmConfig
 
-    inner = VllmConfig.__post_init__
+    _call_after(VllmConfig, "__post_init__", gate)
+
+
+_HOOK_MARK = "_aiter_mla_hook"
+
+
+def _call_after(cls: type, name: str, then: Callable[[Any], None]) -> None:
+    """Call ``then`` with each object of a class of vLLM after one of its methods. Idempotent."""
+    inner = getattr(cls, name)
     if getattr(inner, _HOOK_MARK, False):
         return
 
     @wraps(inner)
-    def finish(self: Any, *args: Any, **kwargs: Any) -> None:
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
         inner(self, *args, **kwargs)
-        gate(self)
+        then(self)
 
-    setattr(finish, _HOOK_MARK, True)
-    VllmConfig.__post_init__ = finish  # type: ignore[method-assign]
+    setattr(call, _HOOK_MARK, True)
+    setattr(cls, name, call)
 
 
 # -- two moments in a worker's life
 
-_WORKER_MARK = "_aiter_mla_worker_hook"
 # Of the process, as the patched class is: it is given once, before any worker exists.
 _attach: list[Callable[[Any], None]] = []
 
@@ -255,17 +260,7 @@ def hook_workers() -> None:
     attach = _attach[0]
     from vllm.v1.worker.worker_base import WorkerBase
 
-    inner = WorkerBase.__init__
-    if getattr(inner, _WORKER_MARK, False):
-        return
-
-    @wraps(inner)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        inner(self, *args, **kwargs)
-        attach(self)
-
-    setattr(init, _WORKER_MARK, True)
-    WorkerBase.__init__ = init  # type: ignore[method-assign]
+    _call_after(WorkerBase, "__init__", attach)
 
 
 def within(worker: Any, method: str, context: Callable[[], AbstractContextManager[None]]) -> None:

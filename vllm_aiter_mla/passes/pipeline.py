@@ -184,6 +184,8 @@ def _query_dtype_or_skip(match: LayerMatch, modules: Mapping[str, Any]) -> torch
         return Skip("layer_unknown", "the layer is not in this model's forward context")
     act, table = match.q.meta["val"].dtype, match.cos_sin_cache.meta["val"].dtype
     try:
+        if match.rotation == compat_layer.ROTARY_KERNEL and compat_layer.emulates_casts(module):
+            return Skip("rope_other_operand", "with emulate_precision_casts Inductor's RoPE rounds more than once")
         with real_tensors():
             layer = Layer.of(module)
             return layer.why_skipped(act, table) or layer.query_dtype(act)
