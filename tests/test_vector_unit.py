@@ -51,6 +51,18 @@ def test_the_sandbox_sees_no_amx_on_a_processor_that_has_it():
     assert python("-c", seen, processor="amx").stdout.strip() == "False"
 
 
+TWICE = "import torch; x = torch.arange(64.0).bfloat16(); print(torch.compile(lambda x: x.float() * 2)(x).sum().item())"
+
+
+def test_a_graph_that_this_processor_compiled_is_not_found_on_avx2(tmp_path, monkeypatch):
+    """Inductor would compile another vector unit's loops for AVX2, and leave half of the values unwritten."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    here = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True)
+    assert here.stdout.strip() == python("-c", TWICE).stdout.strip() == "4032.0"
+    assert len(list(tmp_path.glob("torchinductor*"))) == 2
+
+
 @pytest.mark.mutation
 def test_mutation_rope_by_vllms_cpu_kernel_is_caught_on_avx2_and_the_sandboxs_is_exact(on_avx2):
     assert on_avx2["sandbox"] == {"NeoX": 0, "GPT-J": 0}

@@ -4,6 +4,8 @@ AITER_MLA_PROCESSOR names it:
 
 - "avx2" has AVX2 and no AVX-512. vLLM loads the library that it ships for such machines, and ATen, oneDNN, MKL and
   Inductor use AVX2. Loading one of vLLM's AVX-512 libraries ends the process with SIGILL, as it does there.
+  It keeps its own compile cache: Inductor (torch 2.13.0) finds another machine's graph there and compiles it for this
+  one, which leaves values unwritten. See findings/inductor-cache-of-another-cpu.sh.
 - "amx" and "no-amx": torch says that AMX tiles are there, or that they are not. No kernel changes: what vLLM decides by
   the answer does, so a test that runs a kernel for AMX fails on a machine without it.
 
@@ -13,6 +15,7 @@ Python imports this module when it starts.
 import os
 import signal
 import sys
+import tempfile
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
@@ -62,4 +65,5 @@ class IllegalInstruction:
 
 if PROCESSOR == "avx2":
     os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-avx2-{os.getuid()}")
 sys.meta_path.insert(0, Processor)

@@ -114,13 +114,7 @@ def rounded(times, embedding, positions, q, k):
 @pytest.fixture(scope="module")
 def found():
     """By row: the embedding, and what vLLM computes in one graph of Inductor's, in one of "eager", and uncompiled."""
-    # Two graphs, because Inductor's code for AVX2 gave wrong values for all of them in one (torch 2.13.0).
-    by_op = ([row for row in ROWS if not row[1]], [row for row in ROWS if row[1]])
-    return {row: found for rows in by_op for row, found in compiled_together(rows).items()}
-
-
-def compiled_together(rows):
-    embeddings = {row: embedding_of(*row) for row in rows}
+    embeddings = {row: embedding_of(*row) for row in ROWS}
 
     def every(positions, q, k):
         return [vllms_way(one, positions, q, k) for one in embeddings.values()]
@@ -130,7 +124,7 @@ def compiled_together(rows):
         ways = [torch.compile(every, backend=backend, fullgraph=True) for backend in ("inductor", "eager")]
         results = [way(*operands()) for way in (*ways, every)]
     torch._dynamo.reset()
-    return {row: (embeddings[row], *each) for row, *each in zip(rows, *results, strict=True)}
+    return {row: (embeddings[row], *each) for row, *each in zip(ROWS, *results, strict=True)}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row)))
