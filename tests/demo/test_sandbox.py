@@ -57,7 +57,7 @@ def test_an_engine_finds_the_sandboxs_plugin_and_inherits_the_path_but_not_the_g
     assert rest == [str(plugin.CHECKOUT), "given"]
     (found,) = distributions(path=[first])
     loaded = {entry.group: entry.load() for entry in found.entry_points if entry.name == plugin.NAME}
-    assert loaded == {GROUP: plugin.activate, "vllm.platform_plugins": platform.find_ray}
+    assert loaded == {GROUP: plugin.activate, "vllm.platform_plugins": platform.find}
     assert environment["VLLM_PLUGINS"].split(",") == ["aiter_mla", plugin.NAME][not spec.plugin.loaded :]
 
 

@@ -9,7 +9,12 @@ from tests.sandbox.spec import Emulation, EngineSpec, PluginOptions, VllmOptions
 
 AITER = PluginOptions("aiter", rounding="single")
 SHORT = ("short", "mixed")
-GFX942 = EngineSpec(SHORT, replace(EAGER_VLLM, kv_cache_dtype="fp8"), AITER, Emulation(linear="aten", arch="gfx942"))
+GFX942 = EngineSpec(
+    SHORT,
+    replace(EAGER_VLLM, kv_cache_dtype="fp8", max_num_batched_tokens=512),
+    AITER,
+    Emulation(linear="aten", arch="gfx942"),
+)
 # vLLM's own AITER attention. Its decode takes 16 heads and more: 8 are padded on gfx942; gfx950 has a kernel for them.
 # The model's own draft layer proposes: one layer of the target and the draft's; L is 16 x (1 + drafts).
 # With full graphs, over which its metadata builder keeps buffers: 1 to 4 requests of 3 rows in 12, up to 16 in 48.
@@ -23,7 +28,7 @@ CLASS942 = EngineSpec(
         compilation={"cudagraph_capture_sizes": [12, 48]},
     ),
     PluginOptions("reference"),
-    Emulation(arch="gfx942", attention="aiter", graphs="vllm", scales=SCALES),
+    Emulation(arch="gfx942", attention="aiter", graphs=True, scales=SCALES),
 )
 CLASS950 = EngineSpec(
     ("mixed",),

@@ -32,7 +32,7 @@ FULL_SIZES = {"cudagraph_capture_sizes": [4, 16]}
 def with_graphs(spec: EngineSpec, **compilation: object) -> EngineSpec:
     """Return the engine with the graphs that vLLM captures, of ``FULL_SIZES`` rows, or as ``compilation`` says."""
     vllm = replace(spec.vllm, compilation=spec.vllm.compilation | FULL_SIZES | compilation)
-    return replace(spec, vllm=vllm, emulation=replace(spec.emulation, graphs="vllm"))
+    return replace(spec, vllm=vllm, emulation=replace(spec.emulation, graphs=True))
 
 
 FULL = with_graphs(FP32)
@@ -65,10 +65,8 @@ def pair(name: str, spec: EngineSpec) -> dict[str, EngineSpec]:
 
 
 def off(spec: EngineSpec) -> EngineSpec:
-    """Return the engine with the flag off. It is compiled again, and no piece of it is frozen over another batch."""
-    graphs = None if spec.emulation.graphs == "decode" else spec.emulation.graphs
-    vllm, emulation = replace(spec.vllm, compile_cache=False), replace(spec.emulation, graphs=graphs)
-    return flag_off(replace(spec, vllm=vllm, emulation=emulation))
+    """Return the engine with the flag off, compiled again."""
+    return flag_off(replace(spec, vllm=replace(spec.vllm, compile_cache=False)))
 
 
 def broken(spec: EngineSpec, bug: str) -> EngineSpec:

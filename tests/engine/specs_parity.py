@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tests.engine.specs_aiter import CLASS942
-from tests.engine.specs_common import CHUNKED, FULL, PLAIN, SCALES, SMALL, pair
+from tests.engine.specs_common import CHUNKED, FULL, PLAIN, SCALES, SMALL, pair, with_graphs
 from tests.sandbox.runs import BF16_SCENARIOS, FP8_SCENARIOS
 from tests.sandbox.spec import LIMIT_REQUESTS, Emulation, EngineSpec, Fault, PluginOptions, VllmOptions, by_passes
 
@@ -17,8 +17,8 @@ THREE = PluginOptions(rounding="three", integration="auto")
 # A graph that only the first passes have rewritten serves nobody: it is compared without the roundings of that op.
 ROUNDS_ONCE = "tests.engine.engine_mutations:vllms_fused_op_rounds_once"
 OWN_PASS = EngineSpec(SHORT, replace(CHUNKED, own_pass=True, compilation=RANGES), emulation=PLAIN, dump_graphs=True)
-FROZEN = EngineSpec(
-    FP8_SCENARIOS, VllmOptions(model=SMALL, kv_cache_dtype="fp8"), emulation=Emulation(graphs="decode", scales=SCALES)
+FP8 = with_graphs(
+    EngineSpec(FP8_SCENARIOS, VllmOptions(model=SMALL, kv_cache_dtype="fp8"), emulation=Emulation(scales=SCALES))
 )
 
 SPECS = {
@@ -26,7 +26,9 @@ SPECS = {
         BF16_SCENARIOS, replace(CACHED, compilation=RANGES), emulation=PLAIN, dump_graphs=True
     ))),
     "full-passes": by_passes(FULL),
-    **pair("frozen", by_passes(FROZEN)),
+    **pair("fp8-passes", by_passes(FP8)),
+    # Users of what V2 does not take yet, and of VLLM_USE_V2_MODEL_RUNNER=0.
+    "v1-passes": by_passes(replace(FULL, vllm=replace(FULL.vllm, runner="v1"))),
     **pair("vllms-pass", replace(by_passes(OWN_PASS), plugin=THREE)),
     **pair("class-gfx942-passes", by_passes(CLASS942)),
 } | {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.sandbox import engine
-from tests.sandbox.spec import Emulation, EngineSpec
+from tests.sandbox.spec import EngineSpec
 
 pytestmark = pytest.mark.slow
 PAGE = Path(__file__).parent / "README.md"
@@ -32,7 +32,7 @@ def found(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runner-v2")
     # Both runs share a cache root: vLLM's notes on the model class cost ten seconds.
     cache = tmp_path_factory.getbasetemp() / "runner-v2-cache"
-    environment = engine.environment_for(EngineSpec(emulation=Emulation(interpret=True)), cache, folder / "inductor")
+    environment = engine.environment_for(EngineSpec(), cache, folder / "inductor")
     child = [sys.executable, "-m", "tests.sandbox.runner_v2", str(folder / "model"), json.dumps(request.param)]
     run = subprocess.run(child, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]

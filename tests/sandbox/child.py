@@ -38,7 +38,7 @@ def main(spec_path: str, out_path: str) -> None:
     knobs.apply(spec)
     # In the cache root: vLLM's cache key holds the model's path, and a warm start must find the same.
     llm = build(spec, Path(os.environ["VLLM_CACHE_ROOT"]) / "model")
-    knobs.check_kept(spec, llm.llm_engine.vllm_config)
+    knobs.check_kept(spec, llm)
     print("sandbox: engine is up", flush=True)
     if spec.emulation.scales is not None:
         knobs.set_scales(llm, *spec.emulation.scales)
@@ -203,10 +203,10 @@ def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
         step_us=1e6 * statistics.median(STEPS),
         branches=dict(knobs.BRANCHES),
         counters=counters(llm) if spec.vllm.extra.get("disable_log_stats") is False else {},
-        pieces=max(cuda_graphs.PIECES, default=0),
         captured=dict(cuda_graphs.CAPTURED),
         replayed=dict(cuda_graphs.REPLAYED),
         replays=dict(cuda_graphs.REPLAYS),
+        draft_replays=dict(cuda_graphs.DRAFT_REPLAYS),
         log=[],
         versions={
             "python": platform.python_version(),

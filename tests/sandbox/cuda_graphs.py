@@ -1,18 +1,17 @@
 """Emulate CUDA graphs without a GPU: those of a graph's pieces, and full ones that hold a whole decode step.
 
 vLLM cuts the model's graph at the splitting ops: Dynamo's graph by default, Inductor's with graph partition. It wraps
-each piece, captures it once per size in a dummy run without metadata, and replays it in batches that its dispatcher
-gives to piecewise graphs. A replay runs the recorded kernels over the buffers of the capture, but no Python: whatever a
-captured op decided from the metadata is frozen. The cuts, the wrapping, the dispatcher, its padding and the dummy runs
-are vLLM's here too. A replay calls the piece again with the inputs of its capture and without metadata, and fills the
-outputs of its capture.
+each piece, captures it once per size in a dummy run, and replays it in batches that its dispatcher gives to piecewise
+graphs. A replay runs the recorded kernels over the buffers of the capture, but no Python: whatever a captured op
+decided from the metadata is frozen. The cuts, the wrapping, the dispatcher, its padding and the dummy runs are vLLM's
+here too. A replay calls the piece again with what Python saw at its capture: the inputs, and the metadata and slots,
+which are None with model runner V1 and those of a decode batch with V2. It fills the outputs of its capture.
 
-For batches of decode rows the model was captured as a whole. A replay calls the model again and shows it what it saw at
-the capture: the same inputs, metadata and slot mapping, each number the captured size. Only the contents of their
-tensors belong to this step, and each replay returns the same output tensor.
+For batches of decode rows the model was captured as a whole. V2 hands its graph manager a closure over all that is
+frozen, and a replay calls the closure again. V1 wraps the model: a replay calls it with the inputs, metadata and slot
+mapping of the capture, each number the captured size. Only the contents of their tensors belong to this step.
 
-Model runner V2 captures pieces with the metadata of a decode batch. That is emulated over Inductor's partition, without
-the dispatcher: while a piece runs, in every batch, the forward context shows such metadata.
+Before V2 allocates the KV cache, it captures once to measure the memory, over a cache that it throws away.
 
 What Python reads out of a tensor is not frozen: a GPU forbids it while it captures, which ``verify`` checks.
 """
@@ -20,44 +19,40 @@ What Python reads out of a tensor is not frozen: a GPU forbids it while it captu
 from __future__ import annotations
 
 import contextlib
-import copy
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-KINDS = ("decode", "vllm")
-PIECES: list[int] = []
-"""For each piece of Inductor's partition that was made for "decode", how many its graph has."""
+VARIABLE = "AITER_MLA_SANDBOX_GRAPHS"
+"""Environment variable: "1" lets each process of an engine emulate graphs."""
 CAPTURED: Counter[int] = Counter()
 """How many pieces were captured, by rows."""
 REPLAYED: Counter[int] = Counter()
 """How often a piece was replayed, by rows."""
 REPLAYS: Counter[tuple[int, int]] = Counter()
-"""How often a full graph was replayed, by real rows and rows of the graph."""
+"""How often a full graph of the model was replayed, by real rows and rows of the graph."""
+DRAFT_REPLAYS: Counter[int] = Counter()
+"""How often a full graph of V2's draft was replayed, by rows."""
 
 
-def emulate(kind: str) -> None:
-    """Cut graphs as on a GPU and freeze what they see; before any engine is built.
+def emulate() -> None:
+    """Let vLLM plan, cut, capture and replay graphs on a CPU; before any engine is built."""
+    from vllm.platforms import current_platform
 
-    Args:
-        kind: "vllm": the graphs that the engine's ``cudagraph_mode`` asks for; "decode": pieces of Inductor's partition
-            see a decode batch, as model runner V2 captures.
+    from tests.sandbox import platform
 
-    Raises:
-        ValueError: an unknown kind.
-    """
-    if kind not in KINDS:
-        raise ValueError(f"graphs: expected one of {', '.join(KINDS)}, got {kind!r}")
     _cut_as_on_a_gpu()
-    if kind == "vllm":
-        _emulate_vllms()
-    else:
-        _freeze_over_a_decode_batch()
+    platform.has_graphs = True
+    platform_cls = type(current_platform)
+    platform_cls.support_static_graph_mode = classmethod(lambda cls: True)
+    platform_cls.get_static_graph_wrapper_cls = classmethod(lambda cls: f"{__name__}.{PieceGraphs.__name__}")
+    _for_v1()
+    _for_v2()
 
 
 def _cut_as_on_a_gpu() -> None:
@@ -76,68 +71,13 @@ def _cut_as_on_a_gpu() -> None:
     Scheduler.should_partition = should_partition
 
 
-def _freeze_over_a_decode_batch() -> None:
-    from vllm.compilation import decorators
-
-    def wrapped(piece: Callable[..., Any], about: Any) -> Callable[..., Any]:
-        PIECES.append(about.num_partitions)
-        return _frozen(piece)
-
-    @contextlib.contextmanager
-    def wrapped_partitions(vllm_config: Any) -> Iterator[None]:
-        torch._inductor.utils.set_customized_partition_wrappers(wrapped)
-        yield
-        torch._inductor.utils.set_customized_partition_wrappers(None)
-
-    decorators.maybe_use_cudagraph_partition_wrapper = wrapped_partitions
-
-
-def _frozen(piece: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        from vllm.forward_context import get_forward_context
-
-        context: Any = get_forward_context()
-        with shown(context, _as_decode(context.attn_metadata)):
-            return piece(*args, **kwargs)
-
-    return run
-
-
-@contextlib.contextmanager
-def shown(context: Any, metadata: Any) -> Iterator[None]:
-    """Let a forward context show this metadata for a block."""
-    current, context.attn_metadata = context.attn_metadata, metadata
-    try:
-        yield
-    finally:
-        context.attn_metadata = current
-
-
-def _as_decode(metadata: Any) -> Any:
-    """The metadata of a batch of the same size in which every row is a decode row."""
-    if not isinstance(metadata, dict):
-        return metadata
-    return {name: _one_as_decode(entry) for name, entry in metadata.items()}
-
-
-def _one_as_decode(entry: Any) -> Any:
-    frozen = copy.copy(entry)
-    frozen.num_prefills = 0
-    frozen.num_decodes = frozen.num_decode_tokens = frozen.num_actual_tokens
-    frozen.prefill = None
-    if frozen.decode is None:
-        rows = frozen.num_actual_tokens
-        frozen.decode = SimpleNamespace(
-            block_table=torch.zeros(rows, 1, dtype=torch.int32), seq_lens=torch.ones(rows, dtype=torch.int32)
-        )
-    return frozen
-
-
 class CapturedPiece(NamedTuple):
-    """One graph of a piece: the inputs of its capture, and the outputs that each replay fills."""
+    """One graph of a piece: what Python saw at its capture, and the outputs that each replay fills."""
 
     inputs: Any
     addresses: list[int]
+    metadata: Any
+    slots: Any
     output: Any
 
 
@@ -148,11 +88,21 @@ class PieceGraphs:
     class's.
     """
 
+    made: ClassVar[weakref.WeakSet[PieceGraphs]] = weakref.WeakSet()
+
     def __init__(
         self, runnable: Callable[..., Any], vllm_config: Any, runtime_mode: Any, cudagraph_options: Any
     ) -> None:
         self._piece, self._mode = runnable, runtime_mode
         self._graphs: dict[Any, CapturedPiece] = {}
+        self.made.add(self)
+
+    @classmethod
+    def forget_all(cls) -> None:
+        """Drop all graphs, as vLLM does with those that only measured the memory."""
+        for pieces in cls.made:
+            pieces._graphs.clear()
+        CAPTURED.clear()
 
     def __getattr__(self, name: str) -> Any:
         """The piece's own attribute."""
@@ -162,7 +112,7 @@ class PieceGraphs:
         """Capture, replay, or, in a step without piecewise graphs, run.
 
         Raises:
-            RuntimeError: an input lies elsewhere than at the capture, where a replay would read.
+            RuntimeError: an input, or V2's slots, lie elsewhere than at the capture, where a replay would read.
         """
         from vllm.compilation.monitor import validate_cudagraph_capturing_enabled
         from vllm.forward_context import get_forward_context
@@ -175,20 +125,22 @@ class PieceGraphs:
         if graph is None:
             validate_cudagraph_capturing_enabled()
             inputs = tree_map(lambda value: value, args)  # Inductor empties the list that it is given
-            self._graphs[descriptor] = CapturedPiece(inputs, addresses, self._run(context, args))
+            seen = context.attn_metadata, context.slot_mapping
+            self._graphs[descriptor] = CapturedPiece(inputs, addresses, *seen, self._run(context, args, *seen))
             CAPTURED[descriptor.num_tokens] += 1
             return self._graphs[descriptor].output
-        if addresses != graph.addresses:
-            raise RuntimeError("an input of a captured piece has moved: a replay reads where the capture read")
-        found = self._run(context, tree_map(lambda value: value, graph.inputs))
+        moved = addresses != graph.addresses
+        if moved or (graph.slots and _addresses(graph.slots) != _addresses(context.slot_mapping)):
+            raise RuntimeError("what a captured piece reads has moved: a replay reads where the capture read")
+        found = self._run(context, tree_map(lambda value: value, graph.inputs), graph.metadata, graph.slots)
         # An output may be another one's input: all are read before the first is written.
         for kept, value in zip(_tensors(graph.output), [one.clone() for one in _tensors(found)], strict=True):
             kept.copy_(value)
         REPLAYED[descriptor.num_tokens] += 1
         return graph.output
 
-    def _run(self, context: Any, args: Any) -> Any:
-        with capturing(), shown(context, None):
+    def _run(self, context: Any, args: Any, metadata: Any, slots: Any) -> Any:
+        with capturing(), shown(context, metadata, slots):
             return self._piece(*args)
 
 
@@ -210,7 +162,7 @@ class Captured(NamedTuple):
 
 
 class FullGraphs:
-    """A model's ``forward`` with a graph for each batch descriptor that vLLM's dispatcher gives a full graph.
+    """V1: a model's ``forward`` with a graph for each batch descriptor that vLLM's dispatcher gives a full graph.
 
     Args:
         forward: the model's own; it takes its inputs by name and gives a tensor.
@@ -241,12 +193,74 @@ class FullGraphs:
                 inputs, context.attn_metadata, context.slot_mapping, output
             )
             return output
-        context.attn_metadata, context.slot_mapping = graph.metadata, graph.slots
-        with capturing(), unchanged_elsewhere(context):
+        with shown(context, graph.metadata, graph.slots), capturing(), unchanged_elsewhere(context):
             graph.output.copy_(self._forward(**graph.inputs))
-        slots = next(iter(graph.slots.values()))
-        REPLAYS[int((slots >= 0).sum()), slots.shape[0]] += 1
+        REPLAYS[_rows(graph.slots)] += 1
         return graph.output
+
+
+class FullGraph:
+    """V2: in place of ``torch.cuda.CUDAGraph``. A replay calls again what V2's graph manager called at the capture."""
+
+    captured: ClassVar[tuple[Any, Callable[[Any], None]]]
+    """The manager that captures, and the closure that its factory made last."""
+    slots: ClassVar[Any] = None
+    """The slot mapping that the last forward pass of a full graph has seen."""
+
+    def __init__(self) -> None:
+        self._manager, self._forward = self.captured
+
+    def replay(self) -> None:
+        """Run the captured step over what is in V2's buffers now.
+
+        Raises:
+            RuntimeError: it has changed a KV row outside its slots.
+        """
+        from vllm.config import CUDAGraphMode
+        from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+        with capturing():
+            self._forward(CUDAGraphMode.NONE)
+        real, rows = _rows(self.slots)
+        if isinstance(self._manager, ModelCudaGraphManager):
+            REPLAYS[real, rows] += 1
+        else:
+            DRAFT_REPLAYS[rows] += 1
+
+
+def _rows(slots: Any) -> tuple[int, int]:
+    """The rows of a step that have a slot, and all of them."""
+    first = next(iter(slots.values()))
+    return int((first >= 0).sum()), first.shape[0]
+
+
+def watched(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's ``forward`` that in a full graph of V2 writes KV rows nowhere outside the step's slots."""
+
+    def run(*args: Any, **inputs: Any) -> Any:
+        from vllm.forward_context import get_forward_context
+
+        from vllm_aiter_mla.kernels.device import card
+
+        if not card().is_capturing():
+            return forward(*args, **inputs)
+        context: Any = get_forward_context()
+        FullGraph.slots = context.slot_mapping
+        with unchanged_elsewhere(context):
+            return forward(*args, **inputs)
+
+    return run
+
+
+@contextlib.contextmanager
+def shown(context: Any, metadata: Any, slots: Any) -> Iterator[None]:
+    """Let a forward context show this metadata and these slots for a block."""
+    current = context.attn_metadata, context.slot_mapping
+    context.attn_metadata, context.slot_mapping = metadata, slots
+    try:
+        yield
+    finally:
+        context.attn_metadata, context.slot_mapping = current
 
 
 @contextlib.contextmanager
@@ -286,19 +300,11 @@ def _other_rows(context: Any, name: str) -> tuple[torch.Tensor, torch.Tensor, to
     return cache, others, cache[others].view(torch.uint8)
 
 
-def _emulate_vllms() -> None:
-    """Let vLLM plan, capture and replay graphs on a CPU."""
+def _for_v1() -> None:
     from vllm.compilation.monitor import set_cudagraph_capturing_enabled
-    from vllm.platforms import current_platform
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    from tests.sandbox import platform
-
-    platform.has_graphs = True
-    platform_cls = type(current_platform)
-    platform_cls.support_static_graph_mode = classmethod(lambda cls: True)
-    platform_cls.get_static_graph_wrapper_cls = classmethod(lambda cls: f"{__name__}.{PieceGraphs.__name__}")
     load, warm_up = CPUModelRunner.load_model, CPUWorker.compile_or_warm_up_model
 
     def load_model(runner: Any, *args: Any, **kwargs: Any) -> None:
@@ -306,6 +312,8 @@ def _emulate_vllms() -> None:
         runner.model.forward = FullGraphs(runner.model.forward)
 
     def compile_or_warm_up_model(worker: Any) -> Any:
+        if worker.use_v2_model_runner:
+            return warm_up(worker)
         # As vLLM's capture_model, without its streams and memory figures.
         set_cudagraph_capturing_enabled(True)
         for mode, descriptors in worker.model_runner.cudagraph_dispatcher.get_capture_descs():
@@ -315,3 +323,52 @@ def _emulate_vllms() -> None:
 
     CPUModelRunner.load_model = load_model
     CPUWorker.compile_or_warm_up_model = compile_or_warm_up_model
+
+
+def _for_v2() -> None:
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.gpu import cudagraph_utils
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+    type(current_platform).graph_pool_handle = classmethod(lambda cls: (0, 0))
+    vars(torch.cuda).update(CUDAGraph=FullGraph, graph=lambda *_, **__: capturing())
+    # It enters the capture of each group's GPU communicator.
+    cudagraph_utils.graph_capture = lambda device: contextlib.nullcontext()
+    capture, clear = cudagraph_utils.CudaGraphManager.capture, CUDAGraphWrapper.clear_all_graphs
+    available = CPUWorker.determine_available_memory
+
+    def capture_by(manager: Any, create_forward_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        def create(*given: Any, **named: Any) -> Any:
+            FullGraph.captured = manager, create_forward_fn(*given, **named)
+            return FullGraph.captured[1]
+
+        capture(manager, create, *args, **kwargs)
+
+    def clear_all_graphs(cls: Any) -> None:
+        clear()
+        PieceGraphs.forget_all()
+
+    def determine_available_memory(worker: Any) -> Any:
+        found = available(worker)
+        if worker.use_v2_model_runner and worker.compilation_config.cudagraph_mode.name != "NONE":
+            worker.model_runner.profile_cudagraph_memory()  # as a GPU's worker here
+        return found
+
+    cudagraph_utils.CudaGraphManager.capture = capture_by
+    CUDAGraphWrapper.clear_all_graphs = classmethod(clear_all_graphs)
+    CPUWorker.determine_available_memory = determine_available_memory
+    for owner in (GPUModelRunner, DraftModelSpeculator):
+        _watch(owner)
+
+
+def _watch(owner: Any) -> None:
+    load = owner.load_model
+
+    def load_model(holder: Any, *args: Any, **kwargs: Any) -> None:
+        load(holder, *args, **kwargs)
+        holder.model.forward = watched(holder.model.forward)
+
+    owner.load_model = load_model

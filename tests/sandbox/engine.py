@@ -9,7 +9,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from tests.sandbox import platform, plugin
+from tests.sandbox import cuda_graphs, platform, plugin, worker
 from tests.sandbox.spec import EngineResult, EngineSpec, load, save
 from vllm_aiter_mla import status
 
@@ -108,8 +108,6 @@ def environment_for(spec: EngineSpec, cache: Path, inductor: Path) -> dict[str, 
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
-    if spec.emulation.interpret:
-        environment["TRITON_INTERPRET"] = "1"
     if not spec.vllm.compile_cache:
         # Compiled C++ is found again by its source. Whole graphs must not be, or a planted bug is not compiled in.
         environment |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
@@ -131,8 +129,13 @@ def _environment_of_device(spec: EngineSpec) -> dict[str, str]:
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "OMP_NUM_THREADS": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": str(int(spec.vllm.runner == "v2")),
+        cuda_graphs.VARIABLE: str(int(spec.emulation.graphs)),
+        worker.OURS: str(int(spec.emulation.interpret)),
     }
+    if spec.vllm.runner == "v2" or spec.emulation.interpret:
+        environment[worker.TRITON] = "1"
+    if spec.vllm.runner == "v1":
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if runs_on_ray(spec):
         environment |= {platform.RAY_SWITCH: "1", "RAY_USAGE_STATS_ENABLED": "0"}
     workers = spec.vllm.tensor_parallel_size * spec.vllm.extra.get("pipeline_parallel_size", 1)

@@ -1,9 +1,9 @@
 """Corrects the float casts of Triton's interpreter, and lets ``verify`` record a launch of the kernel as one call.
 
 Symptom: as shipped (3.6 to 3.9) its casts round half up, drop mantissa carries and truncate float32 to bfloat16, its
-dot product of bfloat16 (up to 3.8 that of fp8 too) multiplies the bit patterns, and after a launch it copies every
-argument's whole storage onto itself. Remove each patch when Triton's own interpreter passes tests/kernels/triton
-without it.
+dot product of bfloat16 (up to 3.8 that of fp8 too) multiplies the bit patterns, it takes no mask that was reshaped, and
+after a launch it copies every argument's whole storage onto itself. Remove each patch when Triton's own interpreter
+passes tests/kernels/triton without it, and that for masks when an engine starts.
 
 ``TRITON_INTERPRET=1`` must be in the environment before the kernel's module is imported, and a process that has it
 cannot cross-compile: this module checks the first and the tests give each use a process of its own.
@@ -25,7 +25,7 @@ _STORAGE = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def install() -> None:
-    """Replace the interpreter's float casts, bfloat16 dot and argument write-back. Idempotent.
+    """Replace the interpreter's float casts, bfloat16 dot, masks and argument write-back. Once in a process.
 
     Raises:
         RuntimeError: the process was started without TRITON_INTERPRET=1.
@@ -35,7 +35,11 @@ def install() -> None:
     from triton.runtime import interpreter
 
     interpreter._convert_float = convert_float
-    interpreter.InterpreterBuilder.create_dot = _dot
+    builder = interpreter.InterpreterBuilder
+    builder.create_dot = _dot
+    load, store = builder.create_masked_load, builder.create_masked_store
+    builder.create_masked_load = lambda self, at, mask, *rest: load(self, at, _as_bool(mask), *rest)
+    builder.create_masked_store = lambda self, at, value, mask, *rest: store(self, at, value, _as_bool(mask), *rest)
     interpreter.GridExecutor._restore_args_dev = _restore_nothing
 
 
@@ -107,6 +111,12 @@ def _as_float32(operand: Any) -> np.ndarray:
     """The values behind the bit patterns in which the interpreter holds bfloat16 and fp8."""
     raw = torch.from_numpy(np.ascontiguousarray(operand.data))
     return raw.view(_torch_dtype(operand.dtype.scalar)).float().numpy()
+
+
+def _as_bool(mask: Any) -> Any:
+    if mask.data.dtype != np.bool_:
+        mask.data = mask.data.astype(np.bool_)
+    return mask
 
 
 def _restore_nothing(self: Any, args_dev: object, args_hst: object, kwargs: object, kwargs_hst: object) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.sandbox import card, cuda_graphs, platform
+from tests.sandbox import card, platform
 from tests.sandbox.spec import EngineSpec
 
 GRAPHS: dict[str, list[str]] = {}
@@ -19,7 +19,6 @@ BRANCHES: Counter[str] = Counter()
 def apply(spec: EngineSpec) -> None:
     """Set this process up; before any vLLM config is built."""
     platform.vllm_pass = spec.vllm.own_pass
-    platform.schedules_async = bool(spec.vllm.extra.get("async_scheduling"))
     if spec.emulation.linear == "aten":
         plain_linears()
     if spec.emulation.arch:
@@ -28,12 +27,6 @@ def apply(spec: EngineSpec) -> None:
             card.hold_weights_in_fp8()
         if spec.emulation.absorb == "mxfp4":
             card.hold_weights_in_fp4()
-    if spec.emulation.interpret:
-        from tests.sandbox import interpreter
-
-        interpreter.install()
-    if spec.emulation.graphs:
-        cuda_graphs.emulate(spec.emulation.graphs)
     if spec.fault.bug:
         plant(spec.fault.bug)
     if spec.fault.stop_after:
@@ -51,12 +44,17 @@ def apply(spec: EngineSpec) -> None:
         count_copies()
 
 
-def check_kept(spec: EngineSpec, config: Any) -> None:
-    """Check that the engine's config has the options that the spec names: vLLM's CPU platform drops some in silence.
+RUNNERS = {"v1": "vllm.v1.worker.cpu_model_runner", "v2": "vllm.v1.worker.cpu.model_runner"}
+"""The module of each model runner's class on a CPU. V2's is that of a GPU and one method more."""
+
+
+def check_kept(spec: EngineSpec, llm: Any) -> None:
+    """Check that the engine has the options that the spec names, in its config and in what runs.
 
     Raises:
         RuntimeError: an option has another value.
     """
+    config = llm.llm_engine.vllm_config
     compilation = config.compilation_config
     from vllm.compilation.counter import compilation_counter
 
@@ -71,11 +69,11 @@ def check_kept(spec: EngineSpec, config: Any) -> None:
         "mode": compilation.mode,
         "cudagraph_mode": compilation.cudagraph_mode.name,
         "use_inductor_graph_partition": compilation.use_inductor_graph_partition,
-        "runner": "v2" if config.use_v2_model_runner else "v1",
+        "runner of each worker": set(llm.collective_rpc("runner_module")),
     }
     asked = spec.vllm.extra | spec.vllm.compilation
     if spec.emulation.device == "cpu":  # a GPU's runner is vLLM's choice
-        asked |= {"runner": spec.vllm.runner}
+        asked |= {"runner of each worker": {RUNNERS[spec.vllm.runner]}}
     lost = {name: value for name, value in asked.items() if name in has and has[name] != value}
     if lost:
         raise RuntimeError(f"the engine runs without these options of its spec: {lost}")

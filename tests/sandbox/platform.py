@@ -1,21 +1,22 @@
 """vLLM's CPU platform for the sandbox: it keeps the compile pipeline, takes fp8 caches for MLA, and runs under Ray.
 
-The CPU platform otherwise turns the pipeline into a plain Inductor trace. ``entry_point`` names ``find_ray``.
+The CPU platform otherwise turns the pipeline into a plain Inductor trace. ``entry_point`` names ``find``.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+from dataclasses import fields
 from functools import cache, wraps
 from typing import Any
+
+from tests.sandbox import worker
 
 # Set by a spec: vLLM's own MLA RoPE pass, which PassConfig switches off without a GPU.
 vllm_pass = False
 # Whether CUDA graphs are emulated, so that vLLM's dispatcher pads batches to captured sizes.
 has_graphs = False
-# Set by a spec that asks for asynchronous scheduling, vLLM's default on a GPU.
-schedules_async = False
 # Whether something here gathers the context of a chunked prompt from an fp8 cache.
 chunks_fp8_prompts = False
 
@@ -40,13 +41,16 @@ def wrap(platform_cls: type) -> None:
     @wraps(inner)
     def check_and_update_config(vllm_config: Any) -> None:
         asked = (copy.copy(vllm_config.compilation_config), copy.copy(vllm_config.scheduler_config))
+        asked[0].inductor_compile_config = {**asked[0].inductor_compile_config}
         caches_prefixes = vllm_config.cache_config.enable_prefix_caching
+        options = _options(vllm_config)
         inner(vllm_config)
         _restore(vllm_config, *asked)
         # A prompt that continues a cached prefix takes the path of a chunk.
         vllm_config.cache_config.enable_prefix_caching = (
             caches_prefixes and vllm_config.scheduler_config.enable_chunked_prefill
         )
+        check_kept(options, _options(vllm_config))
 
     platform_cls.check_and_update_config = staticmethod(check_and_update_config)
 
@@ -68,6 +72,38 @@ def allow_fp8_mla(platform_cls: type) -> None:
     platform_cls.get_attn_backend_cls = staticmethod(get_attn_backend_cls)
 
 
+CHANGED = {
+    "cache_config.kv_cache_memory_bytes": "the environment's VLLM_CPU_KVCACHE_SPACE",
+    "cache_config.mamba_ssm_cache_dtype": "of layers that no MLA model has",
+    "compilation_config.compile_sizes": "None becomes an empty list",
+    "compilation_config.cudagraph_capture_sizes": "empty where the engine's spec asks for no graphs",
+    "compilation_config.pass_config": "vLLM's own pass is put back where a spec asks for it",
+    "parallel_config.worker_cls": "the CPU's worker",
+    "parallel_config.distributed_executor_backend": "a spawned engine core has its worker in a process too",
+    "scheduler_config.enable_chunked_prefill": "off where nothing gathers the context from an fp8 cache",
+}
+"""Options that the CPU platform changes and the sandbox leaves so, and why that hides nothing."""
+
+
+def check_kept(asked: dict[str, str], kept: dict[str, str]) -> None:
+    """Check that the CPU platform has changed no option that is not in ``CHANGED``.
+
+    Raises:
+        RuntimeError: names the options, what was asked for and what is left.
+    """
+    lost = {name: (value, kept[name]) for name, value in asked.items() if kept[name] != value and name not in CHANGED}
+    if lost:
+        raise RuntimeError(f"vLLM's CPU platform has changed options of the engine: {lost}")
+
+
+def _options(vllm_config: Any) -> dict[str, str]:
+    found = {}
+    for section in (f"{name}_config" for name in ("compilation", "scheduler", "cache", "parallel")):
+        config = getattr(vllm_config, section)
+        found |= {f"{section}.{field.name}": repr(getattr(config, field.name, None)) for field in fields(config)}
+    return found
+
+
 def _restore(vllm_config: Any, compilation_asked: Any, scheduler_asked: Any) -> None:
     """Put the compile mode and, where the cache's context can be gathered, chunked prefill back to what was asked."""
     from vllm.config import CompilationMode
@@ -78,8 +114,9 @@ def _restore(vllm_config: Any, compilation_asked: Any, scheduler_asked: Any) -> 
         # The platform names another back end for its plain trace.
         compilation.backend = compilation_asked.backend or "inductor"
         compilation.ir_enable_torch_wrap = compilation_asked.ir_enable_torch_wrap
+        compilation.inductor_compile_config = compilation_asked.inductor_compile_config
         # None makes the piecewise back end assert "out of considered ranges" without a GPU.
-        compilation.compile_sizes = []
+        compilation.compile_sizes = compilation_asked.compile_sizes or []
     if has_graphs:
         # What vLLM has computed for a platform with graphs; the CPU's empties it.
         compilation.cudagraph_capture_sizes = compilation_asked.cudagraph_capture_sizes
@@ -89,16 +126,20 @@ def _restore(vllm_config: Any, compilation_asked: Any, scheduler_asked: Any) -> 
     is_fp8 = vllm_config.cache_config.cache_dtype.startswith("fp8")
     if scheduler_asked.enable_chunked_prefill and (chunks_fp8_prompts or not is_fp8):
         scheduler.enable_chunked_prefill = True
-        scheduler.max_num_batched_tokens = scheduler_asked.max_num_batched_tokens
-    if schedules_async:
-        scheduler.async_scheduling = scheduler_asked.async_scheduling
+    scheduler.max_num_batched_tokens = scheduler_asked.max_num_batched_tokens
+    scheduler.async_scheduling = scheduler_asked.async_scheduling  # vLLM's default on a GPU
 
 
 RAY_SWITCH = "AITER_MLA_SANDBOX_RAY"
 
 
-def find_ray() -> str | None:
-    """Name the platform class for engines on Ray. A platform plugin: an actor needs the class before other plugins."""
+def find() -> str | None:
+    """Name the platform class for engines on Ray, and show Triton to vLLM.
+
+    A platform plugin: an actor needs the class before other plugins, and vLLM asks for its platform before it looks for
+    Triton.
+    """
+    worker.show_triton()
     return f"{__name__}.RayCpuPlatform" if os.environ.get(RAY_SWITCH) == "1" else None
 
 

@@ -61,7 +61,7 @@ def activate() -> None:
         return
     if not current_platform.is_cpu():
         raise RuntimeError(f"the sandbox is for CPUs and for CUDA and ROCm GPUs, not on {current_platform.device_type}")
-    from tests.sandbox import attention, card, gpu_ops, model, platform, rehearsal_card
+    from tests.sandbox import attention, card, cuda_graphs, gpu_ops, model, platform, rehearsal_card, worker
 
     gpu_ops.register()
     gpu_ops.mend_experts()
@@ -71,6 +71,9 @@ def activate() -> None:
     platform.wrap(type(current_platform))
     platform.allow_fp8_mla(type(current_platform))
     KNOWN_IMPLS.add("SandboxMLAImpl")
+    worker.engage()
+    if os.environ.get(cuda_graphs.VARIABLE) == "1":
+        cuda_graphs.emulate()
     card.admit()
     card.resume()
     rehearsal_card.count_compiled_kernels()

@@ -2,7 +2,7 @@
 
 ``python -m tests.sandbox.runner_v2 FOLDER '{"kv_cache_dtype": "fp8", ...}'`` prints one JSON line: by kind of
 batch, what decided and whether the outputs and the KV cache are vLLM's own. V2's Triton kernels, and the one of AITER's
-metadata builder, run through Triton's interpreter: the parent sets TRITON_INTERPRET.
+metadata builder, run through Triton's interpreter: the parent sets the environment of an engine.
 """
 
 from __future__ import annotations
@@ -19,14 +19,9 @@ from unittest import mock
 
 import numpy as np
 import torch
-import triton
-import vllm.triton_utils
 
-# vLLM leaves Triton out on a CPU; modules that are imported from here on get it, interpreted.
-vars(vllm.triton_utils).update(triton=triton, tl=triton.language)
-
-from tests.sandbox import card  # noqa: E402
-from tests.sandbox.model import TinyDeepseek  # noqa: E402
+from tests.sandbox import card
+from tests.sandbox.model import TinyDeepseek
 
 MAX_REQS, MAX_TOKENS, MAX_LEN, BLOCKS = 8, 32, 64, 40
 LAYER = "model.layers.0.self_attn.attn"

@@ -36,7 +36,7 @@ class VllmOptions:
         lora: every second request goes through a LoRA adapter of random weights.
         shares_kv: write KV rows through vLLM's example connector into a folder of the cache root, and read them there.
         spawn: run the engine core in its own process, as vLLM does by default.
-        runner: vLLM's model runner on a CPU.
+        runner: vLLM's model runner on a CPU. V2 is what vLLM itself takes where it finds Triton.
         compile_cache: keep vLLM's compile cache on, for warm starts.
     """
 
@@ -54,7 +54,7 @@ class VllmOptions:
     lora: bool = False
     shares_kv: bool = False
     spawn: bool = False
-    runner: Runner = "v1"
+    runner: Runner = "v2"
     compile_cache: bool = False
 
 
@@ -86,10 +86,9 @@ class Emulation:
         arch: let the platform look like this AMD card over the simulated AITER.
         attention: "sandbox" for the sandbox's back end, "aiter" for vLLM's own over ``arch``.
         absorb: hold absorbed weights in "fp8", or in "mxfp4" (gfx950 only), over the simulated AITER; None for plain.
-        graphs: emulate CUDA graphs: None for no graphs; "vllm" for those that vLLM's ``cudagraph_mode`` asks for, by
-            default full graphs for decode batches and pieces for the others; "decode" for pieces of Inductor's
-            partition, each frozen over a decode batch's metadata. In one process.
-        interpret: run Triton kernels on CPU tensors through Triton's interpreter.
+        graphs: emulate the CUDA graphs that vLLM's ``cudagraph_mode`` asks for, by default full graphs for decode
+            batches and pieces for the others.
+        interpret: offer the plugin's Triton kernel too, through Triton's interpreter.
         linear: "onednn" is the CPU build's out-variant GEMM, "aten" a plain one, as on GPUs.
         scales: (k_scale, q_scale) put into every layer after loading, or None.
     """
@@ -98,7 +97,7 @@ class Emulation:
     arch: str | None = None
     attention: str = "sandbox"
     absorb: str | None = None
-    graphs: str | None = None
+    graphs: bool = False
     interpret: bool = False
     linear: str = "onednn"
     scales: tuple[float, float] | None = None
@@ -168,10 +167,10 @@ class EngineResult:
         branches: how often the one op prepared decode rows, and how often it rotated in place, by the body's name; of
             this process.
         counters: vLLM's own, by the name of the metric; where ``vllm.extra`` sets ``disable_log_stats`` to False.
-        pieces: pieces of Inductor's partition under ``graphs`` "decode", of the graph with the most.
         captured: how many pieces vLLM captured, by the rows of their graphs.
         replayed: how often a piece was replayed, by its rows.
-        replays: how often a full graph was replayed, by its real rows and all of its rows.
+        replays: how often a full graph of the model was replayed, by its real rows and all of its rows.
+        draft_replays: how often one of V2's draft was replayed, by its rows.
     """
 
     scenarios: dict[str, list[list[Step]]]
@@ -186,10 +185,10 @@ class EngineResult:
     step_us: float = 0.0
     branches: dict[str, int] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
-    pieces: int = 0
     captured: dict[int, int] = field(default_factory=dict)
     replayed: dict[int, int] = field(default_factory=dict)
     replays: dict[tuple[int, int], int] = field(default_factory=dict)
+    draft_replays: dict[int, int] = field(default_factory=dict)
 
     def decode_range(self) -> str:
         """Return the compile range that decode steps run in, as ``graphs`` and ``code`` name it."""
