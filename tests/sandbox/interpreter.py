@@ -1,9 +1,9 @@
 """Corrects the float casts of Triton's interpreter, and lets ``verify`` record a launch of the kernel as one call.
 
 Symptom: as shipped (3.6 to 3.9) its casts round half up, drop mantissa carries and truncate float32 to bfloat16, its
-dot product of bfloat16 (up to 3.8 that of fp8 too) multiplies the bit patterns, it takes no mask that was reshaped, and
-after a launch it copies every argument's whole storage onto itself. Remove each patch when Triton's own interpreter
-passes tests/kernels/triton without it, and that for masks when an engine starts.
+dot product of bfloat16 (up to 3.8 that of fp8 too) multiplies the bit patterns, it takes no mask that joins a number's
+comparison with a block's, and after a launch it copies every argument's whole storage onto itself. Remove each patch
+when Triton's own interpreter passes tests/kernels/triton without it, and that for masks when an engine starts.
 
 ``TRITON_INTERPRET=1`` must be in the environment before the kernel's module is imported, and a process that has it
 cannot cross-compile: this module checks the first and the tests give each use a process of its own.
