@@ -33,7 +33,7 @@ def run():
 
     def run_one(name, backend, variant="fp8", engine=None, seed=0, **change):
         case = replace(by_name[name], **change)
-        item = cases.Item("reference", case, kinds[variant], cases.SMALL, LIMIT, seed, soak=40)
+        item = cases.Item("reference", case, kinds[variant], cases.SMALL, LIMIT, seed, soak=100)
         return runner.run_case(item, backend, engine or EagerEngine())
 
     return run_one

@@ -202,14 +202,26 @@ def reads_scale(run, inputs):
     return run(replace(inputs, q_scale=torch.full_like(inputs.q_scale, float(inputs.q_scale.item()))))
 
 
-def writes_behind(run, inputs):
+def writes_behind(run, inputs, now=True):
+    """Change the row behind the last slot, if there is a slot, and if ``now`` is true where the kernel runs."""
     query = run(inputs)
     rows = inputs.kv_cache.view(torch.uint8).flatten(0, 1)
     last = inputs.slot_mapping.max().view(1)
     behind = (last.clamp(min=0) + 1) % rows.shape[0]
     there = rows.index_select(0, behind)
-    rows.index_copy_(0, behind, torch.where(last.view(1, 1) >= 0, there ^ 0x11, there))
+    rows.index_copy_(0, behind, torch.where((last.view(1, 1) >= 0) & now, there ^ 0x11, there))
     return query
+
+
+def writes_behind_each_97th(patch):
+    counts = {}
+
+    def prepare(run, inputs):
+        first = torch.zeros((), dtype=torch.int64, device=inputs.q.device)
+        count = counts.setdefault(inputs.num_tokens, first).add_(1)
+        return writes_behind(run, inputs, count % 97 == 0)
+
+    return Changed(prepare)
 
 
 def wraps_slots(run, inputs):
@@ -334,6 +346,8 @@ FAULTS = [
           body("prepared_query", _rope(is_neox=lambda rope: not rope.is_neox))),
     Fault("body-loses-a-row", "fresh-data", "shape-and-dtype",
           body("prepared_query", lambda right, *given: right(*given)[:-1])),
+    # Damage that stays, between two comparisons.
+    Fault("write-outside-slot-each-97th", "long-run", "cache-elsewhere", writes_behind_each_97th),
 ]  # fmt: skip
 # What a graph of ``size`` rows may hold of an earlier step, by the oracle that must see it.
 HELD = {

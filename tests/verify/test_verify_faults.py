@@ -49,7 +49,7 @@ def test_mutation_without_poison_a_padded_row_may_pass_for_a_number(caught, monk
 
 
 @pytest.mark.mutation
-@pytest.mark.parametrize("name", ["write-outside-slot", "writes-slot-minus-one"])
+@pytest.mark.parametrize("name", ["write-outside-slot", "writes-slot-minus-one", "write-outside-slot-each-97th"])
 def test_mutation_without_the_look_elsewhere_stray_writes_go_unnoticed(caught, monkeypatch, name):
     monkeypatch.setattr(oracles, "_elsewhere", lambda *arguments: iter(()))
     assert caught(name) == set()

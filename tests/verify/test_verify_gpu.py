@@ -41,7 +41,7 @@ def test_verify_gpu_a_planted_fault_is_caught_and_the_right_back_end_passes(monk
     fp8 = variants(True, detect_platform().fp8, quick=True)[0]
     limit = session.SIZES["cpu"][1]
     (case,) = (case for case in cases(limit) if case.name == fault.case)
-    item = Item("reference", case, fp8, REAL, limit, soak=40)
+    item = Item("reference", case, fp8, REAL, limit, soak=100)
     assert run_case(item, fault.right(), engine).status == "passed"
     wrong = run_case(replace(item, case=replace(case, **fault.change())), fault.plant(monkeypatch), engine)
     assert fault.oracle in {finding.oracle for finding in wrong.findings}

@@ -110,8 +110,11 @@ class _Run:
         self.buffers.change(step)
         return []
 
-    def _run(self, step: Replay) -> list[Finding]:
-        """Take one step with new data and compare it with the reference."""
+    def _run(self, step: Replay, times: int = 1) -> list[Finding]:
+        """Take one step with new data, ``times`` times, and compare what that leaves with the reference.
+
+        If nothing eager runs between graphs, no replay may ask for memory.
+        """
         eager = isinstance(step, Eager)
         rows = step.size - self.item.case.missing_slots if step.rows is None else step.rows
         self.buffers.step(Batch(rows, step.prefill), step.fresh)
@@ -120,14 +123,17 @@ class _Run:
         for (what, _), tensor in taken.outputs.items():
             if what == "query":
                 tensor.fill_(POISON)
-        if step.side and self.engine.graphs:
-            card().on_side_stream(taken.run)
-        else:
-            taken.run()
-        self.result.replays += not eager
+        run = partial(card().on_side_stream, taken.run) if step.side and self.engine.graphs else taken.run
+        asked = card().allocations()
+        for _ in range(times):
+            run()
         card().synchronize()
+        asked = card().allocations() - asked
+        self.result.replays += times * (not eager)
         self.result.checks += 1
         found = expected.check(taken.outputs)
+        if asked and not eager and len(taken.segments) == len(taken.graphs):
+            found.append(Finding("memory", f"{times} replay(s) asked {asked} times for memory"))
         if self.item.digest:
             self._digest(taken.outputs, rows)
         self.result.writes_nan |= expected.writes_nan
@@ -144,11 +150,10 @@ class _Run:
 
     def _soak(self) -> list[Finding]:
         """Replay very often in ``SOAK_CHECKS`` portions; compare after each. Memory may grow in the first one only."""
-        ((size, captured),) = self.captured.items()
+        (size,) = self.captured
         portion, held = max(self.item.soak // SOAK_CHECKS, 1), (0, 0)
         for check in range(SOAK_CHECKS):
-            findings = self._many(captured, portion) + self._run(Replay(size))
-            if findings:
+            if findings := self._run(Replay(size), portion):
                 return findings
             if check == 0:
                 held = self.engine.memory()
@@ -159,18 +164,6 @@ class _Run:
         if others > UNCLAIMED_GROWTH:
             findings.append(Finding("memory", f"{others} bytes more are in use outside torch's allocator"))
         return findings
-
-    def _many(self, captured: layer.Step, times: int) -> list[Finding]:
-        """Replay ``times`` times. If nothing eager runs between the graphs, nobody may ask for memory."""
-        asked = card().allocations()
-        for _ in range(times):
-            captured.run()
-        card().synchronize()
-        self.result.replays += times
-        more = card().allocations() - asked
-        if len(captured.segments) > len(captured.graphs) or not more:
-            return []
-        return [Finding("memory", f"{times} replays asked {more} times for memory")]
 
     def _launches(self) -> list[Finding]:
         """Compare the captured launches with what the back end may launch."""
