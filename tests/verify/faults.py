@@ -224,6 +224,16 @@ def writes_behind_each_97th(patch):
     return Changed(prepare)
 
 
+def spread(field, bad, value):
+    """A kernel in which one ``bad`` element of a field, of a padded row or not, turns every row into ``value``."""
+
+    def prepare(run, inputs):
+        rows = getattr(inputs, field)
+        return run(replace(inputs, **{field: torch.where(bad(rows).any(), value, rows)}))
+
+    return kernel(prepare)
+
+
 def wraps_slots(run, inputs):
     rows, given = inputs.kv_cache.shape[0] * inputs.kv_cache.shape[1], inputs.slot_mapping
     return run(replace(inputs, slot_mapping=torch.where(given < 0, given + rows, given)))
@@ -348,6 +358,11 @@ FAULTS = [
           body("prepared_query", lambda right, *given: right(*given)[:-1])),
     # Damage that stays, between two comparisons.
     Fault("write-outside-slot-each-97th", "long-run", "cache-elsewhere", writes_behind_each_97th),
+    # Padded rows reach real ones.
+    *(Fault(f"{what}-of-padding-in-{field}", f"padding-is-{what}", oracle, spread(field, bad, value))
+      for what, bad, value in (("nan", torch.isnan, torch.nan), ("huge", lambda rows: rows.abs() > 1e4, 0.0))
+      for field, oracle in (("q", "finite" if what == "nan" else "query-nope"), ("k_pe", "cache-rows"),
+                            ("kv_c", "cache-rows"))),
 ]  # fmt: skip
 # What a graph of ``size`` rows may hold of an earlier step, by the oracle that must see it.
 HELD = {

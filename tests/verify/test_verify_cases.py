@@ -53,7 +53,7 @@ def interpret():
 def test_the_interpreted_kernel_passes_with_one_launch():
     pytest.importorskip("triton")
     names = ["fresh-data", "scales-changed", "rows-grow-and-shrink", "kernel-status", "mixed-batch-piecewise"]
-    names += ["both-ends-3-drafts"]
+    names += ["both-ends-3-drafts", "padding-is-nan", "padding-is-huge"]
     by_name = {case.name: case for case in cases.cases(8)}
     kinds = {kind.name: kind for kind in cases.variants(False, torch.float8_e4m3fn, quick=False)}
     with ProcessPoolExecutor(1, get_context("spawn"), interpret) as interpreting:

@@ -49,6 +49,14 @@ def test_mutation_without_poison_a_padded_row_may_pass_for_a_number(caught, monk
 
 
 @pytest.mark.mutation
+@pytest.mark.parametrize(
+    "fault", [fault for fault in FAULTS if fault.case.startswith("padding-is")], ids=lambda fault: fault.name
+)
+def test_mutation_with_tame_padding_a_padded_row_reaches_a_real_one_unnoticed(broken, fault):
+    assert broken(fault.case, fault.plant(None), padding=None) == set()
+
+
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", ["write-outside-slot", "writes-slot-minus-one", "write-outside-slot-each-97th"])
 def test_mutation_without_the_look_elsewhere_stray_writes_go_unnoticed(caught, monkeypatch, name):
     monkeypatch.setattr(oracles, "_elsewhere", lambda *arguments: iter(()))

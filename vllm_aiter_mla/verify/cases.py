@@ -113,6 +113,7 @@ class Case:
     layers: int = 1
     width: int = 1  # tokens per decode request, 1 + drafts
     missing_slots: int = 0  # by how many the slot mapping is shorter than the padded size
+    padding: float | None = None  # what padded rows of q, k_pe and kv_c hold; None for what the last steps left
     shared_pool: bool = False  # whether all graphs share one memory pool
     side_stream: bool = False  # whether the capture runs on a stream of its own
     quick: bool = True  # whether --quick runs it too
@@ -222,6 +223,7 @@ def _both_ends(limit: int, drafts: int) -> Case:
 def _of_the_op(limit: int) -> Iterator[Case]:
     """Yield the cases that capture the whole op, or what comes before and after it."""
     start, half, third, two = Replay(limit), limit // 2, limit // 3, (limit // 2, limit)
+    fewer = (Replay(limit, half), Replay(limit, limit - 1), Replay(limit, 1))
     sizes = capture_sizes(limit)
     few = (sizes[0], sizes[2], limit)
     yield from (
@@ -247,7 +249,16 @@ def _of_the_op(limit: int) -> Iterator[Case]:
         Case(
             "padded-rows-are-poison",
             "rows of a full graph that the back end leaves undefined hold NaN when the decode kernel sees them",
-            (limit,), (Replay(limit, half), Replay(limit, limit - 1), Replay(limit, 1)), kind="full",
+            (limit,), fewer, kind="full",
+        ),
+        *(
+            Case(
+                f"padding-is-{what}", f"padded rows of q, k_pe and kv_c hold {values}: what an earlier layer left",
+                (limit,), fewer, kind="full", padding=padding,
+            )
+            for what, values, padding in (
+                ("nan", "NaN", torch.nan), ("huge", "the largest number", torch.finfo(ACT).max),
+            )
         ),
         Case(
             "two-layers-piecewise", "a layer's output goes on to the next layer's graph", (limit,),

@@ -267,6 +267,10 @@ class Buffers:
             self.positions[:rows] = drawn.to(self.device)
         if "slots" in fresh:
             self._place(batch)
+        if self.case.padding is not None:
+            for layer in self.layers:
+                for buffer in layer.source:
+                    buffer[rows:] = self.case.padding
         self.slots[rows:] = -1
         self.row_keys[rows:] = 0
         self.batch = batch

@@ -79,6 +79,8 @@ class _Layer:
     def __init__(self, backend: KernelBackend, own: Layer, inputs: DecodeInputs, attends: bool) -> None:
         self.own, self.inputs, self.num_defined = own, inputs, backend.defined_rows(inputs)
         batch = own.buffers.batch
+        if own.buffers.case.padding is not None:
+            self.num_defined = min(self.num_defined, batch.rows)  # no rule says what comes of such rows
         self.exact_nope = backend.bounds == EXACT
         # Two results equal the reference to the bit: its own rotation, and what the layer writes of mixed batches.
         self.exact_rope = backend.name == "reference" or batch.num_prefills > 0
@@ -128,8 +130,9 @@ class _Layer:
         if not self.bound:
             return reason
         if self.exact_nope:
-            wanted = self.inputs.weight.reference(self.inputs.q_nope)
-            off = 0.0 if self.product is None else deviation(self.product, wanted)
+            rows = self.num_defined
+            wanted = self.inputs.weight.reference(self.inputs.q_nope[:rows])
+            off = 0.0 if self.product is None or not rows else deviation(self.product[:rows], wanted)
             return reason or (f"the absorb product is {off:.2%} off" if off > self.bound else "")
         # The product is inside the launch. One that is 1 % off is 2.3 % off once both sides are rounded to fp8; a wrong
         # scale or rounding costs 5 %.
