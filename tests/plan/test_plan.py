@@ -19,6 +19,7 @@ from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import model, printout
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
+from vllm_aiter_mla.verify import cases
 
 CONFIG = model.examples()["deepseek-r1"]["config"]
 R1 = ("deepseek-r1", "-tp", "8")
@@ -264,6 +265,12 @@ def test_limit_ranges_captures_and_batch_are_those_of_the_finished_config(argume
     }
     assert found == found | {"notes": (False, False)} | expected
     assert ranges["inside"] == int(bool(ranges["ranges"]))
+
+
+def test_verify_captures_the_sizes_that_vllm_captures():
+    modes = ((), ("--performance-mode", "interactivity"))
+    found = [planned(*R1, PARTITION, "--max-num-seqs", "1024", *mode)["captures"]["inside"] for mode in modes]
+    assert {*cases.capture_sizes(1024)} == {size for sizes in found for size in sizes}
 
 
 @slow

@@ -7,6 +7,7 @@ captured unless that is the fault, so that all of them work on a GPU too.
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from operator import eq
 from typing import NamedTuple
 
 import torch
@@ -224,6 +225,32 @@ def writes_behind_each_97th(patch):
     return Changed(prepare)
 
 
+def wrong_last_row(when):
+    """A kernel that gives the last of T rows the query of the first one ``when`` T is such a number."""
+
+    def prepare(run, inputs):
+        query = run(inputs)
+        if when(inputs.num_tokens):
+            raw(query)[-1].copy_(raw(query)[0])
+        return query
+
+    return kernel(prepare)
+
+
+def outgrows(patch):
+    """A kernel that adds a workspace of zeros. A larger batch gets a larger one, and others write to the old memory."""
+    held = [torch.empty(0)]
+
+    def prepare(run, inputs):
+        query = raw(run(inputs))
+        if len(held[0]) < len(query):
+            held[0].fill_(0x11)
+            held[0] = torch.zeros_like(query)
+        return query.bitwise_xor_(held[0][: len(query)]).view(inputs.out_dtype)
+
+    return Changed(prepare)
+
+
 def spread(field, bad, value):
     """A kernel in which one ``bad`` element of a field, of a padded row or not, turns every row into ``value``."""
 
@@ -356,6 +383,14 @@ FAULTS = [
           body("prepared_query", _rope(is_neox=lambda rope: not rope.is_neox))),
     Fault("body-loses-a-row", "fresh-data", "shape-and-dtype",
           body("prepared_query", lambda right, *given: right(*given)[:-1])),
+    # Wrong for some numbers of rows; the limit is 12.
+    Fault("wrong-for-odd-rows", "shared-pool", "query-nope", wrong_last_row(lambda rows: rows > 1 and rows % 2)),
+    Fault("wrong-for-odd-rows-of-a-piece", "piecewise-decode", "query-nope",
+          wrong_last_row(lambda rows: rows > 1 and rows % 2)),
+    *(Fault(f"wrong-for-{rows}-rows", case, "query-nope", wrong_last_row(partial(eq, rows)))
+      for rows, case in ((3, "shared-pool"), (10, "every-capture-size"), (11, "shared-pool"),
+                         (13, "larger-than-captured"))),
+    Fault("workspace-grows", "larger-than-captured", "query-nope", outgrows),
     # Damage that stays, between two comparisons.
     Fault("write-outside-slot-each-97th", "long-run", "cache-elsewhere", writes_behind_each_97th),
     # Padded rows reach real ones.

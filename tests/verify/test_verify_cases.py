@@ -53,7 +53,7 @@ def interpret():
 def test_the_interpreted_kernel_passes_with_one_launch():
     pytest.importorskip("triton")
     names = ["fresh-data", "scales-changed", "rows-grow-and-shrink", "kernel-status", "mixed-batch-piecewise"]
-    names += ["both-ends-3-drafts", "padding-is-nan", "padding-is-huge"]
+    names += ["both-ends-3-drafts", "shared-pool", "larger-than-captured", "padding-is-nan", "padding-is-huge"]
     by_name = {case.name: case for case in cases.cases(8)}
     kinds = {kind.name: kind for kind in cases.variants(False, torch.float8_e4m3fn, quick=False)}
     with ProcessPoolExecutor(1, get_context("spawn"), interpret) as interpreting:
@@ -121,10 +121,19 @@ def test_a_seed_gives_the_same_data_alone_and_among_others(run, backend):
     assert asdict(run("fresh-data", backend, seed=3)) | {"seconds": 0} == alone
 
 
-def test_capture_sizes_hold_both_ends_of_the_decode_limit():
-    assert cases.capture_sizes(12) == (1, 2, 4, 8, 12)
-    assert cases.capture_sizes(16) == (1, 2, 4, 8, 16)
-    assert cases.capture_sizes(12, width=4) == (4, 8, 12)
+@pytest.mark.parametrize("limit", [8, 9, 12, 64, 1000, 1024, 8192])
+@pytest.mark.parametrize("quick", [True, False])
+def test_each_run_calls_a_kernel_with_odd_sizes_and_at_both_sides_of_the_limit(limit, quick):
+    every = [case for case in cases.cases(limit) if case.quick or not quick]
+    called = {size for case in every if case.kind == "kernel" for size in case.sizes}
+    assert called >= {1, 3, limit // 2 | 1, limit - 1, limit}
+    assert limit + 1 in {step.size for case in every for step in case.steps if isinstance(step, cases.Eager)}
+    assert len(called) < 20 if quick else called >= {*cases.capture_sizes(limit)}
+
+
+def test_sizes_with_drafts_are_whole_requests_from_one_to_the_limit():
+    assert cases.chosen_sizes(1024) == (1, 3, 5, 9, 17, 33, 65, 129, 257, 513, 1023, 1024)
+    assert cases.chosen_sizes(12, width=4) == (4, 8, 12)
 
 
 def test_a_limit_too_small_for_the_cases_is_an_error():

@@ -67,13 +67,23 @@ def variants(on_card: bool, native: torch.dtype, quick: bool) -> tuple[Variant, 
     return (*both, weights, mixed, Variant("fp8-other", other, other, is_neox=True))
 
 
-def capture_sizes(limit: int, width: int = 1) -> tuple[int, ...]:
-    """Return 1, 2, 4, 8, ... up to ``limit``, and ``limit`` itself, in tokens.
+def capture_sizes(limit: int) -> tuple[int, ...]:
+    """Return the sizes up to ``limit`` tokens that vLLM captures in its modes "balanced" and "interactivity".
 
-    With ``width`` tokens per request the sizes count whole requests, as in vLLM's graphs for speculative decoding.
+    The list is that of ``VllmConfig._set_cudagraph_sizes``; ``tests/plan`` compares it with the installed vLLM's.
+    """
+    sizes = (*range(1, 33), *range(40, 256, 8), *range(256, 513, 16))
+    return tuple(size for size in sizes if size <= limit)
+
+
+def chosen_sizes(limit: int, width: int = 1) -> tuple[int, ...]:
+    """Return half of ``limit``, half of that and so on, each made odd, and the last two sizes, in tokens.
+
+    Of a power of two it is 1, 3, 5, 9, 17, ...: one row more than a kernel's tile holds. With ``width`` tokens per
+    request the sizes count whole requests.
     """
     requests = limit // width
-    sizes = {1 << i for i in range(requests.bit_length())} | {requests}
+    sizes = {requests >> i | 1 for i in range(1, requests.bit_length() + 1)} | {max(requests - 1, 1), requests}
     return tuple(size * width for size in sorted(sizes))
 
 
@@ -127,7 +137,7 @@ class Item:
     case: Case
     variant: Variant
     geometry: Geometry
-    limit: int  # the last capture size
+    limit: int  # the last capture size; the largest batch has one row more
     seed: int = 0  # of the data, together with the names of case and variant
     soak: int = 1000  # replays of a long run
     digest: bool = False  # keep a digest of each output
@@ -147,9 +157,9 @@ def cases(limit: int) -> tuple[Case, ...]:
 
 def _of_the_kernel(limit: int) -> Iterator[Case]:
     """Yield the cases that capture the preparation of the query."""
-    sizes = capture_sizes(limit)
-    start, half, small, two = Replay(limit), limit // 2, sizes[1], (limit // 2, limit)
-    few = (sizes[0], sizes[2], limit)
+    start, half = Replay(limit), limit // 2 | 1
+    two, chosen = (half, limit), chosen_sizes(limit)
+    every = tuple(sorted({*capture_sizes(limit), *chosen}))
 
     def only(what: str) -> tuple[Step, ...]:
         return (start, Replay(limit, fresh=(what,)), Replay(limit, fresh=(what,)))
@@ -174,9 +184,8 @@ def _of_the_kernel(limit: int) -> Iterator[Case]:
         Case("no-real-row", "a data-parallel rank without work replays padding only", (limit,),
              (start, Replay(limit, 0), start)),
         Case(
-            "every-capture-size",
-            "each captured size, from 1 to the end of the decode limit, replays full and one row short", sizes,
-            tuple(step for size in sizes for step in (Replay(size), Replay(size, max(size - 1, 1)))),
+            "every-capture-size", "vLLM captures tens of sizes, and a batch replays the next larger one", every,
+            tuple(map(Replay, every)), quick=False,
         ),
         Case(
             "fp8-overflow", "values beyond fp8's range are stored as the largest, or as what the back end says",
@@ -187,9 +196,8 @@ def _of_the_kernel(limit: int) -> Iterator[Case]:
             (limit,), (Replay(limit, limit - 3), Replay(limit, half)), missing_slots=3,
         ),
         Case(
-            "shared-pool", "graphs of several sizes share one memory pool and replay in turn", (small, half, limit),
-            tuple(Replay(size, max(size - 1, 1)) for size in (limit, half, small, small, half, limit, limit)),
-            shared_pool=True,
+            "shared-pool", "graphs of several sizes share one memory pool and replay in turn", chosen,
+            (*map(Replay, reversed(chosen)), *(Replay(size, max(size - 1, 1)) for size in chosen)), shared_pool=True,
         ),
         Case(
             "side-stream", "the caller captures on one stream of its own and replays on another", two,
@@ -199,7 +207,8 @@ def _of_the_kernel(limit: int) -> Iterator[Case]:
             "two-layers-one-graph", "two layers with their own weights, caches and scales share one graph", two,
             (start, Replay(half, 1), Replay(limit, half)), layers=2,
         ),
-        Case("kernel-status", "each layer launches what its back end should, and no more", few, ("launches",)),
+        Case("kernel-status", "each layer launches what its back end should, and no more", (1, 3, limit),
+             ("launches",)),
         Case("kernel-status-two-layers", "two layers launch twice as much", (limit,), ("launches",), layers=2,
              quick=False),
         Case("long-run", "one graph replays thousands of times", (limit,), (start, "soak")),
@@ -209,7 +218,7 @@ def _of_the_kernel(limit: int) -> Iterator[Case]:
 def _both_ends(limit: int, drafts: int) -> Case:
     """Return the case of one request and of as many as may decode, with ``drafts`` draft tokens each."""
     width = 1 + drafts
-    sizes = capture_sizes(limit, width)
+    sizes = chosen_sizes(limit, width)
     steps: list[Step] = [*map(Replay, sizes[1:-1])]
     for end in (sizes[0], sizes[-1]):
         steps += Replay(end), *(Replay(end, fresh=(what,)) for what in FRESH)
@@ -222,15 +231,18 @@ def _both_ends(limit: int, drafts: int) -> Case:
 
 def _of_the_op(limit: int) -> Iterator[Case]:
     """Yield the cases that capture the whole op, or what comes before and after it."""
-    start, half, third, two = Replay(limit), limit // 2, limit // 3, (limit // 2, limit)
-    fewer = (Replay(limit, half), Replay(limit, limit - 1), Replay(limit, 1))
-    sizes = capture_sizes(limit)
-    few = (sizes[0], sizes[2], limit)
+    # Rows of an even and of an odd number, because a piece prepares as many as are real.
+    start, half, third = Replay(limit), limit // 2 | 1, limit // 3
+    two, fewer = (half, limit), (Replay(limit, half), Replay(limit, limit - 1), Replay(limit, 1))
     yield from (
         Case(
-            "eager-between-replays", "mixed batches run without a graph between replays of graphs of other sizes", few,
-            (start, Eager(limit, limit, half), Replay(few[1], 2), Eager(half, half, 2), Replay(1), start),
+            "eager-between-replays", "mixed batches run without a graph between replays of graphs of other sizes",
+            (1, 3, limit), (start, Eager(limit, limit, half), Replay(3, 2), Eager(half, half, 2), Replay(1), start),
             kind="full", shared_pool=True,
+        ),
+        Case(
+            "larger-than-captured", "a decode batch larger than every graph runs without one, then graphs replay again",
+            two, (start, Eager(limit + 1), start, Replay(half)), kind="full", shared_pool=True,
         ),
         Case(
             "full-graph-decode", "decode batches run the whole op in one graph, with what comes before and after it",
@@ -238,7 +250,8 @@ def _of_the_op(limit: int) -> Iterator[Case]:
         ),
         Case(
             "piecewise-decode", "the op runs between two graphs and prepares the real rows only", two,
-            (start, Replay(limit, half), Replay(half), Replay(limit, 1)), kind="piecewise", shared_pool=True,
+            (start, Replay(limit, half), Replay(half), Replay(limit, limit - 1), Replay(limit, 1)), kind="piecewise",
+            shared_pool=True,
         ),
         Case(
             "mixed-batch-piecewise",

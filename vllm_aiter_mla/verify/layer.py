@@ -187,7 +187,7 @@ class Buffers:
         # The data do not depend on which other cases run.
         seed = zlib.crc32(f"{item.seed}/{item.case.name}/{item.variant.name}".encode())
         self.generator = torch.Generator().manual_seed(seed)
-        self.limit = limit = item.limit  # rows of every buffer
+        self.limit = limit = item.limit + 1  # rows of every buffer: one batch is larger than every graph
         self.blocks = limit * item.geometry.blocks + 1
         self.table = self._table()
         self.positions = torch.zeros(limit, dtype=torch.int64, device=device)
