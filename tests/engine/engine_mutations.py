@@ -136,6 +136,24 @@ def padding_has_the_slot_of_another_row() -> None:
     plugin.spoil(ops, "prepared_query", prepared_query)
 
 
+def pieces_keep_what_they_captured_to_measure_memory() -> None:
+    """Pieces are not captured again when vLLM has thrown away the KV cache and the slots over which it measured."""
+    from tests.sandbox.cuda_graphs import PieceGraphs
+
+    plugin.spoil(PieceGraphs, "forget_all", lambda inner: None)
+
+
+def the_platform_drops_an_option() -> None:
+    """vLLM's CPU platform switches asynchronous scheduling off, and the sandbox does not put it back."""
+    from tests.sandbox import platform
+
+    def restore(inner, config, *asked):
+        inner(config, *asked)
+        config.scheduler_config.async_scheduling = False
+
+    plugin.spoil(platform, "_restore", restore)
+
+
 def the_wrappers_forward_is_unknown() -> None:
     """Another plugin has wrapped the forward of vLLM's wrapper, with ``functools.wraps``."""
     import functools

@@ -33,6 +33,12 @@ def with_options(**vllm: object) -> EngineSpec:
     return replace(MIXED, vllm=replace(MIXED.vllm, **vllm))
 
 
+def of_drafts(drafts: int) -> EngineSpec:
+    """Return an engine whose model proposes so many tokens by its own layer."""
+    model = {"num_hidden_layers": 1, "yarn": False}
+    return EngineSpec(("mixed", "chunked"), replace(CHUNKED, model=model, drafts=drafts), emulation=PLAIN)
+
+
 BF16 = EngineSpec(BF16_SCENARIOS, CACHED, emulation=PLAIN, dump_graphs=True)
 WIDE = {
     "piecewise": with_graphs(MIXED, cudagraph_mode="PIECEWISE"),
@@ -40,6 +46,7 @@ WIDE = {
     "heads": with_options(model=SMALL | {"num_attention_heads": 6, "hidden_size": 384, "q_lora_rank": None}),
     "ngram": with_options(extra={"speculative_config": NGRAM}),
     "lora-compiled": with_options(lora=True),
+    **{f"mtp-{drafts}": with_graphs(of_drafts(drafts), cudagraph_capture_sizes=[4, 16, 64]) for drafts in (1, 3)},
     "tp2": with_options(tensor_parallel_size=2),
     "glm-compiled": replace(of_model("GLM-4.7-Flash", extra={}), dump_graphs=True),
     "eagle-compiled": replace(of_model("DeepSeek-V3 with an EAGLE-3 draft", extra={}), dump_graphs=True),

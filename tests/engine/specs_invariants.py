@@ -18,6 +18,8 @@ SPECS = {
     "mutation-no-split": broken(FULL, "attention_does_not_split"),
     "mutation-padded-slots": broken(FULL, "padding_has_the_slot_of_another_row"),
     "mutation-raw-prefill-and-no-range": broken(SMALL, "prefill_rows_stay_raw_and_passes_ignore_the_range"),
+    "mutation-kept-pieces": broken(FULL, "pieces_keep_what_they_captured_to_measure_memory"),
+    "mutation-dropped-option": broken(EAGER, "the_platform_drops_an_option"),
     "skipped": broken(EAGER, "no_implementation_is_known"),
     "renamed": broken(EAGER, "a_private_function_is_renamed"),
     "strict": replace(EAGER, plugin=PluginOptions("triton", additional={"strict": True})),

@@ -27,6 +27,9 @@ SPECS = {
     ))),
     "full-passes": by_passes(FULL),
     **pair("fp8-passes", by_passes(FP8)),
+    **pair("static", by_passes(EngineSpec(
+        SHORT, replace(CHUNKED, compilation={"compile_sizes": [1, 2, 8]}), emulation=PLAIN, dump_graphs=True
+    ))),
     # Users of what V2 does not take yet, and of VLLM_USE_V2_MODEL_RUNNER=0.
     "v1-passes": by_passes(replace(FULL, vllm=replace(FULL.vllm, runner="v1"))),
     **pair("vllms-pass", replace(by_passes(OWN_PASS), plugin=THREE)),

@@ -72,6 +72,17 @@ def test_graphs_over_an_fp8_cache_with_scales_by_the_passes(engines):
 
 
 @pytest.mark.wide
+@pytest.mark.engine("static-off", "static-on")
+def test_graphs_compiled_for_one_size_each_beside_those_of_a_range(engines):
+    found = engines("static-on")
+    assert_all_engaged(found)
+    assert {name for name, graph in found.graphs.items() if "mla_attention_with_rope" in graph} == {
+        "1-1", "2-2", "8-8", found.decode_range()
+    }  # fmt: skip
+    assert_parity(engines("static-off"), found)
+
+
+@pytest.mark.wide
 @pytest.mark.engine("class-gfx942-passes-off", "class-gfx942-passes-on")
 def test_fp8_scales_drafts_and_padded_heads_by_the_passes(engines):
     on = engines("class-gfx942-passes-on")

@@ -202,6 +202,7 @@ def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
         compilations=sum(map(len, knobs.CODE.values())),
         step_us=1e6 * statistics.median(STEPS),
         branches=dict(knobs.BRANCHES),
+        scheduler=config.scheduler_config.get_scheduler_cls().__name__,
         counters=counters(llm) if spec.vllm.extra.get("disable_log_stats") is False else {},
         captured=dict(cuda_graphs.CAPTURED),
         replayed=dict(cuda_graphs.REPLAYED),

@@ -166,6 +166,7 @@ class EngineResult:
         step_us: median time of an engine step in microseconds; of so small a model, most of it is Python.
         branches: how often the one op prepared decode rows, and how often it rotated in place, by the body's name; of
             this process.
+        scheduler: the class of vLLM's scheduler.
         counters: vLLM's own, by the name of the metric; where ``vllm.extra`` sets ``disable_log_stats`` to False.
         captured: how many pieces vLLM captured, by the rows of their graphs.
         replayed: how often a piece was replayed, by its rows.
@@ -184,6 +185,7 @@ class EngineResult:
     compilations: int = 0
     step_us: float = 0.0
     branches: dict[str, int] = field(default_factory=dict)
+    scheduler: str = ""
     counters: dict[str, float] = field(default_factory=dict)
     captured: dict[int, int] = field(default_factory=dict)
     replayed: dict[int, int] = field(default_factory=dict)
