@@ -184,7 +184,10 @@ class Engine:
         Raises:
             SettingsError: a kernel that would have served fails, or anything raises on the way, in strict mode.
         """
-        sizes = [size for size in self.config.compilation_config.cudagraph_capture_sizes or () if size <= self.limit]
+        # A draft may have full graphs of one row a request: of the config's sizes as they are.
+        listed = self.config.compilation_config.cudagraph_capture_sizes or ()
+        captured = {*listed, *compat_config.graph_sizes(self.config).captured}
+        sizes = sorted(size for size in captured if size <= self.limit)
         groups: dict[LayerShape, list[Layer]] = {}
         for layer in self.layers:
             with self.deciding(LAYER_UNCHECKED, [layer]):
@@ -287,7 +290,7 @@ class Engine:
         """
         sizes = list[int]()
         with suppress(Exception):  # a config that cannot be read is the same on every rank
-            sizes = [size for size in compat_config.full_graphs(self.config.compilation_config) if size <= self.limit]
+            sizes = [size for size in compat_config.graph_sizes(self.config).full if size <= self.limit]
         if compat_config.mla_modules(self.config) and not sizes:
             compat_config.run_decode_step(self.worker)
 
@@ -319,8 +322,8 @@ class Engine:
             if noted is not None and record.rank == 0:
                 log.say(logging.INFO, f"noted when these graphs were compiled: {noted}")
         with log.warned("the captured sizes could not be read"):
-            sizes = compat_config.capture_sizes(self.config.compilation_config)
-            record = replace(record, capture_sizes=tuple(sizes))
+            sizes = compat_config.graph_sizes(self.config)
+            record = replace(record, capture_sizes=tuple(sizes.captured), full_graphs=tuple(sizes.full))
         with log.warned("the status file could not be written"):
             self.status.write(compat_config.cache_folder(), record)
 

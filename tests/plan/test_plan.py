@@ -229,7 +229,7 @@ def test_the_passes_need_no_known_forward_and_the_remedy_names_partition():
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((*REQUESTS, *MTP), {"limit": 512, "inside": (1, 512), "outside": ()}),
+        ((*REQUESTS, *MTP), {"limit": 512, "inside": (1, 512), "outside": (), "full": (2, 512)}),
         (REQUESTS, {"limit": 256, "inside": (1, 256), "outside": (272, 512),
                     "ranges": [[1, 256], [257, 4681], [4682, 16384]]}),
         (("--max-num-seqs", "1024"), {"batch": (1024, 16384), "without a graph": 513}),
@@ -255,7 +255,7 @@ def test_limit_ranges_captures_and_batch_are_those_of_the_finished_config(argume
     plan = planned(*R1, PARTITION, *arguments)
     captures, ranges, options = plan["captures"], plan["compile_ranges"], plan["options"]
     text = printout.text(plans.parsed(plan))
-    ends = {name: (*captures[name][:1], *captures[name][-1:]) for name in ("inside", "outside")}
+    ends = {name: (*captures[name][:1], *captures[name][-1:]) for name in ("inside", "outside", "full")}
     found = ends | {
         "limit": plan["limit"],
         "ranges": ranges["ranges"],

@@ -115,6 +115,8 @@ def test_a_right_kernel_is_checked_once_a_shape_and_warmed_for_the_captured_size
     once, candidate.launches = candidate.launches, 0
     check(found, strict=True, capture_sizes=[1, 8])
     assert (candidate.launches, candidate.warmed) == (once, (1, 8))
+    check(found, strict=True, capture_sizes=[1, 2, 4, 8], is_v2=True, drafts=2)
+    assert candidate.warmed == (1, 2, 3, 4, 6, 8), "full graphs of one row a request (a draft's), and of three"
     assert kernels(found) == ["triton", "triton"]
     assert levels(said) == []
 

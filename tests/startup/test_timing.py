@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import CUDAGraphMode
 
 from tests.sandbox.rehearsal_card import RehearsalCard
 from tests.support.made_up_clock import ORDER, MadeUpClock, costs, named_kernels
@@ -213,9 +214,9 @@ def test_figures_without_full_graphs_count_the_host_and_those_of_other_functions
     for how in ("record", "looped"):
         inner = getattr(stopwatch, how)
         monkeypatch.setattr(stopwatch, how, lambda *given, how=how, inner=inner: (used.append(how), inner(*given))[1])
-    for sizes, functions in (([1], "none"), ([], "none"), ([], "all")):
-        monkeypatch.setattr(compat_config, "full_graphs", lambda _, sizes=sizes: sizes)
+    for mode, functions in (("FULL", "none"), ("PIECEWISE", "none"), ("PIECEWISE", "all")):
         one = Worker(ours(LIMIT))
+        one.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode[mode]
         one.vllm_config.compilation_config.custom_ops = [functions]
         one.load_model()
     assert set(used) == {"record", "looped"}

@@ -385,14 +385,6 @@ def test_counts_every_graph_of_a_range(said):
     assert the_status().compiled == {"1-16": {"matched": 4, "skipped": 1}}
 
 
-@pytest.mark.parametrize(
-    ("mode", "sizes", "captured"), [("FULL_AND_PIECEWISE", [4, 1, 2], [1, 2, 4]), ("NONE", [1], []), ("FULL", None, [])]
-)
-def test_captured_sizes_are_those_of_graphs_that_exist(mode, sizes, captured):
-    compilation = SimpleNamespace(cudagraph_mode=SimpleNamespace(name=mode), cudagraph_capture_sizes=sizes)
-    assert compat_config.capture_sizes(compilation) == captured
-
-
 def test_files_of_this_machines_ended_servers_are_removed(said, tmp_path, monkeypatch):
     def left_by(run, host=None):
         with monkeypatch.context() as patching:
@@ -432,7 +424,8 @@ def test_files_say_what_wrote_them(said, tmp_path):
     after_warm_up(capture_sizes=[1, 2, 4])
     kinds = {kind: written(tmp_path, f"{kind}-*.json")["evidence"]["schema"] for kind in ("status", "skips")}
     assert kinds == {"status": "vllm-aiter-mla/status", "skips": "vllm-aiter-mla/skips"}
-    assert written(tmp_path)["capture_sizes"] == [1, 2, 4]
+    found = written(tmp_path)
+    assert (found["capture_sizes"], found["full_graphs"]) == ([1, 2, 4], [1, 2, 4])
 
 
 def test_model_and_engine_are_named_as_vllm_labels_its_metrics():

@@ -17,6 +17,7 @@ from vllm_aiter_mla.commands.compat import offline, rocm_config
 from vllm_aiter_mla.commands.plan import build, model
 from vllm_aiter_mla.commands.plan.answer import Answer, Given
 from vllm_aiter_mla.commands.plan.record import Model, Plan
+from vllm_aiter_mla.compat.config import GraphSizes
 from vllm_aiter_mla.settings import Settings
 
 ARCH = "gfx950"
@@ -82,8 +83,8 @@ def made_up_answer(settings: Settings = Settings(), **changes: Any) -> Answer:  
     options = {"tp": 8, "pp": 1, "dp": 1, "max_num_seqs": 256, "max_num_batched_tokens": 16384, "block_size": 16,
                "num_drafts": 0, "kv_cache_dtype": view.kv_cache_dtype, "dcp": view.dcp, "pcp": view.pcp,
                "enforce_eager": view.enforce_eager, "mode": view.mode}  # fmt: skip
-    engine = {"gate": None, "view": view, "options": options, "captures": [1, 2, 256, 512],
-              "full_graphs": [1, 2, 256, 512]}  # fmt: skip
+    sizes = [1, 2, 256, 512]
+    engine = {"gate": None, "view": view, "options": options, "graphs": GraphSizes(sizes[:-1], sizes)}
     kind = rocm_config.LayerKind(LayerView(model_dtype="bfloat16"), "fp8", "Fp8LinearMethod", "", True, False)
     given = Given(settings, None, None, [])
     ranges = {"ranges": [(1, 4681), (4682, 16384)]}

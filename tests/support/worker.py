@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 
 from tests.support.opcalls import NAME, layer_of
@@ -27,14 +27,15 @@ class Worker:
         compilation = layer._vllm_config.compilation_config
         compilation.inductor_compile_config = {} if pass_ is None else {current_platform.pass_key: pass_}
         compilation.static_forward_context = {NAME: layer}
-        compilation.cudagraph_capture_sizes = [1, 8, 64]
+        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [1, 8, 64], 64
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.mode, compilation.custom_ops = CompilationMode.VLLM_COMPILE, ["none"]
         self.vllm_config = layer._vllm_config
         self.vllm_config.cache_config.cache_dtype = "auto"
         self.vllm_config.model_config = SimpleNamespace(dtype="torch.bfloat16", hf_text_config=SimpleNamespace())
         self.vllm_config.device_config = SimpleNamespace(device_type="cuda")
-        self.vllm_config.scheduler_config = SimpleNamespace(max_num_batched_tokens=2048)
+        self.vllm_config.scheduler_config = SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=64)
+        served_by(self.vllm_config)
         self.vllm_config.compute_hash = lambda: "k" * 64
         self.vllm_config.additional_config = {"aiter_mla": {"enabled": True} | options}
         self.steps = 0
@@ -58,6 +59,12 @@ class Worker:
         layer_in(self).ran = "reference"
 
 
+def served_by(config: Any, is_v2: bool = False, drafts: int = 0) -> None:
+    """Let vLLM's first or second model runner serve a config, with so many drafts."""
+    speculative = SimpleNamespace(enable_adaptive_verification=False, uses_dynamic_speculative_decoding=lambda: False)
+    vars(config).update(speculative_config=speculative, num_speculative_tokens=drafts, use_v2_model_runner=is_v2)
+
+
 def layer_in(one: Worker) -> Layer:
     return Layer.of(compat_config.mla_modules(one.vllm_config)[NAME])
 
@@ -66,9 +73,14 @@ def ours(limit: int = 16, **options: Any) -> AiterMLAPipeline:
     return AiterMLAPipeline(CONFIG, limit=limit, settings=Settings(**{"enabled": True} | options))
 
 
-def check(layers: Iterable[Layer], *, strict: bool, capture_sizes: Sequence[int] = ()) -> Engine:
-    """Check the kernels of layers as a start does; return their engine."""
-    config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_capture_sizes=capture_sizes))
+def check(layers: Iterable[Layer], *, strict: bool, capture_sizes: Sequence[int] = (), **served: Any) -> Engine:
+    """Check the kernels of layers as a start does; return their engine. ``served``: see ``served_by``."""
+    compilation = CompilationConfig(
+        cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=list(capture_sizes),
+        max_cudagraph_capture_size=max(capture_sizes, default=0),
+    )  # fmt: skip
+    config = SimpleNamespace(compilation_config=compilation, scheduler_config=SimpleNamespace(max_num_seqs=64))
+    served_by(config, **served)
     engine = Engine(SimpleNamespace(vllm_config=config, rank=0), ours(1 << 20, strict=strict))
     engine.layers = list(layers)
     engine.check()

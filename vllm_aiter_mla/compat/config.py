@@ -4,8 +4,9 @@
 import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from vllm_aiter_mla.admission import ConfigView, Engage
 from vllm_aiter_mla.compat import patches, release
@@ -159,16 +160,58 @@ def is_updating_weights(worker: Any) -> bool:
     return bool(getattr(worker, "_weight_update_active", False))
 
 
-def capture_sizes(compilation: Any) -> list[int]:
-    """Return the sizes of the graphs that an engine captured; vLLM keeps its list even if the graph mode is NONE."""
-    mode = compilation.cudagraph_mode
-    return [] if mode is None or mode.name == "NONE" else sorted(compilation.cudagraph_capture_sizes or ())
+class GraphSizes(NamedTuple):
+    """Token counts of the CUDA graphs that a worker captures of its model, in ascending order."""
+
+    full: list[int]  # full graphs, of decode batches
+    pieces: list[int]  # piecewise graphs, of any batch
+
+    @property
+    def captured(self) -> list[int]:
+        """Both."""
+        return sorted({*self.full, *self.pieces})
 
 
-def full_graphs(compilation: Any) -> list[int]:
-    """Return the sizes of the full graphs of decode batches that an engine captured."""
-    mode = compilation.cudagraph_mode
-    return capture_sizes(compilation) if mode is not None and mode.decode_mode().name == "FULL" else []
+def graph_sizes(vllm_config: Any) -> GraphSizes:
+    """Return the sizes of the CUDA graphs that a worker captures of its model; the same before and after it has.
+
+    A full graph holds whole requests of 1 + drafts tokens. vLLM's first model runner rounds the sizes of its config up
+    when it starts. The second one rounds them for full graphs only, and its config stays as it is.
+
+    Raises:
+        ValueError: the first runner cannot start with these sizes.
+    """
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    # A runner asks so too, and writes the answer into its config. AITER's attention supports no other full graphs.
+    support, width = AttentionCGSupport.UNIFORM_BATCH, 1 + vllm_config.num_speculative_tokens
+    compilation, is_v2 = copy(vllm_config.compilation_config), vllm_config.use_v2_model_runner
+    mode = compilation.resolve_cudagraph_mode_and_sizes(support, "MLA", width, use_v2_model_runner=is_v2)
+    sizes, full = compilation.cudagraph_capture_sizes or (), set[int]()
+    if mode.decode_mode().name == "FULL":
+        for rows, most in _decode_graphs(vllm_config):
+            most = min(most, compilation.max_cudagraph_capture_size)
+            full.update(rounded for size in sizes if (rounded := -(-size // rows) * rows) <= most)
+    return GraphSizes(sorted(full), sorted(sizes) if mode.mixed_mode().name == "PIECEWISE" else [])
+
+
+def _decode_graphs(vllm_config: Any) -> list[tuple[int, int]]:
+    """Return for each kind of full graph the number whose multiples are its sizes, and the largest decode batch."""
+    requests, drafts = vllm_config.scheduler_config.max_num_seqs, vllm_config.num_speculative_tokens
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.enable_adaptive_verification:
+        return [(1, requests * (1 + drafts))]  # any number of drafts for each request
+    if speculative is None or not speculative.uses_dynamic_speculative_decoding():
+        return [(1 + drafts, requests * (1 + drafts))]
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    # As many drafts for each request, but how many depends on the number of requests.
+    by_requests = build_dynamic_sd_schedule_lookup(
+        speculative.num_speculative_tokens_per_batch_size,
+        vllm_max_batch_size=requests,
+        vllm_num_speculative_tokens=drafts,
+    )
+    return [(1 + number, requests * (1 + number)) for number in sorted(set(by_requests[1:]))]
 
 
 def run_decode_step(worker: Any) -> None:

@@ -147,7 +147,7 @@ def _figures(config: Any, layer: Layer, counts: Sequence[int], budget: stopwatch
         return Taken()
     machine = about() | {"code": files.fingerprint(), "shape": shape.in_words()}
     # What vLLM compiles decides what its own sequence costs.
-    graphs = bool(compat_config.full_graphs(config.compilation_config))
+    graphs = bool(compat_config.graph_sizes(config).full)
     options = {"vllm": compat_config.compiled_as(config), "graphs": graphs}
     # Each rank has a card, and figures, of its own.
     place = {"engine": compat_config.metric_labels(config)["engine"], "rank": rank}

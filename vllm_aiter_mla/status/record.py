@@ -86,6 +86,7 @@ class RankStatus:
     tuned: dict[str, str] = field(default_factory=dict)
     decided: tuple[Decided, ...] = ()
     capture_sizes: tuple[int, ...] = ()
+    full_graphs: tuple[int, ...] = ()
     model_name: str | None = None
     engine: str | None = None
     run: str = ""

@@ -304,8 +304,9 @@ def fewer_launches(context: Context) -> int:
     strongest -= may_take_parts(planned.arch, planned.heads_per_rank, has_fp8_cache(planned))  # it has no concat then
     requests = min(len(runs.SCENARIOS["concurrent"]), planned.options.max_num_seqs)
     rows = requests * (1 + (planned.options.num_drafts or 0))
-    sizes = (*planned.captures.inside, *planned.captures.outside)
-    tokens = min((size for size in sizes if size >= rows), default=rows)
+    captures = planned.captures
+    graphs = (*captures.full, *captures.inside, *captures.outside)  # full graphs first, as vLLM replays them
+    tokens = next((size for size in graphs if size >= rows), rows)
     if tokens > planned.limit:
         return 0  # vLLM's own graph
     first = min(records, key=lambda record: record.rank, default=None)

@@ -213,8 +213,7 @@ def engine_facts(config: Any) -> dict[str, Any]:
 
     Returns:
         ``gate``: limit and integration of the plugin's pass in vLLM's slot, None without one. ``view``: what admission
-        reads. ``options``, ``ranges``, ``captures`` and ``full_graphs``: the sizes of vLLM's graphs, and of its full
-        graphs of decode batches.
+        reads. ``options``. ``ranges``: compile ranges. ``graphs``: sizes of CUDA graphs.
     """
     compilation, scheduler, parallel = config.compilation_config, config.scheduler_config, config.parallel_config
     engaged, view = compat_config.engaged_pass(config), compat_config.read(config)
@@ -233,6 +232,5 @@ def engine_facts(config: Any) -> dict[str, Any]:
             **{name: getattr(view, name) for name in ("dcp", "pcp", "enforce_eager", "mode")},
         },
         "ranges": [(one.start, one.end) for one in compilation.get_compile_ranges()] if compilation.mode else [],
-        "captures": compat_config.capture_sizes(compilation),
-        "full_graphs": compat_config.full_graphs(compilation),
+        "graphs": compat_config.graph_sizes(config),
     }

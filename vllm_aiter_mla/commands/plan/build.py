@@ -158,7 +158,7 @@ def _layer_reasons(kinds: list[_Planned], total: int, engine_codes: set[str]) ->
 
 def _graph(engine: dict[str, Any], settings: Settings, limit: int) -> dict[str, Any]:
     """Return which integration would run, vLLM's compile ranges, and its captured sizes."""
-    view, sizes = engine["view"], engine["captures"]
+    view, sizes = engine["view"], engine["graphs"].captured
     cut = why_not_passes(view)
     compiled = view.mode == "VLLM_COMPILE" and not view.enforce_eager
     ranges = tuple(engine["ranges"] if compiled else ())
@@ -176,7 +176,7 @@ def _graph(engine: dict[str, Any], settings: Settings, limit: int) -> dict[str, 
             tuple(size for size in sizes if size <= limit),
             tuple(size for size in sizes if size > limit),
             "" if sizes else f"none: {no_graph}",
-            tuple(size for size in engine["full_graphs"] if size <= limit),
+            tuple(size for size in engine["graphs"].full if size <= limit),
         ),
     }
 

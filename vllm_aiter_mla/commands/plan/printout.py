@@ -86,6 +86,8 @@ def _graph_lines(plan: Plan) -> Iterator[str]:
     told = f"{' '.join(shown)}{'  * rewritten' if ranges.inside else ''}" if shown else ranges.note
     yield f"  compile ranges       {told}"
     yield f"  captured inside      {_sizes(captures.inside) or captures.note or 'none'}"
+    if captures.full != captures.inside:
+        yield f"  as full graphs       {_sizes(captures.full) or 'none'}"
     yield f"  captured above       {_sizes(captures.outside) or 'none'}"
     largest = max((*captures.inside, 0))
     if 0 < largest < plan.limit:

@@ -76,7 +76,7 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Captures:
-    """Captured sizes in tokens, up to the decode limit and above it; ``full``: those inside with a full graph."""
+    """Captured sizes in tokens, up to the decode limit and above it; ``full``: those inside of full graphs."""
 
     inside: tuple[int, ...]
     outside: tuple[int, ...]
