@@ -35,7 +35,7 @@ REASONS = frozenset(REMEDIES)
 KV_CACHE_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3"})
 """vLLM's names of the caches that the kernels write: the activation dtype, or fp8 e4m3 with one scale per tensor."""
 DECODE_CAPTURES = frozenset({"NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH"})
-"""Names of vLLM's ``AttentionCGSupport`` whose full graphs hold decode rows only, as many for every request."""
+"""Names of vLLM's ``AttentionCGSupport`` whose full graphs hold decode rows only."""
 CARDS = frozenset({"gfx942", "gfx950"})
 """Architectures that AITER's op is for."""
 ANY_CARD = frozenset({"triton", "reference"})

@@ -1,4 +1,4 @@
-"""What our op sees under vLLM's Model Runner V2, and what it makes of it: the table of README.md."""
+"""What our op sees under vLLM's Model Runner V2, and what it makes of it: the tables of README.md."""
 
 import json
 import subprocess
@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from tests.sandbox import engine
 from tests.sandbox.spec import EngineSpec
+from vllm_aiter_mla.compat import release
 
 pytestmark = pytest.mark.slow
 PAGE = Path(__file__).parent / "README.md"
@@ -16,32 +18,40 @@ RUNS = {
     # Eight heads: gfx950 has a decode kernel for them, gfx942's takes sixteen and a plan.
     "bf16 on gfx950": {"kv_cache_dtype": "auto", "drafts": 0, "arch": "gfx950", "kernel": "aiter"},
     "fp8 with drafts on gfx942": {"kv_cache_dtype": "fp8", "drafts": 2, "arch": "gfx942", "kernel": "reference"},
-}
+    "adaptive verification": {
+        "kv_cache_dtype": "fp8", "drafts": 2, "arch": "gfx942", "kernel": "reference", "adaptive": True,
+    },
+}  # fmt: skip
+FIRST = {"adaptive verification": "0.33"}
+"""Releases of vLLM that have it; the functions of V2 that the others call are those of 0.32."""
 
 
-def table():
-    """The page: by kind of batch, rows counted, rows with a slot, who decides."""
-    part = PAGE.read_text(encoding="utf-8").partition("# Batches of Model Runner V2\n")[2]
+def table(adaptive):
+    """One of the page's tables: by kind of batch, rows counted, rows with a slot, who decides."""
+    part = PAGE.read_text(encoding="utf-8").split("\n## Adaptive verification\n")[int(adaptive)]
     lines = [line for line in part.splitlines() if line.startswith("| ")]
     cells = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]
     return {kind: tuple(rest[:3]) for kind, *rest in cells[1:]}
 
 
-@pytest.fixture(scope="module", params=RUNS.values(), ids=RUNS)
+@pytest.fixture(scope="module", params=RUNS)
 def found(request, tmp_path_factory):
+    asked, first = RUNS[request.param], FIRST.get(request.param, "0.32")
+    if Version(release.vllm_version()) < Version(first):
+        pytest.skip(f"vLLM {first} or newer expected")
     folder = tmp_path_factory.mktemp("runner-v2")
-    # Both runs share a cache root: vLLM's notes on the model class cost ten seconds.
+    # The runs share a cache root: vLLM's notes on the model class cost ten seconds.
     cache = tmp_path_factory.getbasetemp() / "runner-v2-cache"
     environment = engine.environment_for(EngineSpec(), cache, folder / "inductor")
-    child = [sys.executable, "-m", "tests.sandbox.runner_v2", str(folder / "model"), json.dumps(request.param)]
+    child = [sys.executable, "-m", "tests.sandbox.runner_v2", str(folder / "model"), json.dumps(asked)]
     run = subprocess.run(child, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-3000:]
-    return request.param, json.loads(run.stdout.splitlines()[-1])
+    return asked, json.loads(run.stdout.splitlines()[-1])
 
 
 def test_every_kind_of_batch_is_in_the_page_and_decided_as_the_page_says(found):
     asked, answer = found
-    page = {kind: told for kind, told in table().items() if asked["drafts"] or "drafts" not in kind}
+    page = {kind: told for kind, told in table("adaptive" in asked).items() if asked["drafts"] or "drafts" not in kind}
     assert {k: (v["counted"], v["written"], v["decided"]) for k, v in answer["kinds"].items()} == page
 
 

@@ -51,9 +51,13 @@ class Step(NamedTuple):
 class Setup:
     """One MLA layer over AITER's attention class, V2's buffers around it, and both ways to run a batch through it."""
 
-    def __init__(self, folder: Path, kv_cache_dtype: str, drafts: int, arch: str, kernel: str) -> None:
-        self.drafts = drafts
+    def __init__(
+        self, folder: Path, kv_cache_dtype: str, drafts: int, arch: str, kernel: str, adaptive: bool = False
+    ) -> None:
+        self.drafts, self.adaptive = drafts, adaptive
         self.config = _config(folder, kv_cache_dtype, drafts, arch, kernel)
+        if adaptive:  # not as an option: vLLM asks for graphs then, and the CPU's platform has none
+            self.config.speculative_config.enable_adaptive_verification = True
         from vllm.config import set_current_vllm_config
         from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
@@ -98,12 +102,15 @@ class Setup:
         self.states = RequestState(MAX_REQS, MAX_LEN, MAX_TOKENS, max(self.drafts, 1), 512, CPU)
         generator = torch.Generator().manual_seed(0)
         self.content = torch.randn(BLOCKS, sizes[0], L + R, generator=generator).to(torch.bfloat16)
-        self.manager = CudaGraphManager(self.config, CPU, compilation.cudagraph_mode, 1 + self.drafts)
+        self.manager = CudaGraphManager(
+            self.config, CPU, compilation.cudagraph_mode, 1 + self.drafts, varlen_decode=self.adaptive
+        )
         self.runner = SimpleNamespace(
             input_buffers=self.buffers, block_tables=self.tables, req_states=self.states, device=CPU,
-            model_state=SimpleNamespace(num_new_sampled_tokens_per_step=1), adaptive_verification=None,
-            pcp_manager=None, fast_prefill=None, model_config=self.config.model_config, max_num_reqs=MAX_REQS,
-            decode_query_len=1 + self.drafts, use_pp=False, speculator=None,
+            model_state=SimpleNamespace(num_new_sampled_tokens_per_step=1),
+            adaptive_verification=_adaptive(self) if self.adaptive else None, pcp_manager=None, fast_prefill=None,
+            model_config=self.config.model_config, max_num_reqs=MAX_REQS, decode_query_len=1 + self.drafts,
+            use_pp=False, speculator=None,
         )  # fmt: skip
         self.model_state = SimpleNamespace(max_model_len=MAX_LEN, supports_mm_inputs=False)
 
@@ -192,6 +199,19 @@ def _config(folder: Path, kv_cache_dtype: str, drafts: int, arch: str, kernel: s
     ).create_engine_config()
 
 
+def _adaptive(setup: Setup) -> Any:
+    """Return V2's own object that trims drafts. A step costs the same with any number of them."""
+    from vllm.v1.worker.gpu.spec_decode import adaptive_verification as module
+
+    vars(module)["_assign_draft_token_budget_compiled"] = module._assign_draft_token_budget
+    with mock.patch.multiple(torch.cuda, Stream=mock.MagicMock(), Event=mock.MagicMock()):
+        made = module.AdaptiveVerificationManager(setup.states, setup.buffers.query_start_loc, 1, MAX_TOKENS)
+    made.cost_tables = (np.zeros(MAX_REQS + 1), np.ones(MAX_TOKENS + 1))
+    # The first request's drafts are the surest.
+    made._confidence_probs[:] = torch.arange(1, MAX_REQS + 1).unsqueeze(1).reciprocal()
+    return made
+
+
 def _layer(config: Any) -> tuple[Any, Any]:
     """Return vLLM's ``MLAAttention`` with random weights, and its rotary embedding."""
     from vllm.model_executor.layers.attention import MLAAttention
@@ -248,7 +268,8 @@ def real(setup: Setup, *requests: tuple[int, int, int], drafts: tuple[int, ...] 
         has_structured_output_requests=False,
     )
     state, uniform = GPUModelRunner.gather_batch_req_state(runner, output, False)
-    found = _dispatch(setup, len(requests), max(state.num_tokens, at_least), uniform, graphs)
+    longest = None if state.has_prefill else max(scheduled.values())
+    found = _dispatch(setup, len(requests), max(state.num_tokens, at_least), uniform, graphs, longest)
     batch = GPUModelRunner.prepare_inputs(runner, output, state, found, 0)
     tables, slots = GPUModelRunner.prepare_attn(runner, batch)
     if last_half:
@@ -266,9 +287,9 @@ def _last_half(batch: Any, tables: Any, slots: Any) -> tuple[Any, Any, Any]:
     return ubatch_utils._slice_input_batch(batch, half, *buffers), tables, slots[:, half.token_slice]
 
 
-def _dispatch(setup: Setup, requests: int, tokens: int, uniform: int | None, graphs: bool) -> Any:
+def _dispatch(setup: Setup, requests: int, tokens: int, uniform: int | None, graphs: bool, longest: int | None) -> Any:
     setup.manager._graphs_captured = graphs
-    return setup.manager.dispatch(requests, tokens, uniform, 0)
+    return setup.manager.dispatch(requests, tokens, uniform, 0, longest)
 
 
 def dummy(setup: Setup, requests: int, graphs: bool) -> Step:
@@ -278,7 +299,7 @@ def dummy(setup: Setup, requests: int, graphs: bool) -> Step:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     each = 1 + setup.drafts
-    found = _dispatch(setup, requests, requests * each, each, graphs)
+    found = _dispatch(setup, requests, requests * each, each, graphs, each)
     batch = InputBatch.make_dummy(found.num_reqs or requests, found.num_tokens, setup.buffers)
     tables, slots = GPUModelRunner.prepare_dummy_attn(setup.runner, batch)
     step = _step(setup, batch, found.cg_mode, tables, slots, for_capture=found.cg_mode == CUDAGraphMode.FULL)
@@ -298,8 +319,8 @@ def _step(setup: Setup, batch: Any, mode: Any, tables: Any, slots: Any, for_capt
     return Step(metadata, by_layer, shown, batch.num_tokens_after_padding, batch.num_tokens, batch.positions)
 
 
-def capture(setup: Setup, mode: str, requests: int, tokens: int) -> Step:
-    """Build the batch over which a graph is captured."""
+def capture(setup: Setup, mode: str, requests: int, tokens: int, longest: int | None = None) -> Step:
+    """Build the batch over which a graph is captured; ``longest``: most rows of a request, if they are unequal."""
     from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
@@ -307,7 +328,7 @@ def capture(setup: Setup, mode: str, requests: int, tokens: int) -> Step:
     full = mode == "FULL"
     metadata, slots = prepare_inputs_to_capture(
         requests, tokens, state, setup.buffers, setup.tables, setup.groups, setup.kv_config, full_cudagraph=full,
-        max_query_len=tokens // requests if full else None,
+        max_query_len=(longest or tokens // requests) if full else None,
     )  # fmt: skip
     return Step(metadata, slots, "NONE" if full else mode, tokens, 0, setup.buffers.positions[:tokens])
 
@@ -346,6 +367,18 @@ def decodes(setup: Setup, *prefill: tuple[int, int, int], count: int = 5, **opti
     return real(setup, *requests, *prefill, drafts=(setup.drafts,) * count + (0,) * len(prefill), **options)
 
 
+def trimmed(setup: Setup, drafts: int, *prefill: tuple[int, int, int], **options: Any) -> Step:
+    """Build a batch as ``decodes`` whose requests keep ``drafts`` drafts altogether, the surest ones."""
+    rows = 5 + drafts + sum(tokens for *_, tokens in prefill)
+    costs = np.where(np.arange(MAX_TOKENS + 1) <= rows, 1.0, 1e6)
+    with mock.patch.object(setup.runner.adaptive_verification, "cost_tables", (np.zeros(MAX_REQS + 1), costs)):
+        step = decodes(setup, *prefill, **options)
+    lengths = setup.buffers.query_start_loc[:6].diff().tolist()
+    assert step.real == rows
+    assert lengths[0] - lengths[-1] == min(drafts, setup.drafts), "an even split, as Python has it"
+    return step
+
+
 KINDS: dict[str, Callable[[Setup], Step]] = {
     "decode, no graph": lambda s: decodes(s, graphs=False),
     "decode, full graph, padded": lambda s: decodes(s),
@@ -366,18 +399,29 @@ KINDS: dict[str, Callable[[Setup], Step]] = {
     # Memory profiling has neither metadata nor slots nor a cache.
     "profiling": lambda s: Step(None, None, "NONE", MAX_TOKENS, 0, torch.zeros(MAX_TOKENS, dtype=torch.int64)),
 }
+ADAPTIVE: dict[str, Callable[[Setup], Step]] = {
+    "drafts for some": KINDS["drafts for some"],
+    "unequal drafts, no graph": lambda s: trimmed(s, 4, graphs=False),
+    "unequal drafts, full graph, padded": lambda s: trimmed(s, 4),
+    "no draft left, full graph, padded": lambda s: trimmed(s, 0),
+    "unequal drafts and prefill": lambda s: trimmed(s, 4, (5, 0, 5)),
+    "capture of a full graph": lambda s: capture(s, "FULL", 8, 12, longest=1 + s.drafts),
+}
+"""Kinds of batches with adaptive verification, which trims drafts on the card: Python knows their sum only."""
 
 
 def same_page_indices() -> bool:
     """Return whether the sandbox's kernel writes what vLLM's Triton kernel writes."""
     from vllm.v1.attention.backends.mla import rocm_aiter_mla
 
+    vllm_own = rocm_aiter_mla._expand_page_indices_kernel
     table = torch.arange(24, dtype=torch.int32).flip(0).view(3, 8)
     bounds = torch.tensor([0, 5, 5, 37], dtype=torch.int32)
+    operands = (table, *table.stride(), bounds, *((bounds.diff(),) if "num_real_tokens" in vllm_own.arg_names else ()))
     found = []
-    for kernel in (rocm_aiter_mla._expand_page_indices_kernel, card.PageIndices()):
+    for kernel in (vllm_own, card.PageIndices()):
         found.append(torch.full((40,), -1, dtype=torch.int32))
-        kernel[(3, 1)](found[-1], table, *table.stride(), bounds, KERNEL_BLOCK_SIZE=4, BLOCK_SIZE=1024)
+        kernel[(3, 1)](found[-1], *operands, KERNEL_BLOCK_SIZE=4, BLOCK_SIZE=1024)
     return bool(torch.equal(*found))
 
 
@@ -386,7 +430,8 @@ def main(folder: str, options: dict) -> dict:
     from tests.engine.engine_mutations import a_mixed_batch_counts_as_decode
 
     setup = Setup(Path(folder), **options)
-    found = {name: setup.compare(build(setup)) for name, build in KINDS.items() if setup.drafts or "drafts" not in name}
+    kinds = ADAPTIVE if setup.adaptive else KINDS
+    found = {name: setup.compare(build(setup)) for name, build in kinds.items() if setup.drafts or "drafts" not in name}
     a_mixed_batch_counts_as_decode()
     return {"kinds": found, "planted": setup.compare(KINDS["mixed"](setup)), "page_indices": same_page_indices()}
 
