@@ -28,6 +28,7 @@ from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.kernels.triton import backend as triton_backend
 from vllm_aiter_mla.kernels.triton import launcher, tiles, tuning
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 from vllm_aiter_mla.serving import backends, decision
@@ -156,6 +157,33 @@ def test_a_tuned_tile_that_fails_its_check_is_left_out_and_the_tables_serves(car
     (left_out,) = said.at(logging.WARNING)
     assert f"the tuned tiles {BEST} 1..16 are left out" in left_out
     assert "tuned" not in line(one)
+
+
+@pytest.fixture
+def two_widths():
+    """Calls of a target and of its draft, which have as many heads and other widths."""
+    shape = replace(command.shape_of(16, "bf16", "bf16"), device="meta")
+    target, draft = (synthetic_inputs(replace(shape, nope_dim=nope)) for nope in (128, 192))
+    return TritonBackend({tuning.key_of(target): ((1, 16, BEST),)}), target, draft
+
+
+def assert_draft_alone_is_untuned(backend, target, draft):
+    """Check that a failed check of the draft's tile leaves the target the tile that passed its own."""
+    assert {backend.tile(call, 4).label for call in (target, draft)} == {BEST}
+    backend.untune(draft)
+    assert [backend.tile(call, 4).label for call in (target, draft)] == [BEST, TABLE]
+    assert (backend.tuned(target), backend.tuned(draft)) == (f"{BEST} 1..16", "")
+
+
+def test_a_tuned_tile_that_fails_for_one_shape_stays_with_another(card, two_widths):
+    assert_draft_alone_is_untuned(*two_widths)
+
+
+@pytest.mark.mutation
+def test_mutation_a_tile_that_is_left_out_by_heads_is_caught(card, two_widths, monkeypatch):
+    monkeypatch.setattr(triton_backend, "_shape", tuning.key_of)
+    with pytest.raises(AssertionError, match=f"'{TABLE}', '{TABLE}'"):
+        assert_draft_alone_is_untuned(*two_widths)
 
 
 def other_card(kept):

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -39,6 +40,7 @@ class TritonBackend(KernelBackend):
 
     def __init__(self, chosen: Mapping[str, Ranges] | None = None) -> None:
         self._chosen = dict(chosen or {})
+        self._untuned: set[tuple[Any, ...]] = set()  # shapes that failed their check with the chosen tiles
 
     @property
     def arch(self) -> str:
@@ -47,18 +49,22 @@ class TritonBackend(KernelBackend):
 
     def tile(self, inputs: DecodeInputs, tokens: int) -> Tile:
         """Return the tile of calls like ``inputs`` with ``tokens`` rows."""
-        chosen = self._chosen.get(tuning.key_of(inputs), ())
+        chosen = self._ranges(inputs)
         label = next((label for _, last, label in chosen if tokens <= last), None)  # beyond what was timed the table's
         return tile_for(self.arch, tokens, inputs.num_heads) if label is None else tiles.allowed(self.arch)[label]
 
     def tuned(self, inputs: DecodeInputs) -> str:
         """See the base class: tiles by tokens, as in "16x64/4w 1..32"."""
-        chosen = self._chosen.get(tuning.key_of(inputs), ())
+        chosen = self._ranges(inputs)
         return ", ".join(f"{label} {first}..{last}" for first, last, label in chosen)
 
     def untune(self, inputs: DecodeInputs) -> None:
-        """See the base class: the table's tiles take over."""
-        self._chosen.pop(tuning.key_of(inputs), None)
+        """See the base class: the table's tiles take over for calls of this shape. Others have passed their check."""
+        self._untuned.add(_shape(inputs))
+
+    def _ranges(self, inputs: DecodeInputs) -> Ranges:
+        """Return which tiles a file has chosen for calls of this shape, by tokens."""
+        return () if _shape(inputs) in self._untuned else self._chosen.get(tuning.key_of(inputs), ())
 
     def bind(self, inputs: DecodeInputs) -> Binding | str:
         """See the base class: one launch, on the tile that belongs to the call's shape.
@@ -80,7 +86,7 @@ class TritonBackend(KernelBackend):
 
     def tried_counts(self, inputs: DecodeInputs) -> tuple[int, ...]:
         """See the base class: one for each tile."""
-        return tiles.tried_counts(self.arch, inputs.num_heads, self._chosen.get(tuning.key_of(inputs), ()))
+        return tiles.tried_counts(self.arch, inputs.num_heads, self._ranges(inputs))
 
     def warm_up(self, template: DecodeInputs, token_counts: Iterable[int]) -> None:
         """Compile and load every variant that captures of ``token_counts`` rows need. Call it outside capture.
@@ -96,6 +102,12 @@ class TritonBackend(KernelBackend):
         one = replace(template, slot_mapping=template.slot_mapping[:0], **rows)
         for tile in {self.tile(template, tokens=n) for n in token_counts if n > 0}:
             launcher.Launch(one, tile)(one)
+
+
+def _shape(inputs: DecodeInputs) -> tuple[Any, ...]:
+    """Return what is checked at once: ``LayerShape`` without the block size and the pairing."""
+    q = inputs.q
+    return (tuning.key_of(inputs), q.shape[1:], q.dtype, inputs.latent_dim, inputs.out_dtype, inputs.out_heads)
 
 
 def refused_on(arch: str, inputs: DecodeInputs) -> str | None:
