@@ -134,6 +134,21 @@ def stale(field, size=None):
     return plant
 
 
+def of_the_first_layer(field):
+    """A kernel that goes on with the operand of the first call, the first layer's, in every layer."""
+
+    def plant(patch):
+        first = []
+
+        def prepare(right, inputs):
+            first[:] = first or [getattr(inputs, field)]
+            return right(replace(inputs, **{field: first[0]}))
+
+        return Changed(prepare)
+
+    return plant
+
+
 def stale_values(size):
     """A v-up projection of ``size`` rows that goes on with the first copy of its weight."""
     copies = {}
@@ -358,6 +373,9 @@ FAULTS = [
     # q of a decode batch is changed in place, as vLLM's own rotary kernel does.
     Fault("rotates-its-inputs", "fresh-data", "inputs-unchanged", kernel(flips_query)),
     Fault("one-buffer-for-all-layers", "two-layers-one-graph", "query-nope", one_buffer),
+    # A cache that is keyed too coarsely: a process has one entry for all layers.
+    *(Fault(f"{field}-of-the-first-layer", "two-layers-one-graph", oracle, of_the_first_layer(field)) for field, oracle
+      in (("k_scale", "cache-rows"), ("q_scale", "query-nope"), ("cos_sin_cache", "query-rope"))),
     Fault("launches-more", "kernel-status", "launches", kernel(lambda run, inputs: run(inputs).clone().clone())),
     Fault("one-position-for-all-keys", "fresh-data", "cache-rows", kernel(one_position)),
     # Bugs of the op bodies.

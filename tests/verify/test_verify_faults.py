@@ -5,7 +5,7 @@ import torch
 
 from tests.verify.faults import FAULTS, Changed
 from vllm_aiter_mla.kernels.backend import OWN_BMM
-from vllm_aiter_mla.verify import oracles, runner
+from vllm_aiter_mla.verify import layer, oracles, runner
 from vllm_aiter_mla.verify.engine import EagerEngine
 
 
@@ -60,6 +60,14 @@ def test_mutation_with_tame_padding_a_padded_row_reaches_a_real_one_unnoticed(br
 @pytest.mark.parametrize("name", ["write-outside-slot", "writes-slot-minus-one", "write-outside-slot-each-97th"])
 def test_mutation_without_the_look_elsewhere_stray_writes_go_unnoticed(caught, monkeypatch, name):
     monkeypatch.setattr(oracles, "_elsewhere", lambda *arguments: iter(()))
+    assert caught(name) == set()
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("name", [f"{field}-of-the-first-layer" for field in ("k_scale", "q_scale")])
+def test_mutation_without_own_scales_those_of_another_layer_go_unnoticed(caught, monkeypatch, name):
+    assert caught(name)
+    monkeypatch.setattr(layer, "own_scale", lambda index: 1)
     assert caught(name) == set()
 
 

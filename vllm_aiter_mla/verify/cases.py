@@ -204,8 +204,9 @@ def _of_the_kernel(limit: int) -> Iterator[Case]:
             (Replay(limit, side=True), Replay(half, side=True), start), side_stream=True,
         ),
         Case(
-            "two-layers-one-graph", "two layers with their own weights, caches and scales share one graph", two,
-            (start, Replay(half, 1), Replay(limit, half)), layers=2,
+            "two-layers-one-graph",
+            "two layers with their own weights, caches, tables and scales share one graph; their scales change", two,
+            (start, Replay(half, 1), "scales", Replay(limit, half)), layers=2,
         ),
         Case("kernel-status", "each layer launches what its back end should, and no more", (1, 3, limit),
              ("launches",)),

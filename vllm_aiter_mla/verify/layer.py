@@ -63,6 +63,7 @@ class Layer:
     w_uk: AbsorbWeight
     w_uv: torch.Tensor  # [N, latent, V] act
     storage: torch.Tensor  # [GUARD + blocks + GUARD, block_size, latent+R], the cache between its guards
+    table: torch.Tensor  # cos and sin, [max_position, R]; a draft's layer may have another one than its target's
     k_scale: torch.Tensor  # one float32
     q_scale: torch.Tensor  # one float32
     out_heads: ClassVar[int] = 0  # attention takes any number of heads here
@@ -77,7 +78,7 @@ class Layer:
     def rope(self, positions: torch.Tensor) -> bodies.Rope:
         """Return the rotation at these positions."""
         return bodies.Rope(
-            positions, self.buffers.table, self.k_scale, self.buffers.variant.is_neox, "the layer's own rotation"
+            positions, self.table, self.k_scale, self.buffers.variant.is_neox, "the layer's own rotation"
         )
 
     def inputs(self, size: int) -> DecodeInputs:
@@ -88,7 +89,7 @@ class Layer:
             kv_cache=self.kv_cache,
             slot_mapping=self.buffers.slot_mapping(size)[:size],
             positions=self.buffers.positions[:size],
-            cos_sin_cache=self.buffers.table,
+            cos_sin_cache=self.table,
             k_scale=self.k_scale,
             q_scale=self.q_scale,
             is_neox=self.buffers.variant.is_neox,
@@ -189,12 +190,11 @@ class Buffers:
         self.generator = torch.Generator().manual_seed(seed)
         self.limit = limit = item.limit + 1  # rows of every buffer: one batch is larger than every graph
         self.blocks = limit * item.geometry.blocks + 1
-        self.table = self._table()
         self.positions = torch.zeros(limit, dtype=torch.int64, device=device)
         self.slots = torch.full((limit,), -1, dtype=torch.int64, device=device)
         self.row_blocks = torch.zeros((limit, item.geometry.blocks), dtype=torch.int64, device=device)
         self.row_keys = torch.zeros(limit, dtype=torch.int64, device=device)
-        self.layers = tuple(self._layer() for _ in range(item.case.layers))
+        self.layers = tuple(self._layer(index) for index in range(item.case.layers))
         self.batch = Batch(0, dummy=True)
 
     def slot_mapping(self, size: int) -> torch.Tensor:
@@ -225,10 +225,11 @@ class Buffers:
         g = self.geometry
         return self._normal(g.heads, g.latent, g.v, scale=g.latent**-0.5)
 
-    def _layer(self) -> Layer:
+    def _layer(self, index: int) -> Layer:
         g, width = self.geometry, self.geometry.latent + self.geometry.rope
+        table, own = self._table(), own_scale(index)
         rows = torch.randn(self.blocks + 2 * GUARD_BLOCKS, g.block_size, width, generator=self.generator)
-        cache = reference.store_nope(rows.to(ACT), torch.tensor(1 / K_SCALE), self.variant.cache)
+        cache = reference.store_nope(rows.to(ACT), torch.tensor(1 / (K_SCALE * own)), self.variant.cache)
         return Layer(
             buffers=self,
             source=self._rows(),
@@ -236,8 +237,9 @@ class Buffers:
             w_uk=self._weight(),
             w_uv=self._value_weight(),
             storage=cache.to(self.device),
-            k_scale=torch.tensor([K_SCALE], device=self.device),
-            q_scale=torch.tensor([Q_SCALE], device=self.device),
+            table=table,
+            k_scale=torch.tensor([K_SCALE * own], device=self.device),
+            q_scale=torch.tensor([Q_SCALE * own], device=self.device),
             out=torch.zeros(self.limit, g.heads * g.v, dtype=ACT, device=self.device),
         )
 
@@ -293,11 +295,10 @@ class Buffers:
 
     def change(self, what: str) -> None:
         """Change in place what serving may change between replays: "weights", "scales", "table" or "overflow"."""
-        if what == "table":
-            self.table.copy_(self._table())
-            return
-        for layer in self.layers:
-            if what == "weights":
+        for index, layer in enumerate(self.layers):
+            if what == "table":
+                layer.table.copy_(self._table())
+            elif what == "weights":
                 for (_, held), (_, fresh) in zip(layer.w_uk.tensors, self._weight().tensors, strict=True):
                     held.copy_(fresh)
                 layer.w_uv.copy_(self._value_weight())
@@ -305,8 +306,13 @@ class Buffers:
                 for rows in (layer.source.q[..., self.geometry.nope :], layer.source.k_pe, layer.source.kv_c):
                     rows.mul_(OVERFLOW)
             else:
-                layer.k_scale.mul_(1.5)
-                layer.q_scale.mul_(0.75)
+                layer.k_scale.mul_(1.5 * own_scale(index))
+                layer.q_scale.mul_(0.75 * own_scale(index))
+
+
+def own_scale(index: int) -> float:
+    """Return the factor from the first layer's scales to those of another one: a checkpoint calibrates each layer."""
+    return 1 + index / 2
 
 
 def raw(x: torch.Tensor) -> torch.Tensor:

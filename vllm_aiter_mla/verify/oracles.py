@@ -191,14 +191,13 @@ def _described(query: torch.Tensor | None) -> str:
 
 def _operands(buffers: Buffers) -> Iterator[tuple[str, torch.Tensor]]:
     yield from (
-        ("cos_sin_cache", buffers.table),
         ("positions", buffers.positions),
         ("slot_mapping", buffers.slots),
         ("block table", buffers.row_blocks),
         ("sequence lengths", buffers.row_keys),
     )
     for i, layer in enumerate(buffers.layers):
-        named = [(name, getattr(layer, name)) for name in ("w_uv", "k_scale", "q_scale")]
+        named = [(name, getattr(layer, name)) for name in ("table", "w_uv", "k_scale", "q_scale")]
         named += [(name, torch.atleast_1d(tensor)) for name, tensor in layer.w_uk.tensors]
         yield from ((f"{name} of layer {i}", tensor) for name, tensor in (*named, *layer.source._asdict().items()))
 
