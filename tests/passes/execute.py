@@ -92,9 +92,10 @@ def _narrowed(node: Any, value: Any) -> Any:
     return value
 
 
-def inputs_of(gm: fx.GraphModule, rows: int) -> list[Any]:
-    """Real values for the placeholders: random data, positions inside the table, the layers' names."""
+def inputs_of(gm: fx.GraphModule, rows: int, layers: list[StubLayer]) -> list[Any]:
+    """Real values for the placeholders: random data, positions inside the table, the layers' names and k_scales."""
     generator = torch.Generator().manual_seed(3)
+    scales = iter([layer._k_scale for layer in layers])  # the only scalars, in the order of the layers
     values: list[Any] = []
     for node in gm.graph.nodes:
         if node.op != "placeholder":
@@ -104,6 +105,8 @@ def inputs_of(gm: fx.GraphModule, rows: int) -> list[Any]:
             values.append(rows)
         elif not isinstance(fake, torch.Tensor):
             values.append(fake.real_obj)
+        elif not fake.dim():
+            values.append(next(scales))
         else:
             values.append(_real(fake, rows, generator))
     return values
@@ -113,8 +116,6 @@ def _real(fake: torch.Tensor, rows: int, generator: torch.Generator) -> torch.Te
     shape = [size if isinstance(size, int) else rows for size in fake.shape]
     if fake.dtype == torch.int64:
         return torch.randint(0, 20, shape, generator=generator)
-    if not shape:
-        return torch.tensor(0.25)
     return (torch.randn(shape, generator=generator) / (1 if len(shape) < 2 else shape[0] ** 0.25)).to(fake.dtype)
 
 
@@ -156,7 +157,7 @@ def execute(gm: fx.GraphModule, layers: list[StubLayer], batch: Batch) -> Outcom
         compat_layer, "rotary_embedding", partial(_rotate_in_op, compat_layer.rotary_embedding)
     )
     with forward(layers, batch), torch.no_grad(), nan_in_new_memory(), rotation:
-        outputs = Runner(gm).run(*inputs_of(gm, batch.rows))
+        outputs = Runner(gm).run(*inputs_of(gm, batch.rows, layers))
         return Outcome([out[: batch.real].clone() for out in outputs], [layer.kv_cache.clone() for layer in layers])
 
 

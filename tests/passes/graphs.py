@@ -71,6 +71,7 @@ class Layer:
     k_rotated: fx.Node
     q: fx.Node
     k_pe: fx.Node
+    k_scale: fx.Node
     kv_update: fx.Node
     attention: fx.Node
 
@@ -95,7 +96,6 @@ class Builder:
         self.x = self._placeholder("x", fake)
         self.positions = self.input("positions", fake.shape[0], dtype=torch.int64)
         self.table = self.input("table", TABLE_ROWS, spelling.sizes.r)
-        self.k_scale = self.input("k_scale", dtype=torch.float32)
         self.residual = self.x
         self.layers: list[Layer] = []
 
@@ -140,25 +140,26 @@ class Builder:
         s = self.spelling.but(**changes)
         name = name or f"model.layers.{len(self.layers)}.attn"
         name_arg = self.layer_name(name, s.names)
-        q_gemm, kv_gemm = self._projections(name.replace(".", "_"), s)
+        prefix = name.replace(".", "_")
+        k_scale = self.input(f"{prefix}_k_scale", dtype=torch.float32)
+        q_gemm, kv_gemm = self._projections(prefix, s)
         kv_c, k_raw = self._split_kv(kv_gemm, s)
         q_view = self.view(q_gemm, -1, s.sizes.n, s.sizes.p + s.sizes.r)
         q_pe = self(aten.slice.Tensor, q_view, 2, s.sizes.p, END)
         k_3d = self(aten.unsqueeze.default, k_raw, 1)
         if s.prefused:
-            q_rotated, k_rotated, k_pe, update = self._prefused(s, q_pe, k_raw, kv_c, name_arg)
+            q_rotated, k_rotated, k_pe, update = self._prefused(s, q_pe, k_raw, kv_c, k_scale, name_arg)
         else:
             q_rotated, k_rotated = rotary.ROPES[s.rope](self, s, q_pe, k_3d)
             k_pe = k_rotated
-            update = self(
-                torch.ops.vllm.unified_mla_kv_cache_update.default, kv_c, k_pe, name_arg, s.cache, self.k_scale
-            )
+            update = self(torch.ops.vllm.unified_mla_kv_cache_update.default, kv_c, k_pe, name_arg, s.cache, k_scale)
         q = self._write_back(s, q_gemm, q_view, q_rotated)
         dep = self(operator.getitem, update, 0) if s.prefused else update
         attention = self._attend(s, q, kv_c, k_pe, name_arg, dep)
         made = Layer(
-            name, name_arg, q_gemm, q_view, q_pe, kv_gemm, k_raw, kv_c, q_rotated, k_rotated, q, k_pe, update, attention
-        )
+            name, name_arg, q_gemm, q_view, q_pe, kv_gemm, k_raw, kv_c, q_rotated, k_rotated, q, k_pe, k_scale, update,
+            attention,
+        )  # fmt: skip
         self.layers.append(made)
         return made
 
@@ -188,11 +189,13 @@ class Builder:
             rotated = self(aten.copy.default, self(aten.slice.Tensor, q_view, 2, p, END), rotated)
         return self(aten.slice_scatter.default, target, rotated, 2, p, END)
 
-    def _prefused(self, s: Spelling, q_pe: fx.Node, k: fx.Node, kv_c: fx.Node, name: Any) -> tuple[fx.Node, ...]:
+    def _prefused(
+        self, s: Spelling, q_pe: fx.Node, k: fx.Node, kv_c: fx.Node, k_scale: fx.Node, name: Any
+    ) -> tuple[fx.Node, ...]:
         fused = self(
             auto_functionalized, torch.ops.vllm.fused_rope_unified_mla_kv_cache_update.default,
             positions=self.positions, q_pe=q_pe, k_pe=k, kv_c=kv_c, cos_sin_cache=self.table, is_neox=s.is_neox,
-            kv_cache_dtype=s.cache, kv_cache_scale=self.k_scale, layer_name=name,
+            kv_cache_dtype=s.cache, kv_cache_scale=k_scale, layer_name=name,
         )  # fmt: skip
         k_rotated = self(operator.getitem, fused, 2)
         return self(operator.getitem, fused, 1), k_rotated, self(aten.unsqueeze.default, k_rotated, 1), fused

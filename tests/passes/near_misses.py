@@ -325,7 +325,7 @@ CASES: dict[str, Case] = {
     **{
         f"attention given {name}": (
             code,
-            lambda e, name=name: e.attend(**{name: e.layer.q if name == "q_dcp_replicated" else e.b.k_scale}),
+            lambda e, name=name: e.attend(**{name: e.layer.q if name == "q_dcp_replicated" else e.layer.k_scale}),
             {},
         )
         for name, code in NONE_ARGS.items()
@@ -334,12 +334,12 @@ CASES: dict[str, Case] = {
 UNKNOWN: dict[str, Case] = {
     name: ("unknown_argument", edit, changes)
     for name, edit, changes in (
-        ("attn_sink of attention", lambda e: e.attend(attn_sink=e.b.k_scale), {}),
+        ("attn_sink of attention", lambda e: e.attend(attn_sink=e.layer.k_scale), {}),
         ("window of attention", lambda e: e.attend(window=128), {}),
         ("window=0 of attention", lambda e: e.attend(window=0), {}),
         ("skip_scale of the KV update", lambda e: give(e.layer.kv_update, skip_scale=True), {}),
         ("argument number 6 of the KV update", lambda e: give(e.layer.kv_update, True), {}),
-        ("slots of vLLM's own fused op", lambda e: give(e.layer.kv_update, slots=e.b.k_scale), PREFUSED),
+        ("slots of vLLM's own fused op", lambda e: give(e.layer.kv_update, slots=e.layer.k_scale), PREFUSED),
         ("argument number 10 of vLLM's own fused op", lambda e: give(e.layer.kv_update, *range(10)), PREFUSED),
         ("mscale of the rotary op", lambda e: give(rotary_op(e), mscale=0.5), {"rope": "op, flat"}),
         ("mscale of AITER's rotary op", lambda e: give(rotary_op(e), mscale=0.5), {"rope": "aiter"}),

@@ -25,6 +25,15 @@ BLOCKS, BLOCK_SIZE = 11, 4
 """More slots than rows in any test. Their number has no factor in common with the distance of two rows' slots."""
 
 
+def scales_of(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the k_scale and q_scale of a layer: others for each number in a name, as a checkpoint has them.
+
+    vLLM divides KV rows by k_scale, kernels multiply by its reciprocal: the bytes are equal for powers of two only.
+    """
+    number = int("".join(filter(str.isdigit, name)) or 0)
+    return torch.tensor(2.0 ** (number % 4 - 2)), torch.tensor(0.5 + number / 8)
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of a layer: N heads, P nope, R rope, L latent and V value widths, hidden and q_lora widths."""
@@ -85,7 +94,7 @@ class StubLayer:
         self.qk_nope_head_dim, self.qk_rope_head_dim = sizes.p, sizes.r
         self.W_UK_T = torch.randn(sizes.n, sizes.p, sizes.latent, generator=generator).to(dtype)
         self.W_UV = torch.randn(sizes.n, sizes.latent, sizes.v, generator=generator).to(dtype)
-        self._k_scale, self._q_scale = torch.tensor(0.25), torch.tensor(0.5)
+        self._k_scale, self._q_scale = scales_of(name)
         rows = torch.randn(blocks, BLOCK_SIZE, sizes.latent + sizes.r, generator=generator)
         self.initial = rows.to(torch.float8_e4m3fn).view(torch.uint8) if cache_dtype == "fp8" else rows.to(dtype)
         self.kv_cache = self.initial.clone()
@@ -163,12 +172,12 @@ class Batch:
             num_actual_tokens=self.real,
         )  # fmt: skip
 
-    def slot_mapping(self) -> torch.Tensor | None:
-        """A slot per real row, scattered over the cache; -1 for graph padding."""
+    def slot_mapping(self, layer: int = 0) -> torch.Tensor | None:
+        """A slot per real row, scattered over the cache, elsewhere in each layer; -1 for graph padding."""
         if self.profiling:
             return None
         count = self.rows if self.slots is None else self.slots
-        slots = torch.arange(count) * 5 % (self.blocks * BLOCK_SIZE)
+        slots = (torch.arange(count) * 5 + layer) % (self.blocks * BLOCK_SIZE)
         return torch.where(torch.arange(count) < self.real, slots, -1)
 
 
@@ -186,11 +195,12 @@ def forward(layers, batch, mode=CUDAGraphMode.NONE):
     by_name = {layer.layer_name: layer for layer in layers}
     for layer in layers:
         layer.kv_cache = layer.initial.clone()
-    slots = batch.slot_mapping()
+    # As in a hybrid model, whose groups of layers have caches and slots of their own.
+    slots = {name: batch.slot_mapping(index) for index, name in enumerate(by_name)}
     context = ForwardContext(
         no_compile_layers=by_name,
         attn_metadata=None if batch.profiling else dict.fromkeys(by_name, batch.metadata()),
-        slot_mapping={} if slots is None else dict.fromkeys(by_name, slots),
+        slot_mapping={} if batch.profiling else slots,
         cudagraph_runtime_mode=mode,
     )
     with override_forward_context(context):

@@ -60,7 +60,7 @@ def assert_bound(found, builder, layer, spelling):
     assert tuple(found.q.meta["val"].shape[1:]) == (z.n, z.p + z.r)
     assert view_root(found.k_pe) is view_root(layer.k_raw)
     assert found.k_pe.meta["val"].shape[-1] == z.r
-    assert (found.kv_c, found.k_scale) == (layer.kv_c, builder.k_scale)
+    assert (found.kv_c, found.k_scale) == (layer.kv_c, layer.k_scale)
     assert (found.positions, found.cos_sin_cache) == (builder.positions, builder.table)
     assert (found.is_neox, found.kv_cache_dtype) == (spelling.is_neox, spelling.cache)
     assert (found.num_heads, found.nope_dim, found.rope_dim, found.latent_dim) == (z.n, z.p, z.r, z.latent)

@@ -10,7 +10,7 @@ from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import DeepseekScalingRotaryEmbedding
 
-from tests.passes.stubs import Sizes
+from tests.passes.stubs import Sizes, scales_of
 
 POSITIONS = 24
 
@@ -36,10 +36,10 @@ class Attention(nn.Module):
     use_direct_call = False
     forward = MLAAttention.forward
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, cache: str) -> None:
         super().__init__()
-        self.layer_name, self.kv_cache_dtype = name, "auto"
-        self._k_scale = torch.tensor(0.25)
+        self.layer_name, self.kv_cache_dtype = name, cache
+        self._k_scale, _ = scales_of(name)
 
 
 def rotary(kind: str, is_neox: bool, sizes: Sizes, dtype: torch.dtype) -> nn.Module:
@@ -55,7 +55,7 @@ def rotary(kind: str, is_neox: bool, sizes: Sizes, dtype: torch.dtype) -> nn.Mod
         return RotaryEmbedding(**common)
 
 
-def wrapper(name: str, rope: nn.Module, sizes: Sizes, dtype: torch.dtype, q_lora: bool) -> nn.Module:
+def wrapper(name: str, rope: nn.Module, sizes: Sizes, dtype: torch.dtype, q_lora: bool, cache: str) -> nn.Module:
     """vLLM's MLA wrapper with its forward as it is; only its parts are made by hand."""
     made = MultiHeadLatentAttentionWrapper.__new__(MultiHeadLatentAttentionWrapper)
     nn.Module.__init__(made)
@@ -64,7 +64,7 @@ def wrapper(name: str, rope: nn.Module, sizes: Sizes, dtype: torch.dtype, q_lora
         "num_heads": z.n, "qk_nope_head_dim": z.p, "qk_rope_head_dim": z.r, "qk_head_dim": z.p + z.r, "v_head_dim": z.v,
         "kv_lora_rank": z.latent, "q_lora_rank": z.q_lora if q_lora else None,
         "kv_a_layernorm": nn.RMSNorm(z.latent, dtype=dtype), "rotary_emb": rope,
-        "o_proj": Linear(z.n * z.v, z.hidden, dtype), "mla_attn": Attention(name), "fuse_qkv_rmsnorm": False,
+        "o_proj": Linear(z.n * z.v, z.hidden, dtype), "mla_attn": Attention(name, cache), "fuse_qkv_rmsnorm": False,
         "dcp_q_replicate": False, "is_sparse": False, "skip_topk": False, "indexer": None, "g_proj": None,
     }  # fmt: skip
     if q_lora:
@@ -81,13 +81,15 @@ def wrapper(name: str, rope: nn.Module, sizes: Sizes, dtype: torch.dtype, q_lora
     return made.eval().requires_grad_(False)
 
 
-def model(kind: str, is_neox: bool, layers: int, q_lora: bool, dtype: torch.dtype) -> tuple[nn.Module, list[str]]:
+def model(
+    kind: str, is_neox: bool, layers: int, q_lora: bool, dtype: torch.dtype, cache: str = "auto"
+) -> tuple[nn.Module, list[str]]:
     """A stack of layers with residuals, and their names."""
     sizes = Sizes()
     torch.manual_seed(0)
     rope = rotary(kind, is_neox, sizes, dtype)
     names = [f"model.layers.{i}.attn" for i in range(layers)]
-    stack = nn.ModuleList(wrapper(name, rope, sizes, dtype, q_lora) for name in names)
+    stack = nn.ModuleList(wrapper(name, rope, sizes, dtype, q_lora, cache) for name in names)
 
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.passes.stubs import BLOCK_SIZE
-from tests.support.opcalls import layer_of
+from tests.passes.stubs import BLOCK_SIZE, Sizes, StubLayer
+from tests.support.opcalls import NAME, layer_of
 from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
 from tests.support.worker import Worker, check, ours
@@ -17,7 +17,8 @@ from vllm_aiter_mla.admission import Skip, layer_skips
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import absorb, reference
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
-from vllm_aiter_mla.kernels.inputs import contract_violation, synthetic_inputs
+from vllm_aiter_mla.kernels.formats import is_fp8
+from vllm_aiter_mla.kernels.inputs import LayerShape, contract_violation, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving import backends
 from vllm_aiter_mla.serving.layer import Layer
@@ -53,10 +54,13 @@ def wrong(inputs):
     return -reference.prepare(inputs)
 
 
-def two(candidate, monkeypatch, limit=1024, **spoilt):
-    """Two layers of an engine, of one shape, that ask for ``candidate``; ``spoilt``: attributes of the first module."""
+def two(candidate, monkeypatch, limit=1024, other=None, **spoilt):
+    """Two layers of an engine that ask for ``candidate``.
+
+    They have one shape, or the second is ``other``; ``spoilt``: attributes of the first module.
+    """
     monkeypatch.setitem(backends.FACTORIES, "triton", lambda platform, settings: candidate)
-    modules = [layer_of(), layer_of()]
+    modules = [layer_of(), other or layer_of()]
     modules[1]._vllm_config = modules[0]._vllm_config
     for index, module in enumerate(modules):
         module.layer_name = f"layers.{index}"
@@ -142,6 +146,43 @@ def test_a_kernel_that_fails_its_check_runs_no_layer_and_stops_strict_mode(monke
     assert not runs_the_candidate(found[1], candidate)
     (line,) = [text for level, text in said if level == logging.ERROR]
     assert why in line
+
+
+def fp8_weight():
+    """The second layer of a checkpoint that leaves the first one's ``kv_b_proj`` in 16 bits."""
+    module = layer_of()
+    made = absorb.make(module.W_UK_T, ("fp8", torch.float8_e4m3fn))
+    module.is_aiter_triton_fp8_bmm_enabled, (module.W_K, module.W_K_scale) = True, (held for _, held in made.tensors)
+    return module
+
+
+OTHERS = {
+    "heads": (lambda: StubLayer(NAME, Sizes(n=3), torch.bfloat16), lambda inputs: inputs.num_heads == 3),
+    "widths": (lambda: StubLayer(NAME, Sizes(p=4), torch.bfloat16), lambda inputs: inputs.nope_dim == 4),
+    "cache": (lambda: layer_of("fp8"), lambda inputs: is_fp8(inputs.kv_cache.dtype)),
+    "weight": (fp8_weight, lambda inputs: inputs.weight.format == "fp8"),
+}
+"""A layer of another shape than ``layer_of``, and how its calls differ."""
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_kernel_that_is_wrong_for_one_shape_runs_the_layers_of_the_other(monkeypatch, said, what):
+    other, is_its = OTHERS[what]
+    candidate = Candidate(lambda inputs: (wrong if is_its(inputs) else reference.prepare)(inputs))
+    found = two(candidate, monkeypatch, other=other())
+    found[0].module._vllm_config.model_config.dtype = torch.bfloat16
+    check(found, strict=False)
+    assert kernels(found) == ["triton", None]
+    assert "self-check FAILED" in found[1].why_skipped().message
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("what", OTHERS)
+def test_mutation_a_check_that_stands_for_every_shape_is_caught(monkeypatch, said, what):
+    monkeypatch.setattr(LayerShape, "__eq__", lambda *_: True)
+    monkeypatch.setattr(LayerShape, "__hash__", lambda _: 0)
+    with pytest.raises(AssertionError, match=r"\['triton', 'triton'\] == \['triton', None\]"):
+        test_a_kernel_that_is_wrong_for_one_shape_runs_the_layers_of_the_other(monkeypatch, said, what)
 
 
 def test_i15_two_engines_in_one_process_decide_apart(monkeypatch, said):
@@ -259,10 +300,7 @@ def test_a_graph_in_another_dtype_than_the_checked_one_is_left_to_vllm():
 
 
 def test_a_missing_product_does_not_matter_to_a_kernel_that_does_not_call_it(monkeypatch):
-    module = layer_of()
-    made = absorb.make(module.W_UK_T, ("fp8", torch.float8_e4m3fn))
-    held = dict(made.tensors)
-    module.is_aiter_triton_fp8_bmm_enabled, module.W_K, module.W_K_scale = True, held["W_K"], held["W_K_scale"]
+    module = fp8_weight()
     module._vllm_config.model_config.dtype = torch.bfloat16
     monkeypatch.setattr(absorb, "GEMMS", {})
     assert Layer.of(module).decision.ours == "reference"

@@ -68,7 +68,7 @@ def wrapper_with(monkeypatch):
         torch.nn.init.normal_(made.weight)
         return made
 
-    def wrapper(lora=LORA, gated=False, fuse_norms=False, is_neox=False):
+    def wrapper(lora=LORA, gated=False, fuse_norms=False, is_neox=False, number=7):
         torch.manual_seed(0)
         query, kv = HEADS * (NOPE + ROPE), LATENT + ROPE
         modules = vllm_mla.MLAModules(
@@ -81,7 +81,7 @@ def wrapper_with(monkeypatch):
             indexer=None, is_sparse=False, topk_indices_buffer=None,
         )  # fmt: skip
         return vllm_mla.MultiHeadLatentAttentionWrapper(
-            HIDDEN, HEADS, 1.0, NOPE, ROPE, VALUE, lora, LATENT, modules, prefix="model.layers.7.self_attn",
+            HIDDEN, HEADS, 1.0, NOPE, ROPE, VALUE, lora, LATENT, modules, prefix=f"model.layers.{number}.self_attn",
             fuse_qkv_rmsnorm=fuse_norms,
         )  # fmt: skip
 
@@ -137,6 +137,33 @@ def test_the_fused_forward_hands_on_what_vllms_does_before_its_rotation(wrapper_
     assert name == one.mla_attn.layer_name
 
 
+def assert_own_scales(wrappers, op_calls):
+    """Check that the op is given the k_scale of each wrapper's layer."""
+    own = [(float(one.mla_attn._k_scale), one.mla_attn.layer_name) for one in wrappers]
+    for one in wrappers:
+        one.is_neox = False
+        one(torch.arange(TOKENS), torch.randn(TOKENS, HIDDEN))
+    assert [(float(k_scale), name) for *_, k_scale, _, _, name in op_calls] == own
+    assert len({scale for scale, _ in own}) == len(own)
+
+
+def test_own_scales_go_from_each_wrapper_to_the_op(wrapper_with, op_calls):
+    assert_own_scales([wrapper_with(number=number) for number in range(3)], op_calls)
+
+
+@pytest.mark.mutation
+def test_mutation_own_scales_that_are_those_of_the_first_wrapper_are_caught(wrapper_with, op_calls, monkeypatch):
+    wrappers, forward = [wrapper_with(number=number) for number in range(3)], module._forward
+
+    def with_the_first_scale(one, *given):
+        one.mla_attn._k_scale = wrappers[0].mla_attn._k_scale
+        return forward(one, *given)
+
+    monkeypatch.setattr(module, "_forward", with_the_first_scale)
+    with pytest.raises(AssertionError, match=r"0\.25, 'model\.layers\.1\."):
+        assert_own_scales(wrappers, op_calls)
+
+
 @pytest.mark.parametrize("is_neox", [False, True])
 def test_emit_lets_an_admitted_layer_call_the_op_with_the_pairing_of_its_rotation(wrapper_with, is_neox):
     one = wrapper_with(is_neox=is_neox)
@@ -145,6 +172,15 @@ def test_emit_lets_an_admitted_layer_call_the_op_with_the_pairing_of_its_rotatio
     assert Layer.of(one.mla_attn).rotary_emb is one.rotary_emb
     assert one.is_neox is is_neox
     assert Layer.of(one.mla_attn).left_out is None
+
+
+def test_emit_gives_each_layer_its_own_rotation(wrapper_with):
+    wrappers = [wrapper_with(number=number, is_neox=bool(number)) for number in range(2)]
+    for one in wrappers:
+        Layer.of(one.mla_attn).checked({"reference": PASSED})
+    module.emit({one.mla_attn.layer_name: one.mla_attn for one in wrappers})
+    assert [one.is_neox for one in wrappers] == [False, True]
+    assert all(Layer.of(one.mla_attn).rotary_emb is one.rotary_emb for one in wrappers)
 
 
 @pytest.mark.parametrize(
