@@ -89,6 +89,21 @@ def q_scale_is_applied_twice() -> None:
     plugin.spoil(absorb, "absorb_plain", lambda inner, q_nope, w: inner(q_nope, w) / 0.7)
 
 
+def every_query_has_the_scale_of_the_first_layer() -> None:
+    from tests.support import first_layer
+    from vllm_aiter_mla.serving.layer import Layer
+
+    Layer.q_scale = first_layer.q_scale(plugin.bug_ran)
+
+
+def every_cache_has_the_scale_of_the_first_layer() -> None:
+    """The ops that pass 3 puts in write KV rows with it; attention reads them with the layer's own."""
+    from tests.support import first_layer
+    from vllm_aiter_mla.passes import pipeline
+
+    pipeline.PASSES["aiter_fusion"] = first_layer.pass_three(ran=plugin.bug_ran)
+
+
 def the_aiter_kernel_is_wrong() -> None:
     """AITER's kernel rotates by the wrong pairing: what a broken build would do."""
     from dataclasses import replace

@@ -9,6 +9,7 @@ from tests.engine.specs_common import (
     CHUNKED,
     DRAFTING,
     EAGER,
+    EAGER_MODE,
     FP32,
     FULL,
     NO_YARN,
@@ -48,6 +49,16 @@ WIDE = {
     "lora-compiled": with_options(lora=True),
     **{f"mtp-{drafts}": with_graphs(of_drafts(drafts), cudagraph_capture_sizes=[4, 16, 64]) for drafts in (1, 3)},
     "tp2": with_options(tensor_parallel_size=2),
+    # The cache of the second of three layers is bf16.
+    "skip-layers": EngineSpec(
+        ("mixed",),
+        VllmOptions(
+            model=NO_YARN | {"num_hidden_layers": 3},
+            kv_cache_dtype="fp8",
+            extra=EAGER_MODE | {"kv_cache_dtype_skip_layers": ["1"]},
+        ),
+        emulation=replace(PLAIN, scales=SCALES),
+    ),
     "glm-compiled": replace(of_model("GLM-4.7-Flash", extra={}), dump_graphs=True),
     "eagle-compiled": replace(of_model("DeepSeek-V3 with an EAGLE-3 draft", extra={}), dump_graphs=True),
     **{f"mode-{mode}": with_options(compilation={"mode": mode}) for mode in (0, 1, 2)},

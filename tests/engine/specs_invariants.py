@@ -26,6 +26,7 @@ SPECS = {
     "mutation-draft-rows": broken(DRAFTING, "a_request_has_one_decode_row"),
     "mutation-mixed-as-decode": broken(DRAFTING, "a_mixed_batch_counts_as_decode"),
     "mutation-scale-twice": broken(DRAFTING, "q_scale_is_applied_twice"),
+    "mutation-first-q-scale": broken(DRAFTING, "every_query_has_the_scale_of_the_first_layer"),
     "mutation-swapped": broken(EAGER, "query_and_key_are_swapped"),
     "mutation-no-kv-write": broken(EAGER, "the_op_writes_no_kv_row"),
 }

@@ -42,7 +42,7 @@ def test_default_options_bf16_cache_yarn_q_lora_and_chunks(engines):
 
 
 @pytest.mark.engine("fp8-off", "fp8-on")
-def test_default_options_fp8_cache_with_scales_three_heads_and_both_kinds_of_graphs(engines):
+def test_default_options_fp8_cache_with_own_scales_three_heads_and_both_kinds_of_graphs(engines):
     off, on = engines("fp8-off"), engines("fp8-on")
     assert_by_module(on)
     assert_pieces_replayed(on)
@@ -108,10 +108,11 @@ COMPILED = ("heads", "ngram", "lora-compiled", "glm-compiled", "eagle-compiled")
         for name, ranks, layers, *marks in (
             ("eager", 1, 2),
             # An fp8 cache and AITER's class; the draft layer's module is replaced as well.
-            ("eager-drafts", 1, 2),
+            ("eager-drafts", 1, 3),
             ("heads", 1, 2, pytest.mark.wide),
             ("ngram", 1, 2, pytest.mark.wide),
             ("lora-compiled", 1, 2, pytest.mark.wide),
+            ("skip-layers", 1, 3, pytest.mark.wide),
             ("tp2", 2, 2, pytest.mark.wide),
             ("glm-compiled", 1, 2, pytest.mark.wide),
             ("eagle-compiled", 1, 4, pytest.mark.wide),

@@ -38,6 +38,23 @@ def test_mutation_a_wrong_op_changes_tokens(engines, base, bug):
     assert mixed.tokens_equal < mixed.tokens
 
 
+@pytest.mark.parametrize(
+    ("base", "bug"),
+    [
+        pytest.param(base, bug, marks=[pytest.mark.engine(base, bug), *marks])
+        for base, bug, *marks in (
+            ("eager-drafts-off", "mutation-first-q-scale"),
+            ("fp8-passes-off", "mutation-first-k-scale", pytest.mark.wide),
+        )
+    ],
+)
+@pytest.mark.mutation
+def test_mutation_own_scales_that_are_those_of_the_first_layer_change_tokens(engines, base, bug):
+    assert_all_engaged(engines(bug))
+    mixed = figures(engines(base), engines(bug))["mixed"]
+    assert mixed.tokens_equal < mixed.tokens
+
+
 @pytest.mark.engine("mutation-no-split")
 @pytest.mark.mutation("I2")
 def test_mutation_i2_an_op_inside_a_captured_piece_ends_the_start_and_names_the_option(engines):

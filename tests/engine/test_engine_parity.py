@@ -63,7 +63,7 @@ def test_emulated_full_graphs_of_padded_batches_agree_with_vllm(engines, name):
 
 @pytest.mark.wide
 @pytest.mark.engine("fp8-passes-off", "fp8-passes-on")
-def test_graphs_over_an_fp8_cache_with_scales_by_the_passes(engines):
+def test_graphs_over_an_fp8_cache_with_own_scales_by_the_passes(engines):
     found = engines("fp8-passes-on")
     assert_parity(engines("fp8-passes-off"), found)
     assert_all_engaged(found)

@@ -66,6 +66,7 @@ def check_kept(spec: EngineSpec, llm: Any) -> None:
     has = {
         "async_scheduling": config.scheduler_config.async_scheduling,
         "enable_prefix_caching": config.cache_config.enable_prefix_caching,
+        "kv_cache_dtype_skip_layers": config.cache_config.kv_cache_dtype_skip_layers,
         "mode": compilation.mode,
         "cudagraph_mode": compilation.cudagraph_mode.name,
         "use_inductor_graph_partition": compilation.use_inductor_graph_partition,
@@ -192,8 +193,13 @@ def dump_graphs() -> None:
 
 
 def set_scales(llm: Any, k_scale: float, q_scale: float) -> None:
-    """Give every MLA layer these dequantisation scales, in place. In-process engines only."""
-    for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values():
-        if hasattr(layer, "kv_lora_rank"):
-            layer._k_scale.fill_(k_scale)
-            layer._q_scale.fill_(q_scale)
+    """Give each MLA layer dequantisation scales of its own, in place; the first has these. In-process engines only.
+
+    vLLM divides KV rows by their scale, our kernels multiply by its reciprocal. From 0.5 on in steps of 1.5 both give
+    every bf16 value the same fp8 code; by 0.875, say, they do not.
+    """
+    every = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    for index, layer in enumerate(layer for layer in every if hasattr(layer, "kv_lora_rank")):
+        layer._k_scale.fill_(k_scale * 1.5**index)
+        layer._q_scale.fill_(q_scale * 1.5**index)
+        layer._v_scale.fill_(3 * k_scale)  # MLA reads none

@@ -90,7 +90,7 @@ class Emulation:
             batches and pieces for the others.
         interpret: offer the plugin's Triton kernel too, through Triton's interpreter.
         linear: "onednn" is the CPU build's out-variant GEMM, "aten" a plain one, as on GPUs.
-        scales: (k_scale, q_scale) put into every layer after loading, or None.
+        scales: (k_scale, q_scale) of the first layer, put in after loading: see ``knobs.set_scales``; or None.
     """
 
     device: str = "cpu"
