@@ -136,11 +136,13 @@ class Piece:
         self.seen.append((self.context.attn_metadata, card().is_capturing()))
         return self.body(values)
 
-    def step(self, value, mode=CUDAGraphMode.PIECEWISE, values=None):
+    def step(self, value, mode=CUDAGraphMode.PIECEWISE, values=None, metadata="step", slots=None):
+        """One step; the first one captures: as V1, without metadata, or as V2, with those of a decode batch."""
         self.values.fill_(value)
         self.context = SimpleNamespace(
-            cudagraph_runtime_mode=mode, batch_descriptor=forward_context.BatchDescriptor(ROWS), attn_metadata="step"
-        )
+            cudagraph_runtime_mode=mode, batch_descriptor=forward_context.BatchDescriptor(ROWS),
+            attn_metadata=metadata, slot_mapping=slots,
+        )  # fmt: skip
         return self.graphs(self.values if values is None else values)
 
 
@@ -149,12 +151,14 @@ def piece(monkeypatch):
     return Piece(monkeypatch)
 
 
-def test_a_captured_piece_sees_no_metadata_and_its_replays_fill_the_outputs_of_the_capture(piece):
-    captured = piece.step(1.0)
-    replayed = piece.step(3.0)
+@pytest.mark.parametrize("metadata", [None, "of a decode batch"], ids=["V1", "V2"])
+def test_a_replayed_piece_sees_the_metadata_of_its_capture_and_fills_the_outputs_of_the_capture(piece, metadata):
+    slots = {NAME: torch.arange(ROWS)}
+    captured = piece.step(1.0, metadata=metadata, slots=slots)
+    replayed = piece.step(3.0, slots=slots)
     assert [one.data_ptr() for one in replayed] == [one.data_ptr() for one in captured]
     assert [one.tolist() for one in replayed] == [[6.0] * ROWS, [3.0] * ROWS]
-    assert piece.seen == [(None, True)] * 2
+    assert piece.seen == [(metadata, True)] * 2
     assert (cuda_graphs.CAPTURED, cuda_graphs.REPLAYED) == ({ROWS: 1}, {ROWS: 1})
     assert (piece.context.attn_metadata, card().is_capturing()) == ("step", False)
 
@@ -181,9 +185,24 @@ def test_mutation_an_input_that_moves_after_the_capture_is_caught(piece):
 
 
 @pytest.mark.mutation
+def test_mutation_slots_that_move_after_the_capture_are_caught(piece):
+    piece.step(1.0, slots={NAME: torch.arange(ROWS)})
+    with pytest.raises(RuntimeError, match="has moved"):
+        piece.step(3.0, slots={NAME: torch.arange(ROWS)})
+
+
+def test_pieces_forget_what_was_captured_over_a_cache_that_is_thrown_away(piece):
+    piece.step(1.0)
+    cuda_graphs.PieceGraphs.forget_all()
+    assert not cuda_graphs.CAPTURED
+    piece.step(3.0, values=torch.full((ROWS,), 3.0))
+    assert (cuda_graphs.CAPTURED, cuda_graphs.REPLAYED) == ({ROWS: 1}, {})
+
+
+@pytest.mark.mutation
 def test_mutation_a_decision_by_the_metadata_inside_a_piece_is_frozen(monkeypatch):
     piece = Piece(monkeypatch, lambda values: (values * (piece.context.attn_metadata is not None),))
-    assert not piece.step(1.0)[0].any()
+    assert not piece.step(1.0, metadata=None)[0].any()
     assert not piece.step(3.0)[0].any()
     assert piece.step(3.0, CUDAGraphMode.NONE)[0].all()
 
@@ -193,15 +212,6 @@ def test_an_inductor_piece_whose_call_empties_its_list_of_inputs_is_replayed(mon
     for value in (1.0, 3.0):
         assert piece.step(value, values=[piece.values])[0].tolist() == [value + 1] * ROWS
     assert cuda_graphs.REPLAYED == {ROWS: 1}
-
-
-def test_a_piece_that_is_frozen_over_a_decode_batch_sees_no_prefill_rows(monkeypatch):
-    step = SimpleNamespace(num_prefills=1, num_decodes=2, num_decode_tokens=2, num_actual_tokens=5, prefill=1, decode=1)
-    context = SimpleNamespace(attn_metadata={NAME: step})
-    monkeypatch.setattr(forward_context, "get_forward_context", lambda: context)
-    seen = cuda_graphs._frozen(lambda: context.attn_metadata[NAME])()
-    assert (seen.num_prefills, seen.num_decodes, seen.prefill) == (0, 5, None)
-    assert context.attn_metadata[NAME] is step
 
 
 @pytest.mark.parametrize("per_request", [1, 3])

@@ -61,16 +61,18 @@ def test_an_engine_finds_the_sandboxs_plugin_and_inherits_the_path_but_not_the_g
     assert environment["VLLM_PLUGINS"].split(",") == ["aiter_mla", plugin.NAME][not spec.plugin.loaded :]
 
 
-def config_of(spec, **dropped):
-    """What ``knobs.check_kept`` reads of an engine's config, with the options of the spec but for those dropped."""
+def engine_of(spec, **dropped):
+    """What ``knobs.check_kept`` reads of an engine, with the options of the spec but for those dropped."""
     has = {"async_scheduling": False, "enable_prefix_caching": False, "mode": 3, "cudagraph_mode": "NONE",
-           "use_inductor_graph_partition": False} | spec.vllm.extra | spec.vllm.compilation | dropped  # fmt: skip
+           "use_inductor_graph_partition": False,
+           "kv_cache_dtype_skip_layers": []} | spec.vllm.extra | spec.vllm.compilation | dropped  # fmt: skip
     graphs = SimpleNamespace(name=has.pop("cudagraph_mode"))
-    return SimpleNamespace(
+    config = SimpleNamespace(
         scheduler_config=SimpleNamespace(**has), cache_config=SimpleNamespace(**has),
         compilation_config=SimpleNamespace(**has, cudagraph_mode=graphs),
-        use_v2_model_runner=has.get("runner", spec.vllm.runner) == "v2",
     )  # fmt: skip
+    answers = {"runner_module": [knobs.RUNNERS[has.get("runner", spec.vllm.runner)]]}
+    return SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config), collective_rpc=answers.__getitem__)
 
 
 ASKED = EngineSpec(vllm=VllmOptions(
@@ -80,7 +82,7 @@ ASKED = EngineSpec(vllm=VllmOptions(
 
 
 def test_an_engine_runs_with_the_options_of_its_spec():
-    knobs.check_kept(ASKED, config_of(ASKED))
+    knobs.check_kept(ASKED, engine_of(ASKED))
 
 
 @pytest.mark.mutation
@@ -88,13 +90,20 @@ def test_an_engine_runs_with_the_options_of_its_spec():
     "dropped",
     [
         {"async_scheduling": False}, {"enable_prefix_caching": False}, {"mode": 0}, {"cudagraph_mode": "NONE"},
-        {"use_inductor_graph_partition": False}, {"runner": "v2"},
+        {"use_inductor_graph_partition": False}, {"runner": "v1"},
     ],
     ids=str,
 )  # fmt: skip
 def test_mutation_an_option_that_the_platform_drops_in_silence_ends_the_engine(dropped):
     with pytest.raises(RuntimeError, match=next(iter(dropped))):
-        knobs.check_kept(ASKED, config_of(ASKED, **dropped))
+        knobs.check_kept(ASKED, engine_of(ASKED, **dropped))
+
+
+def test_an_option_that_the_platform_changes_without_a_reason_is_named():
+    asked = {"scheduler_config.async_scheduling": "True", "parallel_config.worker_cls": "auto"}
+    platform.check_kept(asked, asked | {"parallel_config.worker_cls": "the CPU's"})
+    with pytest.raises(RuntimeError, match="async_scheduling"):
+        platform.check_kept(asked, asked | {"scheduler_config.async_scheduling": "False"})
 
 
 def test_an_interrupted_run_leaves_no_engine_behind():

@@ -10,7 +10,6 @@ PIECES = EngineSpec(
 )
 
 SPECS = {
-    **pair("rotation", PIECES),
     # vLLM rotates YaRN op by op here and rounds three times, in decode steps too.
     **pair("rotation-eager", EngineSpec(("mixed", "long"), replace(CHUNKED, extra=EAGER_MODE), THREE, PLAIN)),
     "mutation-fused-rotation": broken(PIECES, "every_batch_is_rotated_by_vllms_fused_op"),

@@ -8,7 +8,7 @@ from tests.engine.engine_checks import assert_all_engaged, assert_parity, figure
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("rotation", marks=pytest.mark.engine("rotation-off", "rotation-on")),
+        pytest.param("default", marks=pytest.mark.engine("default-off", "default-on")),
         pytest.param("rotation-eager", marks=pytest.mark.engine("rotation-eager-off", "rotation-eager-on")),
     ],
 )
@@ -20,10 +20,10 @@ def test_todays_rounding_is_kept_by_the_module(engines, name):
     assert min(found.branches["prepared_query"], found.branches["rotate_and_write"]) > 0
 
 
-@pytest.mark.engine("rotation-off", "mutation-fused-rotation")
+@pytest.mark.engine("default-off", "mutation-fused-rotation")
 @pytest.mark.mutation("I5")
 def test_mutation_todays_rounding_is_lost_with_vllms_fused_op_for_all(engines):
     found = engines("mutation-fused-rotation")
     assert_all_engaged(found)
-    (compared,) = figures(engines("rotation-off"), found).values()
+    (compared,) = figures(engines("default-off"), found).values()
     assert compared.max_abs_dlogprob > 0.01

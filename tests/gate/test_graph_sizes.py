@@ -74,12 +74,11 @@ def outcome(ask, config):
 def assert_as_planned(config):
     """Check the sizes before the worker's runner starts, and after."""
     compilation = config.compilation_config
-    listed, mode = compilation.cudagraph_capture_sizes, compilation.cudagraph_mode
+    listed, mode = [*compilation.cudagraph_capture_sizes], compilation.cudagraph_mode
     before = outcome(compat_config.graph_sizes, config)
-    assert compilation.cudagraph_capture_sizes is listed
-    assert compilation.cudagraph_mode is mode, "the config has changed"
+    assert (compilation.cudagraph_capture_sizes, compilation.cudagraph_mode) == (listed, mode), "the config has changed"
     planned = outcome(of_the_runner, config)
-    assert before == planned
+    assert before == planned, "not as planned"
     assert outcome(compat_config.graph_sizes, config) == planned
 
 
@@ -116,11 +115,11 @@ def test_the_first_runner_starts_with_no_size_below_one_request():
 
 
 @pytest.mark.mutation
-@pytest.mark.parametrize(("is_v2", "name", "planted"), [
-    (True, "_decode_graphs", lambda config: [(1, 3 * config.scheduler_config.max_num_seqs)]),
-    (False, "copy", lambda compilation: compilation),
+@pytest.mark.parametrize(("is_v2", "name", "planted", "seen"), [
+    (True, "_decode_graphs", lambda config: [(1, 3 * config.scheduler_config.max_num_seqs)], "not as planned"),
+    (False, "copy", lambda compilation: compilation, "the config has changed"),
 ], ids=["sizes of the config", "the config itself"])  # fmt: skip
-def test_mutation_sizes_or_a_config_that_only_one_runner_has_are_caught(monkeypatch, is_v2, name, planted):
+def test_mutation_sizes_or_a_config_that_only_one_runner_has_are_caught(monkeypatch, is_v2, name, planted, seen):
     monkeypatch.setattr(compat_config, name, planted)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=seen):
         assert_as_planned(config_of(is_v2, BOTH, TO_24, drafts=2, requests=4))

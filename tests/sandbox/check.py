@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from tests.sandbox import plugin
+from tests.sandbox import plugin, worker
 from tests.sandbox.model import TinyDeepseek, save_config
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import check as command
@@ -30,7 +30,8 @@ PASSES = ("-cc.use_inductor_graph_partition=true", f"{PLUGIN}integration=passes"
 ENGINE = ("engine", "prefill rows", "decode against prefill")
 TITLE = "a small random DeepSeek on this CPU"
 SHARED = ("PYTHONPATH", "VLLM_PLUGINS", "HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_CPU_KVCACHE_SPACE",
-          "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "VLLM_CPU_OMP_THREADS_BIND")  # fmt: skip
+          "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "VLLM_CPU_OMP_THREADS_BIND", worker.TRITON,
+          worker.OURS)  # fmt: skip
 
 
 def environment(inductor: Path, mutation: str = "", ranks: int = 1) -> dict[str, str]:
