@@ -1,10 +1,10 @@
 """The Triton kernel's variants on the interpreter: operands with the strides that vLLM gives, and the reference beside.
 
-The values of q_nope and W_UK are multiples of 1/8 and 1/16 below 1: every sum of their products is exact in float32, in
+The values of q_nope and W_UK are multiples of 1/8 and 1/16 up to 1: every sum of their products is exact in float32, in
 any order, so that the whole result has to equal the reference to the byte. So it has over mxfp4, where q_nope gets
 rounded: all values are multiples of half their scale, up to 6 scales, and the products of scales in a sum lie at most
-2**8 apart. Values in the latent halves go beyond the largest fp8 number, one is a NaN. In an ``overflow`` case those in
-the rope halves do too: the reference is that of our kernel, which saturates there, unlike AITER's op.
+2**8 apart. Values in the latent halves go beyond the largest fp8 number, one is a NaN. In an ``overflow`` case those
+in the rope halves do too: the reference is that of our kernel, which saturates there, unlike AITER's op.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def operands(target: aot.Target, case: Case) -> tuple[DecodeInputs, torch.Tensor
         values = values.sign() * TIED_VALUE if case.ties else (values * 0.4).clamp(-0.9, 0.9)
         return values.to(torch.bfloat16)
 
-    q_nope = by_group(g, t, n, p) if variant.weight == "mxfp4" else grid(8, t, n, p)
+    q_nope = by_group(g, t, n, p) if variant.weight == "mxfp4" else one_peak(g, t, n, p)
     q = torch.cat((q_nope, bounded(t, n, r)), dim=-1)
     kv_c = (torch.randn(t, latent, generator=g) * 2).to(torch.bfloat16)
     kv_c[t // 2, 5] = float("nan")
@@ -150,6 +150,17 @@ def beyond(stored: torch.dtype, scale: float) -> torch.Tensor:
     # In both pairings an infinity or a NaN has a neighbour of its own, which becomes NaN: infinity times zero.
     row[6:32], row[38:], row[0:6:2] = values, -values, torch.tensor([float("inf"), float("-inf"), float("nan")])
     return row
+
+
+def one_peak(g: torch.Generator, t: int, n: int, p: int) -> torch.Tensor:
+    """q_nope in multiples of 1/8: one +-1 at a random place of each row, the others within 5/8. bfloat16 [t, n, p].
+
+    The largest magnitude of a part of a row, or without the sign dropped, is then mostly not that of the row.
+    """
+    values = torch.randint(-5, 6, (t, n, p), generator=g)
+    place = torch.randint(0, p, (t, n, 1), generator=g)
+    peak = torch.randint(0, 2, (t, n, 1), generator=g) * 16 - 8
+    return (values.scatter(2, place, peak) / 8).to(torch.bfloat16)
 
 
 def by_group(g: torch.Generator, t: int, n: int, p: int) -> torch.Tensor:

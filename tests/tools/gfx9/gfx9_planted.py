@@ -6,6 +6,8 @@ Each changes one thing on the way of a query tile (the launches below run one) o
 import re
 from collections.abc import Callable
 
+from tools.gfx9.parse import Instruction
+
 
 def nth(pattern: str, new: str | Callable[[re.Match[str]], str], which: int = 0) -> Callable[[str], str]:
     """Replace one match, counted from 0, or from the end where negative."""
@@ -67,6 +69,15 @@ def eight(first: str) -> str:
 
 def each(pattern: str, new: str, text: str) -> list[str]:
     return [nth(pattern, new, k)(text) for k in range(len(re.findall(pattern, text, re.MULTILINE)))]
+
+
+def unmoved(i: Instruction) -> str:
+    """The instruction with each value left in its lane, or "" if it moves none from one lane to another."""
+    if i.encoding == "dpp":
+        return f"{i.name}_e32 {', '.join(i.operands)}"
+    if i.name == "ds_bpermute_b32":
+        return f"v_mov_b32_e32 {i.operands[0]}, {i.operands[2]}"
+    return "s_nop 0" if i.name.startswith("v_permlane") else ""
 
 
 def not_saturated(text: str) -> str:

@@ -6,12 +6,23 @@ Apart from the tests' process, which may interpret kernels, and one for each arc
 import json
 import re
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from tests.tools.gfx9.gfx9_planted import OP_SEL_HI, OTHER_WORD, PLANTED, SCALED, WAIT, WORD, each, not_saturated
+from tests.tools.gfx9.gfx9_planted import (
+    OP_SEL_HI,
+    OTHER_WORD,
+    PLANTED,
+    SCALED,
+    WAIT,
+    WORD,
+    each,
+    not_saturated,
+    unmoved,
+)
 from tools import aot
 from tools.gfx9 import matrix
 from tools.gfx9.cases import Case, Compiled, record
@@ -22,6 +33,12 @@ from vllm_aiter_mla.kernels.triton.tiles import Tile
 HEADS = 2
 SKINNY, LOW, MIDDLE = Tile(16, 64, 4), Tile(16, 128, 4), Tile(32, 128, 8, mfma=16)
 WIDE, TWICE = Tile(64, 128, 4, mfma=16), Tile(64, 128, 4, blocks=2)
+# Their row maxima take every kind of move between lanes: within rows of 16 lanes, and from one row to another.
+REDUCED = (
+    aot.Variant(SKINNY, 1, weight_major="P", weight="fp8"),
+    aot.Variant(MIDDLE, 1, weight_major="P", weight="fp8", quantised=False),
+    aot.Variant(Tile(16, 128, 8), 1, weight_major="P", weight="fp8"),
+)
 # Over mxfp4 weights also shapes of both matrix instructions, 16 x 16 and 32 x 32, whose lanes differ.
 SHORT, BROAD = Tile(32, 64, 4, mfma=16), Tile(64, 128, 4)
 
@@ -48,6 +65,17 @@ def outcome(compiled: Compiled, case: Case, text: str) -> str:
     return f"{different} bytes" if different else "not caught"
 
 
+def moves(target: aot.Target, variant: aot.Variant) -> dict[str, Any]:
+    """A launch of full tiles of one head; ``moves`` has (line, what shows it) of each move between lanes left out."""
+    compiled, case = Compiled(target, variant), Case(variant, variant.tile.block_t, (0,))
+    lines, found = compiled.assembly.split("\n"), []
+    for i in compiled.program.instructions:
+        if other := unmoved(i):
+            wrong = [*lines[: i.line - 1], other, *lines[i.line :]]
+            found.append((i.text, outcome(compiled, case, "\n".join(wrong))))
+    return record(compiled, case) | {"moves": found}
+
+
 def scaled(target: aot.Target, answer: dict[str, Any]) -> None:
     """Over mxfp4 weights, by the matrix instruction of 16 x 16 and of 32 x 32."""
     short = Case(aot.Variant(SHORT, 1, weight="mxfp4", weight_major="P"), 17)
@@ -65,11 +93,18 @@ def scaled(target: aot.Target, answer: dict[str, Any]) -> None:
     answer["planted"]["scales of other lanes"] = outcome(compiled, case, compiled.assembly)
 
 
+def every_move(arch: str) -> list[dict[str, Any]]:
+    """``moves`` of every tile over every format of codes."""
+    target = aot.TARGETS[arch]
+    found = {replace(v, heads=HEADS, pointer_hint=False) for v in aot.variants(target) if v.weight != "plain"}
+    return [moves(target, variant) for variant in sorted(found, key=lambda v: v.label)]
+
+
 def main(arch: str) -> dict[str, Any]:
-    torch.set_num_threads(1)
     target = aot.TARGETS[arch]
     answer: dict[str, Any] = {"launches": [], "planted": {}, "words": [], "scale_layouts": []}
     answer |= {"overflow": [], "not_saturated": []}
+    answer["reduced"] = [moves(target, variant) for variant in REDUCED]
     for case in cases():
         answer["launches"].append(record(Compiled(target, case.variant), case))
     case = Case(aot.Variant(SKINNY, 1, is_neox=True, block_size=1), 3)
@@ -80,7 +115,7 @@ def main(arch: str) -> dict[str, Any]:
     if arch == "gfx942":
         answer["waits"] = [outcome(compiled, case, wrong) for wrong in each(WAIT, "", text)]
         for quantised in (False, True):
-            case = Case(aot.Variant(SKINNY, 1, quantised=quantised), 3, ties=True)
+            case = Case(aot.Variant(SKINNY, 1, quantised=quantised), 16, ties=True)
             compiled = Compiled(target, case.variant)
             answer["launches"].append(record(compiled, case))
             wrong_words = each(WORD, OTHER_WORD, compiled.assembly)
@@ -101,4 +136,5 @@ def main(arch: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))
+    torch.set_num_threads(1)
+    print(json.dumps((every_move if "--every-move" in sys.argv else main)(sys.argv[1])))

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,8 @@ import numpy as np
 
 from tests.tools.gfx9.gfx9_planted import PLANTED, SCALED
 from tools.gfx9.matrix import unpack
+from tools.gfx9.parse import instruction
+from tools.gfx9.vector import _dpp_lanes
 
 pytestmark = pytest.mark.slow
 ARCHS = ("gfx942", "gfx950")
@@ -25,16 +28,17 @@ WAITS_NOT_NEEDED = 2
 RULES = {"dropped barrier, first": "LDS", "dropped barrier, last": "LDS", "wrong bound of the rows": "not one to read"}
 
 
+def ask(arch, *options):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.tools.gfx9.gfx9_worker", arch, *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 @pytest.fixture(scope="module")
 def answers():
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    found = {}
-    for arch in ARCHS:
-        command = [sys.executable, "-m", "tests.tools.gfx9.gfx9_worker", arch]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        assert done.returncode == 0, done.stderr
-        found[arch] = json.loads(done.stdout)
-    return found
+    return {arch: ask(arch) for arch in ARCHS}
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -60,6 +64,57 @@ def test_gfx9_mutation_planted_in_the_assembly_is_caught(answers, arch, name):
     found = answers[arch]["planted"][name]
     assert RULES.get(name, "") in found
     assert found != "not caught"
+
+
+def reached(moves):
+    """[64, 64], by lane: whose values its maximum includes after ``moves``, if a maximum follows each of them.
+
+    A move from the register that it writes continues the one before it, ahead of the maximum.
+    """
+    steps = []
+    for i in moves:
+        lanes = _dpp_lanes(i) if i.modifiers else np.arange(64)
+        if i.operands[0] == i.operands[1]:
+            steps[-1] = steps[-1][lanes]
+        else:
+            steps.append(lanes)
+    lanes = np.eye(64, dtype=bool)
+    for step in steps:
+        lanes = lanes | lanes[step]
+    return lanes
+
+
+def assert_moves_are_caught(launch):
+    """Each move between lanes that is left out gives other bytes, unless the same lanes are reached without it."""
+    moves = [(instruction(line), found) for line, found in launch["moves"]]
+    # The rows of a tile are reduced by the same moves, one after another or in turn.
+    kinds = list({tuple(i.modifiers.items()): i for i, _ in moves if i.encoding == "dpp"}.values())
+    assert launch["different"] == 0
+    for i, found in moves:
+        left = [replace(k, modifiers={}) if k.modifiers == i.modifiers else k for k in kinds]
+        needed = i.encoding != "dpp" or (reached(left) != reached(kinds)).any()
+        assert found.endswith("bytes") if needed else found == "not caught", (launch["label"], i.text, found)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("arch", ARCHS)
+def test_gfx9_mutation_of_a_move_between_lanes_is_caught_if_a_lane_needs_it(answers, arch):
+    """A row's maximum over fp8 weights: of 5 moves within 16 lanes one is not needed."""
+    launches = answers[arch]["reduced"]
+    for launch in launches:
+        assert_moves_are_caught(launch)
+        assert [found for _, found in launch["moves"]].count("not caught") == 1
+    assert [len(launch["moves"]) for launch in launches] == [5, 5, 6]
+
+
+@pytest.mark.wide
+@pytest.mark.mutation
+@pytest.mark.parametrize("arch", ARCHS)
+def test_gfx9_mutation_of_every_move_of_every_tile_is_caught_if_a_lane_needs_it(arch):
+    launches = ask(arch, "--every-move")
+    assert len(launches) > 10
+    for launch in launches:
+        assert_moves_are_caught(launch)
 
 
 @pytest.mark.mutation
