@@ -3,7 +3,7 @@
 The values of q_nope and W_UK are multiples of 1/8 and 1/16 up to 1: every sum of their products is exact in float32, in
 any order, so that the whole result has to equal the reference to the byte. So it has over mxfp4, where q_nope gets
 rounded: all values are multiples of half their scale, up to 6 scales, and the products of scales in a sum lie at most
-2**8 apart. Values in the latent halves go beyond the largest fp8 number, one is a NaN. In an ``overflow`` case those
+2**8 apart. Values in the latent halves go beyond the largest fp8 number, three are NaN. In an ``overflow`` case those
 in the rope halves do too: the reference is that of our kernel, which saturates there, unlike AITER's op.
 """
 
@@ -32,6 +32,7 @@ Q_SCALE, K_SCALE, W_SCALE = 0.0061, 0.0137, 0.0625
 # With ties. Rotated values are the product below: 157.5 / 128, so that a tie goes to the greater number. Latents are
 # multiples of 1/128, so that they lie halfway from 2 on, which fp8 has to hold.
 TIED_VALUE, TIED_COS, TIED_Q_SCALE = 140 / 128, 144 / 128, 0.0244
+SIGNALLING_NANS = torch.tensor([0x7F81, 0xFFA5], dtype=torch.uint16).view(torch.bfloat16)
 BLOCK_SIZES = (64, 1, 16)
 TABLE_ROWS, GUARD_BLOCKS, UNTOUCHED = 40, 1, 0xCD
 V_WIDTH = 128  # of a head in kv_b_proj, beside its nope width
@@ -102,6 +103,7 @@ def operands(target: aot.Target, case: Case) -> tuple[DecodeInputs, torch.Tensor
     q = torch.cat((q_nope, bounded(t, n, r)), dim=-1)
     kv_c = (torch.randn(t, latent, generator=g) * 2).to(torch.bfloat16)
     kv_c[t // 2, 5] = float("nan")
+    kv_c[t // 2, 6:8] = SIGNALLING_NANS
     down = bounded(t, Q_LORA_RANK + latent + r)
     angles = torch.rand(TABLE_ROWS, r // 2, generator=g) * 6.28
     table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(torch.bfloat16)
@@ -141,7 +143,7 @@ def operands(target: aot.Target, case: Case) -> tuple[DecodeInputs, torch.Tensor
 
 
 def beyond(stored: torch.dtype, scale: float) -> torch.Tensor:
-    """A row of 64 values: around fp8's largest and the edge of its overflow, far above, infinite, NaN. bfloat16."""
+    """A row of 64 values: around fp8's largest and the edge of its overflow, far above, infinite, NaNs. bfloat16."""
     flavour = formats.FLAVOURS[stored]
     edges = (torch.tensor([flavour.max, flavour.last]) * scale).to(torch.bfloat16)
     near = (edges.view(torch.int16)[:, None] + torch.arange(-2, 3)).to(torch.int16).view(torch.bfloat16).flatten()
@@ -149,6 +151,7 @@ def beyond(stored: torch.dtype, scale: float) -> torch.Tensor:
     row = torch.ones(64, dtype=torch.bfloat16)
     # In both pairings an infinity or a NaN has a neighbour of its own, which becomes NaN: infinity times zero.
     row[6:32], row[38:], row[0:6:2] = values, -values, torch.tensor([float("inf"), float("-inf"), float("nan")])
+    row[33:37:2] = SIGNALLING_NANS  # also a neighbour of an infinity or a one, in each pairing
     return row
 
 

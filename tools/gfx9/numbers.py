@@ -12,6 +12,8 @@ from vllm_aiter_mla.kernels import formats
 from vllm_aiter_mla.kernels.platform import CARDS
 
 Array = Any  # np.ndarray or a numpy scalar that stands for 64 equal lanes
+# The bit of a float32 that tells a quiet NaN from a signalling one.
+QUIET = np.uint32(1 << 22)
 # The 16 values of e2m1.
 FP4 = np.array([sign * x for sign in (1, -1) for x in (0, 0.5, 1, 1.5, 2, 3, 4, 6)], np.float32)
 
@@ -36,18 +38,27 @@ def fma(a: Array, b: Array, c: Array) -> Array:
 
 
 def least(a: Array, b: Array) -> Array:
-    """The lesser operand, the number where the other one is a NaN; -0 is less than +0."""
+    """The lesser operand, the number where the other one is a quiet NaN; -0 is less than +0.
+
+    Where one is a signalling NaN the result is that NaN made quiet, as AMD's pseudo-code has it with IEEE on.
+    """
     lesser_zero = np.where(np.signbit(a), a, b)
-    return np.where((a == 0) & (b == 0), lesser_zero, np.fmin(a, b)).astype(np.float32)
+    found = np.where((a == 0) & (b == 0), lesser_zero, np.fmin(a, b)).astype(np.float32)
+    for x in (b, a):
+        nan = np.isnan(x)
+        if nan.any():
+            bits = np.asarray(x, np.float32).view(np.uint32)
+            found = np.where(nan & (bits & QUIET == 0), (bits | QUIET).view(np.float32), found)
+    return found
 
 
 def greatest(a: Array, b: Array) -> Array:
-    """The greater operand, the number where the other one is a NaN; +0 is greater than -0."""
+    """The greater operand, the number where the other one is a quiet NaN; +0 is greater than -0. Else as ``least``."""
     return -least(-a, -b)
 
 
 def med3(a: Array, b: Array, c: Array) -> Array:
-    """The greatest but one, of zeros as they compare; the least operand that is no NaN where one of them is a NaN."""
+    """The greatest but one, of zeros as they compare; ``least`` of all where one of them is a NaN."""
     top = greatest(greatest(a, b), c)
     median = np.where(top == a, greatest(b, c), np.where(top == b, greatest(a, c), greatest(a, b)))
     some_nan = np.isnan(a) | np.isnan(b) | np.isnan(c)

@@ -64,6 +64,8 @@ SHARED = "ds_write_b32 v0, v0; ds_read_b32 v1, v0; ds_read_b32 v2, v0"
 STORED_LOW = (0x04030201 * LANE + 0x7F80FF01) % 2**32
 PAIR = "buffer_load_dwordx2 v[2:3], v0, s[4:7], 0 offen"
 WORDS = [4 * LANE]
+SIGNALLING, MINUS_SIGNALLING = 0x7F8A0001, 0xFF8A0001
+QUIET, MINUS_QUIET = SIGNALLING | 1 << 22, MINUS_SIGNALLING | 1 << 22
 # What is defined, a program, and what it leaves, or the fault of its last instruction.
 PROGRAMS = [
     # Of two zeros the negative one is less.
@@ -73,6 +75,16 @@ PROGRAMS = [
     ([-0.0, 0.0], "v_max_f32 v3, v0, v1", {"v3": 0.0}),
     ([-0.0, 0.0, -0.0], "v_med3_f32 v3, v0, v1, v2", {"v3": 0.0}),
     ([0.0, -0.0, -0.0], "v_med3_f32 v3, v0, v1, v2", {"v3": -0.0}),
+    # A quiet NaN loses to a number. A signalling one wins and becomes quiet; the first one of two.
+    ([QUIET, 1.0], "v_max_f32 v3, v0, v1; v_min_f32 v4, v1, v0", {"v3": 1.0, "v4": 1.0}),
+    ([SIGNALLING, 1.0, MINUS_SIGNALLING], "v_max_f32 v3, v0, v1; v_max_f32 v4, v1, v0; v_min_f32 v5, v1, v2; "
+     "v_min_f32 v6, v0, v2; v_max_f32 v7, v2, v0; v_max_f32 v8, v3, v1; v_max_f32 v9, |v2|, v1",
+     {"v3": QUIET, "v4": QUIET, "v5": MINUS_QUIET, "v6": QUIET, "v7": MINUS_QUIET, "v8": 1.0, "v9": QUIET}),
+    ([SIGNALLING, 1.0], "v_max3_f32 v3, v0, v1, v1; v_max3_f32 v4, v1, v1, v0; v_med3_f32 v5, v1, v1, v0",
+     {"v3": 1.0, "v4": QUIET, "v5": QUIET}),
+    ([SIGNALLING, 1.0, 1.0, MINUS_SIGNALLING],
+     "v_pk_mul_f32 v[10:11], v[0:1], v[2:3]; v_pk_add_f32 v[12:13], v[0:1], v[2:3]",
+     {"v10": QUIET, "v11": MINUS_QUIET, "v12": QUIET, "v13": MINUS_QUIET}),
     # It adds to its destination.
     ([1.5, 2.0, 0.25], "v_fmac_f32_e32 v2, v0, v1", {"v2": 3.25}),
     # Packed ones take the halves and signs they are told, do not read another, and read all before they write.

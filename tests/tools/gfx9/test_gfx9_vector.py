@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from tests.tools.gfx9.gfx9_lanes import execute, nearest_float32, source, wave
+from tests.tools.gfx9.gfx9_lanes import execute, fill, nearest_float32, source, wave
 from tools.gfx9.operand import signed
 from tools.gfx9.vector import SPECIAL, VOP
 
@@ -170,6 +170,21 @@ def test_gfx9_vector_opcode_is_its_formula_in_every_lane(name):
             expected = as_stored(FORMULAS[name](*values), kind)
             same = expected is None or got == expected or (math.isnan(expected) and math.isnan(got))
             assert same, (name, values, got, expected)
+
+
+# Not v_div_scale_f32: AMD's pseudo-code hands its first source on.
+FLOATS = {name: kinds for name, (kinds, _) in VOP.items() if kinds.startswith("f32 f32")}
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_gfx9_no_vector_opcode_hands_a_signalling_nan_on(name):
+    registers = [20 if kind == "dst" else at for at, kind in enumerate(FLOATS[name].split()[1:])]
+    for ones in ([], *([register] for register in registers)):
+        w = wave()
+        for register in registers:
+            fill(w, register, 0x3F800000 if register in ones else 0x7F800001)
+        execute(w, f"{name} v20, " + ", ".join(f"v{at}" for at in registers if at != 20))
+        assert w.u[20][0] <= 0x7F800000 or w.u[20][0] & 1 << 22
 
 
 def test_gfx9_every_vector_opcode_has_a_test():
