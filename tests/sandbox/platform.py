@@ -50,7 +50,8 @@ def wrap(platform_cls: type) -> None:
         vllm_config.cache_config.enable_prefix_caching = (
             caches_prefixes and vllm_config.scheduler_config.enable_chunked_prefill
         )
-        check_kept(options, _options(vllm_config))
+        if vllm_config.model_config is not None:  # an engine's
+            check_kept(options, _options(vllm_config))
 
     platform_cls.check_and_update_config = staticmethod(check_and_update_config)
 
