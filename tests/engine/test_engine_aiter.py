@@ -16,6 +16,7 @@ from tests.engine.engine_checks import (
 from tests.sandbox.runs import SUM_ORDER
 
 
+@pytest.mark.wide
 @pytest.mark.engine("aiter-gfx942-fp8", "reference-gfx942-fp8")
 def test_aiter_on_gfx942_with_fp8_equals_the_reference_to_the_bit(engines):
     ours, reference = engines("aiter-gfx942-fp8"), engines("reference-gfx942-fp8")
@@ -24,13 +25,10 @@ def test_aiter_on_gfx942_with_fp8_equals_the_reference_to_the_bit(engines):
     assert ours.scenarios == reference.scenarios
 
 
-def pairs(names, quick=()):
-    """The engines with the flag off and on; those that are not quick are for `make test-wide`."""
+def pairs(names):
+    """The engines with the flag off and on, for `make test-wide`."""
     return [
-        pytest.param(
-            name, marks=[pytest.mark.engine(f"{name}-off", f"{name}-on"), *[pytest.mark.wide] * (name not in quick)]
-        )
-        for name in names
+        pytest.param(name, marks=[pytest.mark.engine(f"{name}-off", f"{name}-on"), pytest.mark.wide]) for name in names
     ]
 
 
@@ -44,7 +42,7 @@ def test_the_triton_kernel_on_cpu_tensors_serves_the_engine_within_the_bound_of_
 
 
 @pytest.mark.engine("eager-off")
-@pytest.mark.parametrize("name", pairs(["aiter-fp8-bmm", "aiter-fp4-bmm"], ["aiter-fp8-bmm"]))
+@pytest.mark.parametrize("name", pairs(["aiter-fp8-bmm", "aiter-fp4-bmm"]))
 def test_quantised_absorb_weights_equal_vllm_which_multiplies_by_the_same_gemm(engines, name):
     """With a bf16 cache vLLM's mxfp4 GEMM gets no ``y_scale``; tests/kernels/aiter/test_absorb.py has fp8 caches."""
     vllm_own, ours = engines(f"{name}-off"), engines(f"{name}-on")
@@ -85,7 +83,7 @@ def test_aiters_op_on_two_spawned_ranks_gives_vllms_tokens_over_aiters_class(eng
     assert_parity(engines("class-gfx950-off"), on)
 
 
-@pytest.mark.parametrize("name", pairs(specs_aiter.PADDED, ("padded-20-heads-auto",)))
+@pytest.mark.parametrize("name", pairs(specs_aiter.PADDED))
 def test_padded_heads_give_vllms_tokens_without_a_copy_of_the_query(engines, name):
     """What the kernel leaves unwritten between the heads is NaN here, and reaches no token."""
     off, on = engines(f"{name}-off"), engines(f"{name}-on")

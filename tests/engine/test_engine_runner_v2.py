@@ -33,6 +33,7 @@ def test_default_options_runner_v2_with_drafts_of_the_model_in_graphs(engines, d
     assert sum(on.draft_replays.values()) > 0
 
 
+@pytest.mark.wide
 @pytest.mark.engine("mutation-kept-pieces")
 @pytest.mark.mutation("I10")
 def test_mutation_runner_v2_pieces_that_were_captured_over_the_thrown_away_cache_are_noticed(engines):
@@ -40,6 +41,7 @@ def test_mutation_runner_v2_pieces_that_were_captured_over_the_thrown_away_cache
         engines("mutation-kept-pieces")
 
 
+@pytest.mark.wide
 @pytest.mark.engine("mutation-dropped-option")
 @pytest.mark.mutation
 def test_mutation_runner_v2_an_option_that_vllms_cpu_platform_drops_ends_the_start(engines):

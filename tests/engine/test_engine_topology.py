@@ -27,18 +27,16 @@ def test_topology_of_the_scheduler_gives_the_tokens_of_vllm(engines, topology, c
 def test_topology_reloaded_weights_are_those_that_the_fast_path_multiplies_by(engines):
     """vLLM's reload_weights puts other values into existing tensors; vLLM reads them, and so must we."""
     vllm_own, ours = engines("schedule-off").scenarios, engines("schedule-on").scenarios
-    for name in ("prefixes", "crowded"):
-        assert ours[f"{name}, reloaded"] == vllm_own[f"{name}, reloaded"]
-        assert ours[f"{name}, reloaded"] != ours[name], "the weights did not change"
+    assert ours["prefixes, reloaded"] == vllm_own["prefixes, reloaded"]
+    assert ours["prefixes, reloaded"] != ours["prefixes"], "the weights did not change"
 
 
 @pytest.mark.engine("schedule-off", "schedule-on")
 def test_topology_a_weight_transfer_ends_in_vllms_tokens_and_a_status_that_is_true(engines):
     """In chunks, as a trainer sends them: in between vLLM's layers have no absorbed weight."""
     off, on = engines("schedule-off"), engines("schedule-on")
-    for name in ("prefixes", "crowded"):
-        assert on.scenarios[f"{name}, transferred"] == off.scenarios[f"{name}, transferred"]
-        assert on.scenarios[f"{name}, transferred"] != on.scenarios[f"{name}, reloaded"], "the weights did not change"
+    assert on.scenarios["prefixes, transferred"] == off.scenarios["prefixes, transferred"]
+    assert on.scenarios["prefixes, transferred"] != on.scenarios["prefixes, reloaded"], "the weights did not change"
     assert_all_engaged(on)
     assert [line for line in on.log if "since weights were loaded again" in line] == []
 

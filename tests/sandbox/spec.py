@@ -123,8 +123,8 @@ class EngineSpec:
     Attributes:
         scenarios: names from ``scenarios.SCENARIOS``, run one after the other.
         side: whether the flag is on. Nothing else of the user's options depends on it.
-        reload: afterwards load the weights of this other seed and run the scenarios again, as "NAME, reloaded"; then
-            send the first weights in a weight transfer, "NAME, transferred".
+        reload: afterwards load the weights of this other seed and run the first scenario again, as "NAME, reloaded";
+            then send the first weights in a weight transfer, "NAME, transferred".
         dump_graphs: return the post-grad FX graph text by range.
     """
 
