@@ -74,6 +74,7 @@ def allow_fp8_mla(platform_cls: type) -> None:
 
 
 CHANGED = {
+    "cache_config.enable_prefix_caching": "off where nothing gathers the context from an fp8 cache",
     "cache_config.kv_cache_memory_bytes": "the environment's VLLM_CPU_KVCACHE_SPACE",
     "cache_config.mamba_ssm_cache_dtype": "of layers that no MLA model has",
     "compilation_config.compile_sizes": "None becomes an empty list",
