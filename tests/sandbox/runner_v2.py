@@ -207,8 +207,6 @@ def _adaptive(setup: Setup) -> Any:
     with mock.patch.multiple(torch.cuda, Stream=mock.MagicMock(), Event=mock.MagicMock()):
         made = module.AdaptiveVerificationManager(setup.states, setup.buffers.query_start_loc, 1, MAX_TOKENS)
     made.cost_tables = (np.zeros(MAX_REQS + 1), np.ones(MAX_TOKENS + 1))
-    # The first request's drafts are the surest.
-    made._confidence_probs[:] = torch.arange(1, MAX_REQS + 1).unsqueeze(1).reciprocal()
     return made
 
 
@@ -257,6 +255,8 @@ def real(setup: Setup, *requests: tuple[int, int, int], drafts: tuple[int, ...] 
         index = states.req_id_to_index[str(number)]
         states.num_computed_prefill_tokens[index] = min(prompt, computed)
         states.num_computed_tokens_np[index] = computed + optimism
+        if setup.adaptive:  # the first request's drafts are the surest
+            runner.adaptive_verification._confidence_probs[index] = 1 / (1 + number)
         setup.tables.append_block_ids(index, (list(range(1 + 4 * number, 5 + 4 * number)),), overwrite=True)
     states.apply_staged_writes()
     setup.tables.apply_staged_writes()
