@@ -5,7 +5,6 @@ from tests.engine import (
     specs_default_options,
     specs_invariants,
     specs_parity,
-    specs_rotation,
     specs_topology,
 )
 
@@ -13,7 +12,7 @@ MOST = 25
 """Engines that compile in .ci/run; one takes up to a minute. Show what you can without one, or in eager mode, which
 takes ten seconds, or mark its test ``wide``. One run of unmodified vLLM serves many tests."""
 
-TOPICS = (specs_aiter, specs_default_options, specs_invariants, specs_parity, specs_rotation, specs_topology)
+TOPICS = (specs_aiter, specs_default_options, specs_invariants, specs_parity, specs_topology)
 SPECS = {name: spec for topic in TOPICS for name, spec in topic.SPECS.items()}
 AFTER = {name: earlier for topic in TOPICS for name, earlier in topic.AFTER.items()}
 """Engines that start after another one, in its cache."""

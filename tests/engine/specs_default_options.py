@@ -16,6 +16,7 @@ from tests.engine.specs_common import (
     PLAIN,
     SCALES,
     SMALL,
+    THREE,
     broken,
     pair,
     with_graphs,
@@ -75,6 +76,9 @@ SPECS = {
     "full-on": FULL,
     "limit-on": replace(BF16, vllm=CHUNKED, plugin=PluginOptions(additional={"max_token_num": 7}), dump_graphs=False),
     **pair("eager", EAGER),
+    # vLLM rotates YaRN op by op here and rounds three times, in decode steps too.
+    **pair("eager-yarn", EngineSpec(("mixed", "long"), replace(CHUNKED, extra=EAGER_MODE), THREE, PLAIN)),
+    "mutation-fused-rotation": broken(replace(BF16, vllm=CHUNKED), "every_batch_is_rotated_by_vllms_fused_op"),
     # And without a compiled graph.
     **pair("eager-drafts", replace(DRAFTING, plugin=replace(DRAFTING.plugin, integration="auto"))),
     "mutation-unknown-forward": broken(EAGER, "the_wrappers_forward_is_unknown"),

@@ -6,6 +6,7 @@ from tests.engine.engine_checks import (
     assert_all_engaged,
     assert_parity,
     assert_pieces_replayed,
+    figures,
     padded,
     same_scenarios,
 )
@@ -137,3 +138,27 @@ def test_mutation_an_unknown_forward_of_the_wrapper_is_left_to_vllm(engines):
     assert [code for code, _ in found.status[0]["skipped"].values()] == ["unknown_forward"] * 2
     assert found.status[0]["engaged"] == {}
     assert_parity(engines("eager-off"), found, 0.0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("default", marks=pytest.mark.engine("default-off", "default-on")),
+        pytest.param("eager-yarn", marks=pytest.mark.engine("eager-yarn-off", "eager-yarn-on")),
+    ],
+)
+def test_todays_rounding_is_kept_by_the_module(engines, name):
+    """The emulated kernels round as a card's: the fused op would show."""
+    found = engines(f"{name}-on")
+    assert_parity(engines(f"{name}-off"), found, 0.0)
+    assert_all_engaged(found)
+    assert min(found.branches["prepared_query"], found.branches["rotate_and_write"]) > 0
+
+
+@pytest.mark.engine("default-off", "mutation-fused-rotation")
+@pytest.mark.mutation("I5")
+def test_mutation_todays_rounding_is_lost_with_vllms_fused_op_for_all(engines):
+    found = engines("mutation-fused-rotation")
+    assert_all_engaged(found)
+    (compared,) = figures(engines("default-off"), found).values()
+    assert compared.max_abs_dlogprob > 0.01

@@ -22,6 +22,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
@@ -40,8 +41,9 @@ DRAFT_REPLAYS: Counter[int] = Counter()
 """How often a full graph of V2's draft was replayed, by rows."""
 
 
+@cache
 def emulate() -> None:
-    """Let vLLM plan, cut, capture and replay graphs on a CPU; before any engine is built."""
+    """Let vLLM plan, cut, capture and replay graphs on a CPU; before any engine is built. Idempotent."""
     from vllm.platforms import current_platform
 
     from tests.sandbox import platform
@@ -283,8 +285,8 @@ def unchanged_elsewhere(context: Any) -> Iterator[None]:
     """
     kept = {name: _other_rows(context, name) for name in context.attn_metadata}
     yield
-    for name, (cache, others, before) in kept.items():
-        if not torch.equal(cache[others].view(torch.uint8), before):
+    for name, (rows, others, before) in kept.items():
+        if not torch.equal(rows[others].view(torch.uint8), before):
             raise RuntimeError(f"a full graph of {name} has written KV rows outside its slots")
 
 

@@ -35,7 +35,6 @@ def apply(spec: EngineSpec) -> None:
         names = list(pipeline.PASSES)
         for name in names[names.index(spec.fault.stop_after) + 1 :]:
             del pipeline.PASSES[name]
-    compile_in_mode_1()
     if spec.dump_graphs:
         dump_graphs()
     count_branches()
@@ -135,27 +134,6 @@ def count_copies() -> None:
             inside.pop()
 
     AiterMLAHelper.get_mla_padded_q, Layer.forward_mqa = staticmethod(counted), attend  # type: ignore[method-assign]
-
-
-def compile_in_mode_1() -> None:
-    """Let ``mode`` 1 compile the model as vLLM's runner for GPUs does after loading: the one for CPUs leaves it eager.
-
-    Eager, vLLM's native RoPE rounds three times.
-    """
-    from vllm.compilation.counter import compilation_counter
-    from vllm.config import CompilationMode
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-
-    load = CPUModelRunner.load_model
-
-    def load_model(runner: Any, *args: Any, **kwargs: Any) -> None:
-        load(runner, *args, **kwargs)
-        compilation = runner.vllm_config.compilation_config
-        if compilation.mode == CompilationMode.STOCK_TORCH_COMPILE:
-            compilation_counter.stock_torch_compile_count += 1
-            runner.model.compile(fullgraph=True, backend=compilation.init_backend(runner.vllm_config))
-
-    CPUModelRunner.load_model = load_model
 
 
 def plain_linears() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Collection
 from dataclasses import fields
 from functools import cache, wraps
 from typing import Any
@@ -43,7 +44,7 @@ def wrap(platform_cls: type) -> None:
         asked = (copy.copy(vllm_config.compilation_config), copy.copy(vllm_config.scheduler_config))
         asked[0].inductor_compile_config = {**asked[0].inductor_compile_config}
         caches_prefixes = vllm_config.cache_config.enable_prefix_caching
-        options = _options(vllm_config)
+        options, fp8 = _options(vllm_config), vllm_config.cache_config.cache_dtype.startswith("fp8")
         inner(vllm_config)
         _restore(vllm_config, *asked)
         # A prompt that continues a cached prefix takes the path of a chunk.
@@ -51,7 +52,7 @@ def wrap(platform_cls: type) -> None:
             caches_prefixes and vllm_config.scheduler_config.enable_chunked_prefill
         )
         if vllm_config.model_config is not None:  # an engine's
-            check_kept(options, _options(vllm_config))
+            check_unchanged(options, _options(vllm_config), CHANGED.keys() | _lacking(fp8))
 
     platform_cls.check_and_update_config = staticmethod(check_and_update_config)
 
@@ -74,26 +75,31 @@ def allow_fp8_mla(platform_cls: type) -> None:
 
 
 CHANGED = {
-    "cache_config.enable_prefix_caching": "off where nothing gathers the context from an fp8 cache",
     "cache_config.kv_cache_memory_bytes": "the environment's VLLM_CPU_KVCACHE_SPACE",
     "cache_config.mamba_ssm_cache_dtype": "of layers that no MLA model has",
-    "compilation_config.compile_sizes": "None becomes an empty list",
-    "compilation_config.cudagraph_capture_sizes": "empty where the engine's spec asks for no graphs",
-    "compilation_config.pass_config": "vLLM's own pass is put back where a spec asks for it",
     "parallel_config.worker_cls": "the CPU's worker",
     "parallel_config.distributed_executor_backend": "a spawned engine core has its worker in a process too",
-    "scheduler_config.enable_chunked_prefill": "off where nothing gathers the context from an fp8 cache",
 }
 """Options that the CPU platform changes and the sandbox leaves so, and why that hides nothing."""
 
 
-def check_kept(asked: dict[str, str], kept: dict[str, str]) -> None:
-    """Check that the CPU platform has changed no option that is not in ``CHANGED``.
+def _lacking(fp8: bool) -> set[str]:
+    """What is off besides, because the spec asks for no graphs, or nothing gathers the context from an fp8 cache."""
+    chunks = {"cache_config.enable_prefix_caching", "scheduler_config.enable_chunked_prefill"}
+    return (
+        (chunks if fp8 and not chunks_fp8_prompts else set())
+        | (set() if has_graphs else {"compilation_config.cudagraph_capture_sizes"})
+        | ({"compilation_config.pass_config"} if vllm_pass else set())
+    )
+
+
+def check_unchanged(asked: dict[str, str], kept: dict[str, str], allowed: Collection[str]) -> None:
+    """Check that the CPU platform has changed no option but those allowed.
 
     Raises:
         RuntimeError: names the options, what was asked for and what is left.
     """
-    lost = {name: (value, kept[name]) for name, value in asked.items() if kept[name] != value and name not in CHANGED}
+    lost = {name: (value, kept[name]) for name, value in asked.items() if kept[name] != value and name not in allowed}
     if lost:
         raise RuntimeError(f"vLLM's CPU platform has changed options of the engine: {lost}")
 
@@ -103,6 +109,8 @@ def _options(vllm_config: Any) -> dict[str, str]:
     for section in (f"{name}_config" for name in ("compilation", "scheduler", "cache", "parallel")):
         config = getattr(vllm_config, section)
         found |= {f"{section}.{field.name}": repr(getattr(config, field.name, None)) for field in fields(config)}
+    if vllm_config.compilation_config.compile_sizes is None:  # an empty list says the same
+        found["compilation_config.compile_sizes"] = "[]"
     return found
 
 

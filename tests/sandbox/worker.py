@@ -7,6 +7,7 @@ tables, metadata, sampler and speculator are those of a GPU, their Triton kernel
 from __future__ import annotations
 
 import os
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,8 +25,9 @@ def show_triton() -> None:
         backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
 
 
+@cache
 def engage() -> None:
-    """Let this process run what V2 needs of Triton and of a GPU's worker, where Triton was shown."""
+    """Let this process run what V2 needs of Triton and of a GPU's worker, where Triton was shown. Idempotent."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     WorkerBase.runner_module = lambda worker: type(worker.model_runner).__module__
