@@ -33,7 +33,7 @@ AMX_TESTS := tests/gate/test_gate.py tests/passes/test_pipeline.py tests/serving
 # Processes that share the tests of `make test`; each imports torch and vLLM. A file stays in one for its fixtures.
 WORKERS ?= 2
 
-.PHONY: setup extras demo test test-all test-rest slow rehearsals test-wide test-torch test-triton mutants lint types quick orders alone docs unit test-avx2 avx2-quick amx-quick format lock clean
+.PHONY: setup extras demo test test-all test-rest slow rehearsals test-wide test-torch test-release over-release test-triton mutants lint types quick orders alone docs unit test-avx2 avx2-quick amx-quick format lock clean
 
 setup: $(LOCK_STAMP) $(PKG_STAMP)
 
@@ -110,6 +110,15 @@ $(LANE_STAMP): $(LOCK) pyproject.toml
 test-torch: $(LANE_STAMP)
 	$(LANE)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not engine and not slow" \
 	    tests/passes tests/serving tests/gate
+
+# The same, plans and single batches of Model Runner V2, over a release of vLLM's Python files on the torch that its users
+# have: the release's lock names it.
+RELEASE ?= 0.33
+test-release:
+	$(MAKE) over-release TORCH=$$(sed -n 's/^# torch //p' requirements/releases/$(RELEASE).lock)
+
+over-release: $(LANE_STAMP)
+	$(LANE)/bin/python tools/releases.py $(RELEASE) --only tests
 
 # The Triton kernel as another release of Triton compiles and launches it, and its code executed for both cards: a
 # quarter of an hour. The release lies beside the environment and comes first in Python's path.

@@ -131,7 +131,8 @@ def _fill(home: Path, lock: Path, package: Path, own_ops: bool) -> None:
 def _lay_over(home: Path, package: Path, own_ops: bool) -> None:
     """Let the environment find the packages of this one behind its own, and its compiled ops where it has none."""
     site = site_packages(home)
-    for library in () if own_ops else package.glob("*.so"):
+    # In an environment of `make test-torch`, stubs lie in the libraries' place.
+    for library in () if own_ops else (*package.glob("*.so"), *package.glob("_C*.py")):
         (site / "vllm" / library.name).symlink_to(library)
     (site / "base.pth").write_text(f"{package.parent}\n")
 

@@ -12,6 +12,10 @@ SCHEMAS = (
     "rms_norm(Tensor! out, Tensor input, Tensor? weight, float epsilon) -> ()",
     "fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor? weight, float epsilon) -> ()",
     "silu_and_mul(Tensor! out, Tensor input) -> ()",
+    # vLLM 0.33 looks up these names; its library for CPUs declares them without arguments.
+    "static_scaled_fp8_quant() -> ()",
+    "dynamic_scaled_fp8_quant() -> ()",
+    "dynamic_per_token_scaled_fp8_quant() -> ()",
 )
 # vLLM imports one of three names by the machine's vector unit, and some code a second one.
 LIBRARY = torch.library.Library("_C", "FRAGMENT")

@@ -54,6 +54,16 @@ def test_an_environment_finds_its_own_packages_first_and_the_running_ones_behind
     assert (site / "vllm" / "_C.abi3.so").is_file(), "the running environment's"
 
 
+def test_stubs_in_the_place_of_compiled_ops_are_found_as_the_libraries_are(made, monkeypatch):
+    package = made / "lane" / "vllm"
+    package.mkdir(parents=True)
+    (package / "_C.py").write_text("")
+    monkeypatch.setattr(releases, "_installed", lambda: package)
+    env = releases.overlay("0.39", made / "kept")
+    stub = releases.site_packages(env.python.parent.parent) / "vllm" / "_C.py"
+    assert stub.resolve() == package / "_C.py"
+
+
 def test_an_environment_is_made_once_and_again_when_it_or_its_lock_has_changed(made, monkeypatch):
     first = releases.overlay("0.39", made / "kept")
     with monkeypatch.context() as never:
