@@ -145,11 +145,18 @@ def test_field_a_variable_that_no_plan_knows_is_passed_on_with_a_note() -> None:
 
 
 def test_field_o10_every_option_of_vllm_is_a_name_that_a_command_takes_at_once() -> None:
-    actions = [name for action in offline.serve_parser()._actions for name in action.option_strings]
-    spelt = [name for name in actions if not name.startswith("--no-") and name != "-h"]
-    assert [name for name in spelt if name not in options.names()] == []
-    for name in actions:
+    groups = [set(action.option_strings) - {"-h"} for action in offline.serve_parser()._actions]
+    assert [group for group in groups if group and not group & options.names()] == []
+    for name in {name for group in groups for name in group}:
         options.check([name, name.replace("-", "_").replace("__", "--", 1), f"{name}=1"])
+
+
+@pytest.mark.parametrize("word", ["--no-enable-expert-parallel", "--disable-expert-parallel", "--enable-log-stats"])
+def test_field_o10_a_switch_is_turned_round_as_vllms_parser_does(word: str) -> None:
+    """vLLM 0.33 takes ``--disable-X`` for each ``--enable-X``, and the other way round."""
+    options.check([word])
+    with pytest.raises(ValueError, match="did you mean"):
+        options.check([word + "e"])
 
 
 @pytest.mark.parametrize(

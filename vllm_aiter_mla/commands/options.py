@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 SOURCES = ("engine/arg_utils.py", "entrypoints/**/cli_args.py")
+OPPOSITES = (("--no-", "--"), ("--disable-", "--enable-"), ("--enable-", "--disable-"))
+"""How vLLM's parser turns a switch round; the last two from 0.33 on."""
 SIMILAR = 0.75
 """Of two names, as difflib counts it: an option that is like no other is left to vLLM's parser."""
 
@@ -27,7 +29,7 @@ def check(words: Sequence[str], own: Iterable[str] = ()) -> None:
         given = word.partition("=")[0].partition(".")[0].replace("_", "-")
         if not re.match(r"--[a-z]", given) or any(name.startswith(given) for name in known):
             continue
-        if "--" + given.removeprefix("--no-") in known:
+        if any(given.startswith(one) and other + given.removeprefix(one) in known for one, other in OPPOSITES):
             continue
         if similar := get_close_matches(given, sorted(known), 1, SIMILAR):
             raise ValueError(f"{word.partition('=')[0]}: no such option; did you mean {similar[0]}?")
