@@ -148,7 +148,7 @@ def test_mutation_i5_passes_that_ignore_the_range_are_caught(engines):
 def test_i8_what_engaged_is_said_once(engines):
     lines = [line for line in engines("bf16-on").log if "MLA layers engaged" in line]
     assert len(lines) == 1
-    assert "2/2 MLA layers engaged (reference, bf16 KV, decode limit 16)" in lines[0]
+    assert "2/2 MLA layers engaged (reference, bf16 KV, decode limit 16, integration passes)" in lines[0]
 
 
 @pytest.mark.engine("fp8-on")

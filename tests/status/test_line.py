@@ -7,7 +7,7 @@ import pytest
 from vllm_aiter_mla.status import EngineStatus, Outcome, line
 from vllm_aiter_mla.status.record import Timed
 
-RECORD = EngineStatus().record_of({"a": Outcome("triton"), "b": Outcome("triton")}, 512, "fp8", 0, "passes", "cpu")
+RECORD = EngineStatus().record_of({"a": Outcome("triton"), "b": Outcome("triton")}, 512, "fp8", 0, "module", "cpu")
 FEW = Timed("8 heads", ("c",), ((1, 64, "aiter"),), {64: {"aiter": 1.0, "vllm": 2.0}})
 US = {8: {"triton": 3.0, "vllm": 4.0}, 48: {"triton": 5.0, "vllm": 7.0}, 512: {"triton": 6.0, "vllm": 5.0}}
 MOST = Timed("16 heads", ("a", "b"), ((1, 48, "triton"), (49, 512, "vllm")), US)
@@ -22,9 +22,9 @@ def test_the_line_names_the_type_of_the_cache(dtype, named):
     assert line.of(replace(RECORD, kv_cache_dtype=dtype)).endswith(f"(triton, {named} KV, decode limit 512)")
 
 
-@pytest.mark.parametrize(("integration", "named"), [("module", True), ("passes", False)])
-def test_the_line_names_the_integration_that_is_not_the_passes(integration, named):
-    assert (", integration module)" in line.of(replace(RECORD, integration=integration))) == named
+@pytest.mark.parametrize(("integration", "named"), [("module", False), ("passes", True)])
+def test_the_line_names_the_integration_that_default_options_do_not_take(integration, named):
+    assert (", integration passes)" in line.of(replace(RECORD, integration=integration))) == named
 
 
 @pytest.mark.parametrize("measured", [(FEW, MOST), (MOST, FEW)])

@@ -11,10 +11,10 @@ def record_of(
     names: Iterable[str], limit: int = 16, cache: str = "fp8", rank: int = 0, card: str = "cpu"
 ) -> RankStatus:
     """The record of layers that have not run."""
-    return EngineStatus().record_of(dict.fromkeys(names, Outcome()), limit, cache, rank, "passes", card)
+    return EngineStatus().record_of(dict.fromkeys(names, Outcome()), limit, cache, rank, "module", card)
 
 
 def record_with(layer: Layer, ran: str, limit: int = 16, card: str = "cpu") -> RankStatus:
     """The record of the engine of a layer, once that has run a kernel."""
     layer.ran = ran
-    return layer.engine_status.record_of({layer.name: layer.outcome()}, limit, "fp8", 0, "passes", card)
+    return layer.engine_status.record_of({layer.name: layer.outcome()}, limit, "fp8", 0, "module", card)

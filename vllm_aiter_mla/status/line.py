@@ -26,7 +26,7 @@ def of(*ranks: RankStatus | None, replica: int | None = None) -> str:
     if not engaged:
         text = f"0/{record.total}: {first_reason(record.skipped)}{silent}{whose}"
         return _answered(text, record.skipped.values())
-    by = ", integration module" if record.integration == "module" else ""
+    by = ", integration passes" if record.integration == "passes" else ""
     agreeing = engine.ranks - len(engine.fallen) - engine.silent
     on = f" on {agreeing} of {engine.ranks} ranks" if engine.ranks > 1 else ""
     text = (
