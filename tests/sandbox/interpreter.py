@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,28 @@ def install() -> None:
     builder.create_masked_load = lambda self, at, mask, *rest: load(self, at, _as_bool(mask), *rest)
     builder.create_masked_store = lambda self, at, value, mask, *rest: store(self, at, value, _as_bool(mask), *rest)
     interpreter.GridExecutor._restore_args_dev = _restore_nothing
+    interpreter._patch_lang = _patched_once(interpreter._patch_lang)
+
+
+def trust_integers() -> None:
+    """Add without a check for overflow, as compiled kernels do: in 64 bits besides, it took a quarter of a launch."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _patched_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Let the language stay patched: each launch, and each call of a function inside it, looked at all its members."""
+    patched = set()
+
+    def patch_lang(fn: Any) -> Any:
+        if id(fn.__globals__) not in patched:
+            patched.add(id(fn.__globals__))
+            patch(fn)
+        return SimpleNamespace(restore=lambda: None)
+
+    return patch_lang
 
 
 def record_launches() -> None:

@@ -43,6 +43,7 @@ def engage() -> None:
     interpreter.install()
     if os.environ.get(OURS) != "1":
         ours.interpreted = lambda: False
+        interpreter.trust_integers()
     _start_as_on_a_gpu()
 
 
