@@ -112,7 +112,7 @@ ROWS: dict[str, Row] = {
         _V3 | {"num_hidden_layers": 3, "first_k_dense_replace": 3}, 4, drafts=2,
         draft=_config(
             "Eagle3DeepseekV2ForCausalLM", "deepseek_v2", num_hidden_layers=1, draft_vocab_size=512,
-            eagle_aux_hidden_state_layer_ids=[1, 2],  # Model Runner V2 does not look into "eagle_config"
+            eagle_aux_hidden_state_layer_ids=[1, 2, 3],  # Model Runner V2 does not look into "eagle_config"
         ),
     ),
 }  # fmt: skip
