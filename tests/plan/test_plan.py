@@ -145,7 +145,7 @@ def test_the_variables_and_the_card_decide_as_in_the_server(arch, env, format, e
 
 
 def test_a_variable_that_is_unset_is_planned_by_the_installed_vllms_default():
-    plan = planned(*R1, "--kv-cache-dtype", "fp8")
+    plan = planned(*R1, "--kv-cache-dtype", "fp8", env=())
     value, origin = plan["environment"]["VLLM_ROCM_USE_AITER_FP8BMM"]
     assert origin == "default"
     assert any(f"--env VLLM_ROCM_USE_AITER_FP8BMM={1 - int(value)}" in note for note in plan["assumptions"])

@@ -21,6 +21,8 @@ from vllm_aiter_mla.compat.config import GraphSizes
 from vllm_aiter_mla.settings import Settings
 
 ARCH = "gfx950"
+ENV = ("VLLM_ROCM_USE_AITER_FP8BMM=1", "VLLM_ROCM_USE_AITER_FP4BMM=1")
+"""What vLLM has by default up to 0.32, named: from 0.33 on both are off."""
 
 
 class Worker:
@@ -57,7 +59,7 @@ worker = functools.cache(Worker)
 
 
 @functools.cache
-def planned(name: str, *arguments: str, arch: str = ARCH, env: tuple[str, ...] = (), bug: str = "") -> dict[str, Any]:
+def planned(name: str, *arguments: str, arch: str = ARCH, env: tuple[str, ...] = ENV, bug: str = "") -> dict[str, Any]:
     """The plan of the model ``name`` as ``plan --json`` prints it."""
     plan, decision = worker(arch, env).ask(model.find(name), arguments, bug)
     return {**json.loads(files.text_of(plan)), "decision": decision}
@@ -65,7 +67,7 @@ def planned(name: str, *arguments: str, arch: str = ARCH, env: tuple[str, ...] =
 
 def ask(source: model.Source, arguments: Any, arch: str, variables: Any, verbose: bool) -> Plan:
     """Answer for ``model.ask`` by the process of all tests, whatever the card and the variables."""
-    return worker(ARCH, ()).ask(source, tuple(arguments))[0]
+    return worker(ARCH, ENV).ask(source, tuple(arguments))[0]
 
 
 def parsed(plan: dict[str, Any]) -> Plan:

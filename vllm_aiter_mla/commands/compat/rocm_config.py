@@ -24,6 +24,11 @@ from vllm_aiter_mla.admission import LayerView, Skip
 from vllm_aiter_mla.compat.layer import layer_view, padded_heads
 
 
+def import_vllm() -> None:
+    """Import vLLM with the platform of its build: 0.31 looks for it at once, and ends if it finds a card too."""
+    import vllm  # noqa: F401
+
+
 def take_rocm_platform(device_count: int) -> None:
     """Make vLLM's own ROCm platform the current one; what it asks of the machine has to be made up before."""
     import vllm.platforms

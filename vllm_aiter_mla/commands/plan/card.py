@@ -52,10 +52,11 @@ class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def pretend_rocm(arch: str) -> None:
-    """Make vLLM's own ROCm platform the current one, with eight cards of ``arch``, before vLLM is imported."""
+    """Make vLLM's own ROCm platform the current one, with eight cards of ``arch``, before its modules are imported."""
     import torch
 
     device, gib = CARDS[arch]
+    rocm_config.import_vllm()
     pretend_modules(*_PACKAGES, *_EXTENSIONS)
     import amdsmi
 
