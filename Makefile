@@ -71,11 +71,10 @@ test: lint quick
 
 test-all: test test-rest test-wide
 
-# What `make test` leaves out: bit-exact tests without AVX-512, configs with and without AMX, then the slow tests while
-# engines run, two at a time, and servers beside them, which wait more than they compute.
+# What `make test` leaves out, two at a time: bit-exact tests without AVX-512, configs with and without AMX, servers, which
+# wait more than they compute, and the slow tests while engines run.
 test-rest: extras
-	$(MAKE) -j 2 avx2-quick amx-quick types
-	$(MAKE) -j 2 slow rehearsals
+	$(MAKE) -j 2 avx2-quick amx-quick types rehearsals slow
 
 slow: extras
 	$(BIN)/python -m pytest -m "(engine or slow) and not wide and not rehearsal"

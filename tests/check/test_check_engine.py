@@ -45,7 +45,7 @@ def test_the_engine_runs_without_the_options_of_a_deployment(tmp_path: Path) -> 
         ),
         pytest.param(
             "prefill_rows_are_rotated_with_three_roundings", NAMES[2], "above the decode limit, prompts among decodes",
-            id="three-roundings",
+            id="three-roundings", marks=pytest.mark.wide,
         ),
     ],
 )  # fmt: skip

@@ -8,9 +8,9 @@ from tests.engine import (
     specs_topology,
 )
 
-MOST = 25
+MOST = 21
 """Engines that compile in .ci/run; one takes up to a minute. Show what you can without one, or in eager mode, which
-takes ten seconds, or mark its test ``wide``. One run of unmodified vLLM serves many tests."""
+takes half of that, or mark its test ``wide``. One run of unmodified vLLM serves many tests."""
 
 TOPICS = (specs_aiter, specs_default_options, specs_invariants, specs_parity, specs_topology)
 SPECS = {name: spec for topic in TOPICS for name, spec in topic.SPECS.items()}

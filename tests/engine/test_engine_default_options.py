@@ -144,7 +144,7 @@ def test_mutation_an_unknown_forward_of_the_wrapper_is_left_to_vllm(engines):
     "name",
     [
         pytest.param("default", marks=pytest.mark.engine("default-off", "default-on")),
-        pytest.param("eager-yarn", marks=pytest.mark.engine("eager-yarn-off", "eager-yarn-on")),
+        pytest.param("eager-yarn", marks=[pytest.mark.wide, pytest.mark.engine("eager-yarn-off", "eager-yarn-on")]),
     ],
 )
 def test_todays_rounding_is_kept_by_the_module(engines, name):
@@ -155,6 +155,7 @@ def test_todays_rounding_is_kept_by_the_module(engines, name):
     assert min(found.branches["prepared_query"], found.branches["rotate_and_write"]) > 0
 
 
+@pytest.mark.wide  # tests/serving/test_rotation.py plants it too
 @pytest.mark.engine("default-off", "mutation-fused-rotation")
 @pytest.mark.mutation("I5")
 def test_mutation_todays_rounding_is_lost_with_vllms_fused_op_for_all(engines):

@@ -23,6 +23,7 @@ def test_tokens_and_logprobs_are_those_of_vllm_with_every_layer_engaged(engines,
     assert found.max_abs_dlogprob <= MAX_DLOGPROB
 
 
+@pytest.mark.wide
 @pytest.mark.engine("vllms-pass-off", "vllms-pass-on")
 def test_layers_that_vllms_pass_has_fused_are_taken_over(engines):
     on = engines("vllms-pass-on")

@@ -47,6 +47,7 @@ def test_the_call_of_the_triton_kernel_is_timed_both_ways_and_the_card_taken_awa
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_every_row_is_timed():
     found = host_cost.measure(rounds=1)
     kinds = product(("aiter", "triton"), ("fp8", "auto"), host_cost.BATCHES, host_cost.MODES)

@@ -163,6 +163,7 @@ def test_the_forwards_of_the_installed_vllm_are_asked_about_by_their_digest(monk
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_a_wheel_of_another_vllm_is_asked_and_what_would_skip_it_is_said_in_order(tmp_path, capsys):
     wheel(path := tmp_path / "vllm-0.39.0-py3-none-any.whl")
     assert releases.main([str(path), "--folder", str(tmp_path / "kept")]) == 1
