@@ -143,6 +143,16 @@ def test_a_back_end_that_breaks_while_it_is_looked_for_is_missing_not_a_crash(mo
     assert "rocminfo: not found" in done.output
 
 
+@pytest.mark.parametrize(("terminal", "told"), [("1", True), ("", False)])
+def test_a_terminal_shows_on_stderr_the_case_that_runs_and_a_file_does_not(monkeypatch, terminal, told):
+    monkeypatch.setenv("FORCE_COLOR", terminal)
+    monkeypatch.setattr(session, "run", raising(RuntimeError("planted")))
+    done = cli(*ONE)
+    assert str(done.exception) == "planted"
+    assert ("reference fp8 fresh-data" in done.stderr) == told
+    assert "fresh-data" not in done.stdout
+
+
 @pytest.mark.parametrize(
     ("asked", "names"),
     [("long", ["long-run", "long-run-piecewise"]), ("long-run", ["long-run"]), ("-size", ["every-capture-size"])],

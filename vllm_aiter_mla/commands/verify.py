@@ -138,10 +138,13 @@ def _run(session: Session, console: Console) -> None:
     for name, reason in session.missing.items():
         console.print(f"back end {name}: not available: {escape(reason)}")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting", total=len(session.items))
-        for result in session.run():
-            progress.update(task, advance=1, description=f"{result.backend} {result.variant} {result.case}")
+    # On stderr, and on a terminal only: the case that runs now, and how many are done.
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task, results = progress.add_task("", total=len(session.items)), session.run()
+        for item in session.items:
+            progress.update(task, description=f"{item.backend} {item.variant.name} {item.case.name}")
+            next(results)
+            progress.advance(task)
     for backend in dict.fromkeys(result.backend for result in session.results):
         console.print(_table(backend, [result for result in session.results if result.backend == backend]))
     for line in _outcome(session):

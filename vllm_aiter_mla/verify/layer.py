@@ -17,6 +17,7 @@ from vllm_aiter_mla.kernels.backend import KernelBackend, Run
 from vllm_aiter_mla.kernels.inputs import K_SCALE, Q_SCALE, DecodeInputs
 from vllm_aiter_mla.serving import ops as bodies
 from vllm_aiter_mla.startup.selfcheck import OVERFLOW
+from vllm_aiter_mla.verify import data
 from vllm_aiter_mla.verify.cases import ACT, FRESH, Item
 
 # Blocks before and after the cache. A write out of bounds stays inside the allocation and is seen.
@@ -188,6 +189,7 @@ class Buffers:
         # The data do not depend on which other cases run.
         seed = zlib.crc32(f"{item.seed}/{item.case.name}/{item.variant.name}".encode())
         self.generator = torch.Generator().manual_seed(seed)
+        self._pool = data.pool(item.seed, device)
         self.limit = limit = item.limit + 1  # rows of every buffer: one batch is larger than every graph
         self.blocks = limit * item.geometry.blocks + 1
         self.positions = torch.zeros(limit, dtype=torch.int64, device=device)
@@ -203,8 +205,7 @@ class Buffers:
         return self.slots[: size - short] if short else self.slots
 
     def _normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        """Draw activations on the CPU, so that the numbers do not depend on the device."""
-        return (torch.randn(shape, generator=self.generator) * scale).to(ACT).to(self.device)
+        return self._pool.activations(shape, self.generator, scale)
 
     def _table(self) -> torch.Tensor:
         angles = torch.rand(self.geometry.max_position, self.geometry.rope // 2, generator=self.generator) * 6.283
@@ -228,15 +229,14 @@ class Buffers:
     def _layer(self, index: int) -> Layer:
         g, width = self.geometry, self.geometry.latent + self.geometry.rope
         table, own = self._table(), own_scale(index)
-        rows = torch.randn(self.blocks + 2 * GUARD_BLOCKS, g.block_size, width, generator=self.generator)
-        cache = reference.store_nope(rows.to(ACT), torch.tensor(1 / (K_SCALE * own)), self.variant.cache)
+        blocks = (self.blocks + 2 * GUARD_BLOCKS, g.block_size, width)
         return Layer(
             buffers=self,
             source=self._rows(),
             work=self._rows(),
             w_uk=self._weight(),
             w_uv=self._value_weight(),
-            storage=cache.to(self.device),
+            storage=self._pool.cache_rows(blocks, self.generator, self.variant.cache, 1 / (K_SCALE * own)),
             table=table,
             k_scale=torch.tensor([K_SCALE * own], device=self.device),
             q_scale=torch.tensor([Q_SCALE * own], device=self.device),
@@ -279,19 +279,19 @@ class Buffers:
 
     def _place(self, batch: Batch) -> None:
         """Give every request new blocks: slots, block tables and visible keys of the real rows."""
-        size, capacity = self.geometry.block_size, self.geometry.blocks * self.geometry.block_size
-        pool = torch.randperm(self.blocks, generator=self.generator).tolist()
-        row = 0
+        size, each = self.geometry.block_size, self.geometry.blocks
+        capacity = size * each
         # Decode requests of ``width`` tokens, then one prefill chunk after another.
         parts = ((batch.decode_rows, self.case.width), (batch.num_prefills, capacity))
-        for tokens in [min(most, total - first) for total, most in parts for first in range(0, total, most)]:
-            blocks = torch.tensor([pool.pop() for _ in range(self.geometry.blocks)])
-            end = int(torch.randint(tokens, capacity + 1, (1,), generator=self.generator))
-            keys = torch.arange(end - tokens, end)
-            rows = slice(row, row := row + tokens)
-            self.slots[rows] = (blocks[keys // size] * size + keys % size).to(self.device)
-            self.row_blocks[rows] = blocks.to(self.device)
-            self.row_keys[rows] = (keys + 1).to(self.device)
+        counts = [min(most, total - first) for total, most in parts for first in range(0, total, most)]
+        tokens = torch.tensor(counts, dtype=torch.int64)
+        blocks = torch.randperm(self.blocks, generator=self.generator)[: len(tokens) * each].view(len(tokens), each)
+        lengths = tokens + (torch.rand(len(tokens), generator=self.generator) * (capacity + 1 - tokens)).long()
+        request = torch.arange(len(tokens)).repeat_interleave(tokens)
+        keys = torch.arange(batch.rows) + (lengths - tokens.cumsum(0))[request]
+        self.slots[: batch.rows] = (blocks[request, keys // size] * size + keys % size).to(self.device)
+        self.row_blocks[: batch.rows] = blocks[request].to(self.device)
+        self.row_keys[: batch.rows] = (keys + 1).to(self.device)
 
     def change(self, what: str) -> None:
         """Change in place what serving may change between replays: "weights", "scales", "table" or "overflow"."""
