@@ -122,7 +122,7 @@ over-release: $(LANE_STAMP)
 # The Triton kernel as another release of Triton compiles and launches it, and its code executed for both cards: a
 # quarter of an hour. The release lies beside the environment and comes first in Python's path.
 TRITON ?= 3.7.1
-TRITON_TESTS := $(addprefix tests/kernels/triton/test_triton_,compiled.py launcher.py backend.py) \
+TRITON_TESTS := $(addprefix tests/kernels/triton/test_triton_,compiled.py launcher.py cuda_launcher.py backend.py) \
     tests/tools/gfx9/test_kernel_cost.py
 TRITON_LANE := $(VENV)-triton-$(TRITON)
 TRITON_PATH := PYTHONPATH=$(CURDIR)/$(TRITON_LANE):$(CURDIR):$$PYTHONPATH TRITON_CACHE_DIR=$(CURDIR)/$(TRITON_LANE)/cache
