@@ -70,7 +70,7 @@ def variants(target: Target) -> list[Variant]:
 
     The last tile also with bfloat16 in the cache and the query, over each form of the weight. The first one also for
     head counts that the decode kernel does not take: one that divides its count, and one that does not. On ROCm each
-    with a cache below 2 GiB and with a larger one; and the tiles of ``tiles.MORE`` with the larger one.
+    with a cache below 2 GiB and with a larger one; and the tiles that only tuning may choose.
     """
     tiles: dict[Tile, int] = {}
     for entry in TABLE[target.name]:
@@ -84,23 +84,21 @@ def variants(target: Target) -> list[Variant]:
         found.append(Variant(tile, tiles[tile], weight_major="P"))
     found.append(Variant(last, tiles[last], quantised=False))
     found += [Variant(first, heads, out_heads=16) for heads in (8, 10)]
-    # vLLM holds fp8 absorb weights, with unit stride along P, on ROCm only.
-    for tile in ordered if target.backend == "hip" else (first, last):
+    # Unit stride along P, as vLLM has it on ROCm. Elsewhere it has no such weights, but verify and measure run them.
+    for tile in ordered:
         found.append(Variant(tile, tiles[tile], weight_major="P", weight="fp8"))
     found.append(Variant(last, tiles[last], quantised=False, weight_major="P", weight="fp8"))
     if target.name == MXFP4_ARCH:
         found += [Variant(tile, tiles[tile], weight_major="P", weight="mxfp4") for tile in ordered]
         found.append(Variant(last, tiles[last], quantised=False, weight_major="P", weight="mxfp4"))
-    return [replace(one, pointer_hint=hint) for one in found for hint in hints(target)] + _tuned(target)
+    return [replace(one, pointer_hint=hint) for one in found for hint in hints(target)] + tuned(target)
 
 
-def _tuned(target: Target) -> list[Variant]:
-    """The tiles that only tuning may choose, each over each form of weight, with a large cache; AMD's cards only."""
-    if target.backend != "hip":
-        return []
+def tuned(target: Target) -> list[Variant]:
+    """The tiles that tuning tries beside the table's, each over each form of weight, with a large cache on ROCm."""
     forms = {"plain": "L", "fp8": "P"} | ({"mxfp4": "P"} if target.name == MXFP4_ARCH else {})
     return [
-        Variant(tile, 16, pointer_hint=False, weight=weight, weight_major=major)
+        Variant(tile, 16, pointer_hint=hints(target)[-1], weight=weight, weight_major=major)
         for tile in MORE
         for weight, major in forms.items()
     ]

@@ -36,9 +36,9 @@ OCCUPANCY: dict[str, dict[str, dict[str, int]]] = {
     },
     "sm90": {
         "16x64/4w": {"plain": 36, "fp8": 28},
-        "32x64/4w": {"plain": 36},
-        "64x64/4w": {"plain": 24},
-        "64x128/4w": {"plain": 16},
+        "32x64/4w": {"plain": 36, "fp8": 20},
+        "64x64/4w": {"plain": 24, "fp8": 12},
+        "64x128/4w": {"plain": 16, "fp8": 12},
         "128x128/8w": {"plain": 16, "fp8": 8},
     },
 }
