@@ -12,13 +12,15 @@ from typer.testing import CliRunner
 from tests.sandbox import gpu_ops
 from tests.sandbox.rehearsal_card import RehearsalCard
 from tests.support.made_up_clock import MadeUpClock, Named, costs, named_kernels
-from vllm_aiter_mla.commands import measure, rivals
+from vllm_aiter_mla.commands import measure, rivals, stand_in
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import reference, stopwatch
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.inputs import synthetic_inputs
+from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.vllm_own import VLLMBackend
+from vllm_aiter_mla.serving import backends
 
 
 class Wrong(Named):
@@ -74,6 +76,32 @@ def test_a_rival_that_never_serves_is_timed_and_held_against_ours(card, monkeypa
     assert run("-t", "1", "--type", "fp8", "--json", str(tmp_path / "measure.json")).exit_code == 0
     (row,) = json.loads((tmp_path / "measure.json").read_text())["rows"]
     assert (row["us"]["aiter-one-launch"], row["ratio"]) == (6.0, 1.2)
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_measure_on_a_card_without_vllms_kernels_times_a_stand_in_and_says_so(card, monkeypatch, tmp_path, missing):
+    RehearsalCard().install(monkeypatch).arch = "sm90"
+    made = MadeUpClock(costs(aiter=8.0, triton=5.0, vllm=10.0, **{"vllm-stand-in": 15.0}))
+    made.install(monkeypatch)
+    monkeypatch.setattr(stand_in, "StandInBackend", lambda: Named("vllm-stand-in"))
+    if missing:
+        monkeypatch.setitem(backends.FACTORIES, "vllm", lambda platform, settings: "no such kernel")
+    done = run("-t", "1", "--type", "fp8", "--json", str(tmp_path / "measure.json"))
+    (row,) = json.loads((tmp_path / "measure.json").read_text())["rows"]
+    assert done.exit_code == 0, done.output
+    assert row["ratio"] == (3.0 if missing else 2.0)
+    assert set(row["us"]) == {"triton", "vllm-stand-in" if missing else "vllm"} | {"aiter"} & set(row["us"])
+    for told in ("vllm-stand-in, us", "stand-in / ours", "vllm-stand-in: in the place of vLLM's kernels"):
+        assert (told in done.output) == missing
+    assert ("rival / ours" in done.output) != missing
+
+
+def test_a_stand_in_that_fails_its_check_or_takes_no_such_weights_is_not_timed(card, monkeypatch):
+    RehearsalCard().install(monkeypatch).arch = "sm90"
+    platform, shape = Platform("sm90", (9, 0)), measure.shape_of(2, "bf16", "fp8")
+    assert "fp8 weights" in rivals.checked(platform, shape, 8, False)["vllm-stand-in"]
+    monkeypatch.setattr(stand_in, "StandInBackend", lambda: Wrong("vllm-stand-in"))
+    assert "FAILED" in rivals.checked(platform, measure.shape_of(2, "bf16", "bf16"), 8, False)["vllm-stand-in"]
 
 
 class VLLMOwn(Named):

@@ -9,6 +9,7 @@ import torch
 from tests.sandbox.simulated_aiter import ROCM
 from vllm_aiter_mla.commands import measure
 from vllm_aiter_mla.commands.rivals import DecodeTileBackend, OneLaunchBackend, decode_tile
+from vllm_aiter_mla.commands.stand_in import StandInBackend
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import absorb, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
@@ -112,6 +113,6 @@ def test_the_tile_reaches_vllms_product_and_changes_no_byte(monkeypatch):
 
 def test_rivals_are_named_by_no_option_and_never_serve():
     served = {name for kernel in KERNELS for name in candidates(Settings(kernel=kernel), MI300X)}
-    names = {OneLaunchBackend.name, DecodeTileBackend(MI300X, 304, op=Mock()).name}
+    names = {OneLaunchBackend.name, DecodeTileBackend(MI300X, 304, op=Mock()).name, StandInBackend.name}
     assert not names & (served | set(KERNELS))
     assert names < set(measure.RIVALS)

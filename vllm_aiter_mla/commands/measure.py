@@ -27,7 +27,8 @@ TOKENS = (1, 8, 64, 256, 512)
 HEADS = (8, 16, 128)
 # A larger operand fills a card by itself.
 MOST_TOKENS, MOST_HEADS = 65536, 1024
-RIVALS = ("vllm", "aiter-decode-tile", "aiter-one-launch")
+VLLM, STAND_IN = "vllm", "vllm-stand-in"
+RIVALS = (VLLM, STAND_IN, "aiter-decode-tile", "aiter-one-launch")
 
 
 class Kind(StrEnum):
@@ -59,7 +60,9 @@ class Row:
     kind: str  # "fp8", "bf16" or "fp16": the type of the query and the cache
     us: dict[str, float]  # median microseconds a call by kernel, among them ``RIVALS``, which never serve
     untimed: dict[str, str]  # why a kernel was not timed: it does not take the call, cannot run here, or is wrong
-    ratio: float | None  # the fastest rival's time over that of our fastest kernel: above 1 ours is faster
+    # The fastest rival's time over that of our fastest kernel: above 1 ours is faster. Where a stand-in for vLLM's
+    # kernels was timed, the ratio is to no kernel that serves.
+    ratio: float | None
     left_out: tuple[str, ...] = ()  # kernels that were timed and do not count as ours: ``kernel=auto`` leaves them out
 
 
@@ -94,7 +97,8 @@ def measure(
     Start-up does the same to choose between them. Each kernel is first compared with the reference; a wrong one is not
     timed. The table shows median microseconds per call in a replayed graph, and how much faster than the fastest rival
     our fastest kernel is. Rivals are vLLM's own kernels and two that never serve: AITER's single launch, and its op
-    behind an fp8 product on tiles for few rows. A kernel that overflows to NaN is timed, and does not count as ours.
+    behind an fp8 product on tiles for few rows. On a card without vLLM's kernels and AITER the rival is a stand-in for
+    vLLM's three launches, and the table says so. A kernel that overflows to NaN is timed, and does not count as ours.
 
     With --tune: the tiles of the Triton kernel, at 1, 2, 4 ... 1024 tokens unless -t says others. What is fastest goes
     to a file of this card and release of Triton, which the next start reads, checks and names in its status line.
@@ -184,7 +188,7 @@ def rows_of(backends: Backends, shape: LayerShape, tokens: Sequence[int], wrong:
     facts = decision.LayerFacts(None, dict.fromkeys(overflows, decision.Offer()))
     served = decision.usable(facts, overflows, backends.settings)
     left_out = [name for name in overflows if name not in served]
-    found |= rivals.checked(backends.platform, shape, max(tokens))
+    found |= rivals.checked(backends.platform, shape, max(tokens), not isinstance(found.get(VLLM, ""), str))
     able = {name: backend for name, backend in found.items() if not isinstance(backend, str)}
     untimed = {name: why for name, why in found.items() if isinstance(why, str)}
     helper = compat_layer.padding_helper() if shape.out_heads else None
@@ -203,10 +207,10 @@ def row_of(
     tokens: int, heads: int, kind: str, us: Mapping[str, float], untimed: Mapping[str, str],
     left_out: Sequence[str] = (),
 ) -> Row:  # fmt: skip
-    """Return the figures of one size with their ratio, which is None without a kernel of ours or vLLM's own."""
+    """Return the figures of one size with their ratio, which is None without one of ours, or vLLM's or a stand-in."""
     ours = [one for name, one in us.items() if name not in (*RIVALS, *left_out)]
     theirs = [one for name, one in us.items() if name in RIVALS]
-    ratio = min(theirs) / min(ours) if ours and RIVALS[0] in us else None
+    ratio = min(theirs) / min(ours) if ours and {VLLM, STAND_IN} & us.keys() else None
     return Row(tokens, heads, kind, dict(us), dict(untimed), ratio, tuple(name for name in left_out if name in us))
 
 
@@ -248,12 +252,15 @@ def show(record: Measurement) -> None:
     rows, wrong = record.rows, record.wrong
     names = list(dict.fromkeys(name for row in rows for name in row.us))
     title = f"{', '.join(record.machine.values())}; {record.weights} weights"
-    table = Table("T", "N", "type", *(f"{name}, us" for name in names), "rival / ours", title=title)
+    rival = "stand-in" if STAND_IN in names else "rival"
+    table = Table("T", "N", "type", *(f"{name}, us" for name in names), f"{rival} / ours", title=title)
     for row in rows:
         us = [f"{row.us[name]:.2f}" if name in row.us else "-" for name in names]
         ratio = "-" if row.ratio is None else f"{row.ratio:.2f}{' (slower)' if row.ratio < 1 else ''}"
         table.add_row(str(row.tokens), str(row.heads), row.kind, *us, ratio)
     console.print(table)
+    if STAND_IN in names:
+        console.print(f"{STAND_IN}: in the place of vLLM's kernels, which are not here: as many launches, other code")
     for name, why in dict.fromkeys(one for row in rows for one in row.untimed.items() if one[0] not in wrong):
         console.print(f"{name}: not timed: {why}")
     for name in dict.fromkeys(name for row in rows for name in row.left_out):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels that ``measure`` times beside ours, and that never serve.
 
-AITER's op behind vLLM's fp8 product on another tile; and AITER's own single launch,
+Where neither vLLM's kernels nor AITER are, the only one is ``stand_in``. On AMD's cards there are two. One is AITER's
+op behind vLLM's fp8 product on another tile. The other is AITER's own single launch,
 ``fused_fp8_bmm_rope_cat_and_cache_mla`` and its mxfp4 twin, which does what our Triton launch does: absorb BMM, RoPE,
 concat, KV write. It takes no scale of the query, clamps no position, and with fewer slots than rows it reads and writes
 past the slot mapping. Over a rotary table in 16 bits it rounds each product of the rotation, so it is given float32
@@ -23,7 +24,7 @@ from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.aiter.op import AiterUnavailableError, Op
 from vllm_aiter_mla.kernels.backend import OWN_BMM, Binding, KernelBackend
 from vllm_aiter_mla.kernels.device import card
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, contract_violation
+from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, contract_violation, meta_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.startup import checks
 
@@ -47,11 +48,12 @@ def load() -> Ops:
         raise AiterUnavailableError(f"{MODULE}: {type(error).__name__}: {error}") from error
 
 
-def checked(platform: Platform, shape: LayerShape, most: int) -> dict[str, KernelBackend | str]:
+def checked(platform: Platform, shape: LayerShape, most: int, vllm_is_here: bool) -> dict[str, KernelBackend | str]:
     """Return the rivals by name, each checked with up to ``most`` rows, or why it is not timed on this shape."""
     tile, one_launch = "aiter-decode-tile", "aiter-one-launch"
     if platform.arch not in ARCHITECTURES:
-        return dict.fromkeys((tile, one_launch), "it is for gfx942 and gfx950")
+        stand_in = {} if vllm_is_here else {"vllm-stand-in": _stand_in(shape, most)}
+        return {**stand_in, **dict.fromkeys((tile, one_launch), "it is for gfx942 and gfx950")}
     # The single launch scales no query and clamps no overflow, so it is checked in 16 bits.
     plain = replace(shape, out_dtype=shape.act, cache_dtype=shape.act)
     found: dict[str, KernelBackend | str] = {}
@@ -65,6 +67,19 @@ def checked(platform: Platform, shape: LayerShape, most: int) -> dict[str, Kerne
         except AiterUnavailableError as error:
             found[name] = str(error)
     return found
+
+
+def _stand_in(shape: LayerShape, most: int) -> KernelBackend | str:
+    """Return what takes the place of vLLM's kernels, or why it is not timed."""
+    try:
+        from vllm_aiter_mla.commands.stand_in import StandInBackend
+    except ImportError as error:  # no Triton
+        return str(error)
+    backend = StandInBackend()
+    if (why := backend.refuse(meta_inputs(shape))) is not None:
+        return why
+    result = checks.self_check(backend.name, backend, shape, (), most)
+    return backend if result.ok else result.message
 
 
 class DecodeTileBackend(AiterBackend):

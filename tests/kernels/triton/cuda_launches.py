@@ -23,6 +23,7 @@ CASES = [
     Case(tokens=300, heads=128, cache="bfloat16", slots=297),
     Case(tokens=7, heads=8, out_heads=16, is_neox=True),
 ]
+STAND_IN = [CASES[0], Case(tokens=3, heads=5, cache="bfloat16", is_neox=True)]
 
 
 class Card(device.Device):
@@ -90,6 +91,16 @@ def seen(recorder, inputs, plant):
     }
 
 
+def stand_in_seen(recorder, inputs):
+    """The launches of ``measure``'s stand-in for vLLM's kernels, but for the product, which is torch's."""
+    from vllm_aiter_mla.commands.stand_in import StandInBackend
+
+    before = recorder.launches
+    out = StandInBackend().prepare(inputs)
+    last, rows = asdict(recorder.last()), inputs.num_tokens * inputs.num_heads
+    return {"launches": recorder.launches - before, "last": last, "out": out.data_ptr(), "rows": rows}
+
+
 def main(folder):
     recorder = cuda_driver.install(Path(folder))
     device.installed = Card()
@@ -101,7 +112,8 @@ def main(folder):
     inputs, _ = build(CASES[0])
     for plant in ("another grid", "swapped pointers"):
         found[0][plant] = seen(recorder, inputs, plant)
-    print(json.dumps(found))
+    stand_in = [stand_in_seen(recorder, build(case)[0]) for case in STAND_IN]
+    print(json.dumps({"cases": found, "stand-in": stand_in}))
 
 
 if __name__ == "__main__":

@@ -12,21 +12,27 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.triton.cuda_launches import CASES
+from tests.kernels.triton.cuda_launches import CASES, STAND_IN
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="Triton builds its launcher with a C compiler")
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    """What the driver got of each case, by its label."""
+def answer(tmp_path_factory):
+    """What the process that launches says."""
     command = [sys.executable, "-m", "tests.kernels.triton.cuda_launches", str(tmp_path_factory.mktemp("cuda"))]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     root = Path(__file__).resolve().parents[3]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=root)
     assert done.returncode == 0, done.stderr[-3000:]
-    return {case.pop("case"): case for case in json.loads(done.stdout)}
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def seen(answer):
+    """What the driver got of each case, by its label."""
+    return {case["case"]: case for case in answer["cases"]}
 
 
 def differences(found):
@@ -67,3 +73,10 @@ def test_triton_mutation_cuda_launcher_with_a_wrong_direct_launch_is_caught(seen
         assert wrong["grid"][0] == right["grid"][0] + 1
     else:
         assert wrong["arguments"]["q_ptr"] == right["arguments"]["k_pe_ptr"] == found["arguments"]["k_pe_ptr"]
+
+
+def test_triton_cuda_launcher_gets_two_launches_of_the_stand_in_for_vllms_kernels(answer):
+    assert len(answer["stand-in"]) == len(STAND_IN)
+    for found in answer["stand-in"]:
+        assert (found["launches"], found["last"]["grid"]) == (2, [found["rows"], 1, 1])
+        assert found["last"]["arguments"]["out_ptr"] == found["out"]

@@ -171,3 +171,17 @@ OWN_CALLS = [
 @pytest.mark.parametrize(("op", "arguments", "figure", "most"), OWN_CALLS)
 def test_triton_mutation_is_caught_by_a_call_of_its_own(interpreted, op, arguments, figure, most):
     assert interpreted(op, **arguments)[figure] > most
+
+
+@pytest.mark.parametrize("cache", ["float8_e4m3fn", "bfloat16"])
+@pytest.mark.parametrize("heads", [4, 5])
+def test_triton_stand_in_for_vllms_kernels_gives_what_the_reference_gives(interpreted, heads, cache):
+    answer = interpreted("checked_stand_in", heads=heads, cache=cache)
+    assert answer["ok"] == [True, True], answer["said"]
+
+
+@pytest.mark.mutation
+def test_triton_mutation_stand_in_with_another_scale_is_wrong(interpreted):
+    answer = interpreted("checked_stand_in", heads=4, cache="float8_e4m3fn", planted=True)
+    assert answer["ok"] == [False, False]
+    assert answer["wrong"] == ["q nope", "q rope"]

@@ -22,6 +22,7 @@ from tests.kernels.triton.triton_mutations import MUTATIONS
 from tests.sandbox import interpreter
 from tests.support import triton_cases as cases
 from tests.support.aiter_results import LATENT, fp4_call, fp8_call, fused_call
+from vllm_aiter_mla.commands import stand_in
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.inputs import LayerShape
 from vllm_aiter_mla.kernels.triton import kernel, launcher
@@ -198,6 +199,21 @@ def far_query() -> dict[str, Any]:
     return cases.compare(replace(inputs, q=q), storage, BACKEND.prepare)
 
 
+class OtherScale(stand_in.StandInBackend):
+    """Planted: the query is quantised by another scale."""
+
+    def _run(self, inputs):
+        return super()._run(replace(inputs, q_scale=inputs.q_scale * 2))
+
+
+def checked_stand_in(heads, cache, planted=False):
+    """``measure``'s stand-in for vLLM's kernels against the reference, under both pairings."""
+    backend, dtype = OtherScale() if planted else stand_in.StandInBackend(), getattr(torch, cache)
+    shapes = [LayerShape(heads, 128, dtype, dtype, 64, is_neox, device="cpu") for is_neox in (False, True)]
+    results = [self_check(backend, shape) for shape in shapes]
+    return {"ok": [result.ok for result in results], "wrong": results[0].wrong, "said": results[0].message}
+
+
 @contextmanager
 def planted(mutation: str | None) -> Iterator[None]:
     """Let the launcher run a mutant of the kernel, made from its source text."""
@@ -221,7 +237,7 @@ def mutant(name: str) -> Any:
 
 OPERATIONS = [
     compare, compare_tile, odd_rows, odd_groups, self_checked, aiter_vector,
-    aiter_product, far_cache, far_query,
+    aiter_product, far_cache, far_query, checked_stand_in,
 ]  # fmt: skip
 
 if __name__ == "__main__":
