@@ -23,9 +23,10 @@ PLAIN = cases.Variant("fp8", FP8, FP8)
 def few_values(monkeypatch):
     """Pools so small that every tensor goes round several times."""
     monkeypatch.setattr(data, "DRAWN", 997)
-    data.pool.cache_clear()
+    kept = data.pool
+    kept.cache_clear()
     yield
-    data.pool.cache_clear()
+    kept.cache_clear()
 
 
 def buffers(name="fresh-data", variant=PLAIN, device="cpu", seed=0):
@@ -150,3 +151,47 @@ def test_verify_rows_get_the_last_slots_of_blocks_that_no_other_request_has(name
     assert first == batch.rows
     assert len(set(seen)) == len(seen) == len(tokens) * per
     assert all(0 <= block < made.blocks for block in seen)
+
+
+class Drawing(TorchDispatchMode):
+    """Counts the values that random calls return."""
+
+    def __init__(self):
+        super().__init__()
+        self.values = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.values += result.numel()
+        return result
+
+
+def drawn_at_the_default_limit():
+    """Values that a step and each of two cases at 1,024 tokens draw."""
+    counts = []
+    for name in ("fresh-data", "other-slots"):
+        item = cases.Item("reference", {case.name: case for case in cases.cases(1024)}[name], PLAIN, cases.REAL, 1024)
+        with Drawing() as seen:
+            made = Buffers(item, "meta")
+        counts.append(seen.values)
+    with Drawing() as seen:
+        made.step(Batch(1024))
+    return seen.values, *counts
+
+
+def test_verify_data_of_the_default_limit_are_drawn_once(monkeypatch):
+    monkeypatch.setattr(data, "DRAWN", 4_194_301)
+    step, first, second = drawn_at_the_default_limit()
+    rotary = cases.REAL.max_position * cases.REAL.rope // 2
+    assert 0 < step < 10_000
+    assert rotary < second < rotary + 1000
+    assert first == second + data.DRAWN
+
+
+@pytest.mark.mutation
+def test_mutation_verify_data_that_each_case_draws_are_seen(monkeypatch):
+    monkeypatch.setattr(data, "DRAWN", 4_194_301)
+    monkeypatch.setattr(data, "pool", data.Pool)
+    _, first, second = drawn_at_the_default_limit()
+    assert first == second > data.DRAWN
