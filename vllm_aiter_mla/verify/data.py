@@ -2,7 +2,7 @@
 """The activations, weights and cache rows of a run: drawn and rounded once on the CPU, after that only copied.
 
 A case at 1,024 tokens has a cache of 113 million values. Drawing and rounding them for each case took minutes of one
-core, while the card waited. Nothing is computed on the card, so the values do not depend on it.
+core, while the card waited. The card copies values and computes none, so they do not depend on it.
 """
 
 from functools import lru_cache
