@@ -138,7 +138,7 @@ def test_a_supported_model_engages_and_its_weights_are_counted(arguments, format
 )
 def test_the_variables_and_the_card_decide_as_in_the_server(arch, env, format, expected):
     """Each row starts a process with its variables."""
-    plan = planned("deepseek-v2-lite", "-tp", "4", arch=arch, env=env)
+    plan = planned("deepseek-v2-lite", "-tp", "4", arch=arch, env=(*plans.ENV, *env))
     assert (plan["absorb_weight"], codes(plan), plan["arch"]) == (format, expected, arch)
     name, origin = (env[0].partition("=")[0], "--env") if env else ("VLLM_BATCH_INVARIANT", "default")
     assert plan["environment"][name][1] == origin
