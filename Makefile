@@ -33,7 +33,7 @@ AMX_TESTS := tests/gate/test_gate.py tests/passes/test_pipeline.py tests/serving
 # Processes that share the tests of `make test`; each imports torch and vLLM. A file stays in one for its fixtures.
 WORKERS ?= 2
 
-.PHONY: setup extras demo test test-all test-rest slow rehearsals test-wide test-torch test-release over-release test-triton mutants lint types quick orders alone docs unit test-avx2 avx2-quick amx-quick format lock clean
+.PHONY: setup extras demo test test-all test-rest slow rehearsals test-wide test-bare test-torch test-release over-release test-triton mutants lint types quick orders alone docs unit test-avx2 avx2-quick amx-quick format lock clean
 
 setup: $(LOCK_STAMP) $(PKG_STAMP)
 
@@ -87,6 +87,27 @@ rehearsals: extras
 test-wide: extras
 	$(BIN)/python -m pytest -m wide
 	$(MAKE) test-triton
+	$(MAKE) test-bare
+
+# A bare card's environment: torch and Triton as a GPU machine has them, no vLLM. Kernels, `verify` and `measure` run
+# there, and every test is collected; those of a GPU are skipped for want of one. torch from PyPI is its CUDA build,
+# 5 GB, which wants no card; PyTorch's CPU index has a small one.
+BARE_PYTHON ?= $(shell python3.12 -c '' 2>/dev/null && echo python3.12 || echo $(PYTHON))
+BARE := $(VENV)-bare
+BARE_STAMP := $(BARE)/.lock-$(shell sha256sum pyproject.toml | cut -c1-16)
+
+$(BARE_STAMP): pyproject.toml
+	test -x $(BARE)/bin/python || $(BARE_PYTHON) -m venv $(BARE)
+	$(BARE)/bin/$(PIP) 'torch==2.11.*' triton==3.6.0 transformers numpy 'setuptools>=77'
+	$(BARE)/bin/$(PIP) --no-build-isolation -e '.[test]'
+	rm -f $(BARE)/.lock-*
+	touch $@
+
+test-bare: $(BARE_STAMP)
+	! $(BARE)/bin/python -c 'import vllm' 2>/dev/null
+	$(BARE)/bin/python -m pytest -q -n0 -m gpu tests
+	$(BARE)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not engine and not slow and not gpu" \
+	    tests/test_without_vllm.py tests/test_imports.py tests/kernels tests/measure tests/verify
 
 # The tests without an engine on another torch, in an environment of its own. vLLM's compiled ops load on the torch
 # they were built for alone: a stub that only declares them lies in their place. Wants PyTorch's CPU index, as setup does.

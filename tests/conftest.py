@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.support import lanes
+from tests.support import collecting, lanes
 from tests.support.planted import Said
 
 # Processes that tests start find the checkout: `tests`, `tools` and this tree's package.
@@ -27,6 +27,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Engine tests whose marker has no argument start their engines themselves and need not wait.
     items.sort(key=lambda item: bool(getattr(item.get_closest_marker("engine"), "args", ())))
     config.stash[SUITE] = list(items)
+
+
+def pytest_configure(config):
+    """Let folders too be skipped where vLLM is absent: pytest asks no conftest about a folder of its own."""
+    config.pluginmanager.register(collecting)
 
 
 def pytest_runtest_setup(item):

@@ -1,8 +1,11 @@
-"""Who may import whom in the package, late imports too; who may import vLLM or ask a GPU; and no cycle, of any kind."""
+"""Who may import whom in the package, late imports too; who may import vLLM, need it or ask a GPU; and no cycle."""
 
 import ast
 import graphlib
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,8 @@ ASK_A_CARD = {
     "commands.compat.rocm_config": "builds vLLM's layers on `meta`, where the card's cache must stay alone",
 }
 """Files that may name torch's GPU runtime, and why."""
+ON_A_BARE_CARD = ("kernels", "verify", "commands.main", "commands.measure", "commands.tune", "commands.verify")
+"""Parts and files that run where torch and Triton are and vLLM is not; ``tests/test_without_vllm.py`` runs them."""
 RUNTIME = re.compile(
     r"torch\.(cuda|version|profiler|accelerator|xpu)\b|(.*\.)?(version\.hip|version\.cuda|cuda\.\w+|is_cuda|_cuda_\w+)$"
 )
@@ -126,6 +131,28 @@ def test_a_file_imports_only_what_its_part_may(name):
 def test_vllm_is_imported_in_compat_only_and_tests_and_tools_nowhere(name):
     known = {"vllm"} if part_of(name) in ("compat", "commands.compat") else set()
     assert foreign(modules()[name].read_text()) <= known
+
+
+def fail_without_vllm(names):
+    """Import each file of the package in one process that has no vLLM; return the names that fail."""
+    code = (
+        "import importlib, json, sys, tests.support.without_vllm\nfailed = []\nfor name in sys.argv[1:]:\n"
+        "    try:\n        importlib.import_module(f'vllm_aiter_mla.{name}')\n"
+        "    except ModuleNotFoundError:\n        failed.append(name)\nprint(json.dumps(failed))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def test_what_runs_on_a_bare_card_is_imported_without_vllm():
+    names = [name for name in modules() if any(f"{name}.".startswith(f"{part}.") for part in ON_A_BARE_CARD)]
+    assert len(names) > 30
+    assert fail_without_vllm(names) == []
+
+
+@pytest.mark.mutation
+def test_mutation_a_file_that_needs_vllm_is_seen():
+    assert fail_without_vllm(["kernels", "compat.inductor"]) == ["compat.inductor"]
 
 
 @pytest.mark.parametrize("name", sorted(set(modules()) - set(ASK_A_CARD)))

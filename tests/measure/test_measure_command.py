@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from tests.sandbox import gpu_ops
@@ -32,7 +31,6 @@ class Wrong(Named):
 def card(monkeypatch):
     """Kernels by name; every one is the reference."""
     kernels = named_kernels(monkeypatch)
-    monkeypatch.setattr(compat_layer, "fp8_dtype", lambda: torch.float8_e4m3fnuz)
     RehearsalCard().install(monkeypatch).arch = "gfx942"
     MadeUpClock(costs(aiter=8.0, triton=5.0, vllm=10.0)).install(monkeypatch)
     return kernels

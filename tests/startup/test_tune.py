@@ -24,7 +24,6 @@ from vllm_aiter_mla.commands import measure as command
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
@@ -43,7 +42,6 @@ def card(monkeypatch, said):
     """An MI300X on which one tile that is not in the table is the fastest; AITER is not installed."""
     monkeypatch.setattr(launcher, "decode_prep_kernel", Recorded(TritonLaunch()))
     monkeypatch.setattr(launcher, "_compiled", set())
-    monkeypatch.setattr(compat_layer, "fp8_dtype", lambda: torch.float8_e4m3fnuz)
     monkeypatch.setattr(compat_config, "as_current", lambda config=None: nullcontext())
     monkeypatch.setattr(backends, "detect_platform", lambda: Platform("gfx942"))
     for name in backends.AITER_KERNELS:

@@ -56,3 +56,7 @@ def main() -> None:
             raise
         typer.echo(f"vllm-aiter-mla: {error.name} is not installed here; run this where vLLM serves", err=True)
         sys.exit(outputs.NOT_LOOKED)
+
+
+if __name__ == "__main__":
+    main()

@@ -227,9 +227,10 @@ def shape_of(
     from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
     from vllm_aiter_mla.kernels.device import card
     from vllm_aiter_mla.kernels.inputs import LayerShape
+    from vllm_aiter_mla.kernels.platform import detect_platform
     from vllm_aiter_mla.kernels.vllm_own import may_take_parts
 
-    fp8, arch, padded = compat_layer.fp8_dtype(), card().arch, heads
+    fp8, arch, padded = detect_platform().fp8, card().arch, heads
     stored = fp8 if kind == "fp8" else getattr(torch, act)
     helper = compat_layer.padding_helper()
     if helper and arch in ARCHITECTURES and not may_take_parts(arch, heads, kind == "fp8"):

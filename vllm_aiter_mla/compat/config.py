@@ -3,11 +3,12 @@
 
 import inspect
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import ConfigView, Engage
 from vllm_aiter_mla.compat import patches, release
 from vllm_aiter_mla.settings import NAMESPACE, Settings, resolve
@@ -233,14 +234,21 @@ def cache_name(vllm_config: Any) -> str:
 
 
 def cache_folder() -> Path:
-    """Return the folder of the plugin's files, under vLLM's own cache root."""
+    """Return the folder of the plugin's files, under vLLM's own cache root; without vLLM, under its default one."""
+    if not release.is_installed():
+        return files.cache_folder()
     from vllm import envs
 
     return Path(envs.VLLM_CACHE_ROOT) / "aiter_mla"
 
 
 def as_current(vllm_config: Any = None) -> AbstractContextManager[None]:
-    """Make it, or vLLM's default config, the current one for a block, as it is while vLLM builds its layers."""
+    """Make it, or vLLM's default config, the current one for a block, as it is while vLLM builds its layers.
+
+    Where vLLM is not installed, nothing of it asks for a config.
+    """
+    if not release.is_installed():
+        return nullcontext()
     from vllm.config import VllmConfig, set_current_vllm_config
 
     return cast("AbstractContextManager[None]", set_current_vllm_config(vllm_config or VllmConfig()))

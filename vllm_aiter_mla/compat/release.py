@@ -6,6 +6,7 @@ The gate skips an engine whose vLLM differs from this file. docs/development.md:
 
 import re
 from importlib import import_module
+from importlib.util import find_spec
 
 WINDOW: tuple[tuple[int, int], tuple[int, int]] = ((0, 30), (0, 34))
 """First supported release and first unsupported one: 0.30 <= vLLM < 0.34. The only place that says so."""
@@ -30,6 +31,11 @@ OP_ARGUMENTS: dict[str, str] = {
 
 
 # -- the release
+
+
+def is_installed() -> bool:
+    """Return whether there is a vLLM here. Kernels, ``verify`` and ``measure`` also run where there is none."""
+    return find_spec("vllm") is not None
 
 
 def vllm_version() -> str:

@@ -10,6 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vllm_aiter_mla.compat import release
+
 # Where `vllm serve` has its parser: since 0.33, in 0.32, before.
 SERVE_PARSERS = (
     "vllm.entrypoints.common.cli_args",
@@ -34,7 +36,9 @@ def plugins(allowed: str) -> list[str]:
 
 
 def load_plugins() -> None:
-    """Load vLLM's general plugins, this one among them."""
+    """Load vLLM's general plugins, this one among them; where vLLM is not installed there are none."""
+    if not release.is_installed():
+        return
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
