@@ -105,10 +105,10 @@ $(BARE_STAMP): pyproject.toml
 
 test-bare: $(BARE_STAMP)
 	! $(BARE)/bin/python -c 'import vllm' 2>/dev/null
-	$(BARE)/bin/python -m pytest -q -n0 -m gpu tests
-	$(BARE)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not engine and not slow and not gpu" \
-	    --ignore tests/kernels/triton/test_triton_aiter_vectors.py \
-	    tests/test_without_vllm.py tests/test_imports.py tests/kernels tests/measure tests/verify
+	$(BARE)/bin/pytest -q -n0 -m gpu tests
+	$(BARE)/bin/pytest -q -n $(WORKERS) --dist loadfile -m "not engine and not slow and not gpu" \
+	    --ignore tests/kernels/triton/test_triton_aiter_vectors.py tests/test_without_vllm.py tests/test_imports.py \
+	    tests/kernels tests/measure tests/verify tests/tools/test_first_card.py
 
 # The tests without an engine on another torch, in an environment of its own. vLLM's compiled ops load on the torch
 # they were built for alone: a stub that only declares them lies in their place. Wants PyTorch's CPU index, as setup does.

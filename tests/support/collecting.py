@@ -1,8 +1,11 @@
-"""A pytest plugin: what needs vLLM is skipped where there is none, as on a bare card. Another failure stays one."""
+"""A pytest plugin for a bare card: a test that imports vLLM is skipped where there is none. Other failures stay."""
 
 from importlib.util import find_spec
 
 import pytest
+
+ABSENT = ("vllm", "openai", "prometheus_client", "matplotlib", "jinja2")
+"""vLLM, what comes with it, and what the extra ``report`` brings."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -21,8 +24,9 @@ def pytest_runtest_makereport(item, call):
 
 
 def skipped(report, path, error):
-    """Return the report as one of a skipped test, if what failed is an import of vLLM where there is none."""
+    """Return the report as one of a skipped test, if what failed is an import of what a bare card lacks."""
     name = str(getattr(error, "name", "")) if isinstance(error, ModuleNotFoundError) else ""
-    if name.partition(".")[0] == "vllm" and find_spec("vllm") is None:
-        report.outcome, report.longrepr = "skipped", (str(path), 0, "Skipped: vLLM is not installed here")
+    package = name.partition(".")[0]
+    if package in ABSENT and find_spec("vllm") is None:
+        report.outcome, report.longrepr = "skipped", (str(path), 0, f"Skipped: {package} is not installed here")
     return report
