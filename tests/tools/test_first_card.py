@@ -1,0 +1,136 @@
+"""``tools/first_card``: the process that watches, the archive, and sections on cards that are not there."""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tools.common import RunError, UsageError, guarded
+from tools.first_card import __main__ as first_card
+from tools.first_card import dry, pack
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "line", [[], ["pack"], ["out", "more"], ["out", "--only", "facts,tmies"], ["out", "--aiter", "/"]]
+)
+def test_a_wrong_command_line_is_refused_before_anything_starts(line):
+    with pytest.raises(UsageError):
+        first_card.parse(line)
+
+
+def child(source):
+    """A process of sections that does what ``source`` says with ``folder`` and the sections that are ``left``."""
+    head = "import json, os, pathlib, sys, time\nfolder, left = pathlib.Path(sys.argv[1]), sys.argv[2].split(',')\n"
+    head += "def done(name): (folder / f'{name}.json').write_text(json.dumps({'ok': True}))\n"
+    return lambda options, folder, kind, left: [sys.executable, "-c", head + source, str(folder), ",".join(left)]
+
+
+def watched(monkeypatch, folder, source):
+    monkeypatch.setattr(first_card, "command", child(source))
+    options = first_card.parse([str(folder), "--only", "facts,churn,times"])
+    return first_card.whole(options, "card", time.monotonic())
+
+
+def test_each_section_is_read_when_it_is_done(monkeypatch, tmp_path):
+    found = watched(monkeypatch, tmp_path, "for name in left: done(name)")
+    assert found == {name: {"ok": True} for name in ("facts", "churn", "times")}
+
+
+def test_a_section_that_ends_its_process_costs_only_itself(monkeypatch, tmp_path):
+    found = watched(
+        monkeypatch, tmp_path, "for name in left: done(name) if name != 'churn' or len(left) < 2 else os._exit(7)"
+    )
+    assert found["churn"] == {"ok": False, "failed": "its process ended with 7"}
+    assert found["facts"] == found["times"] == {"ok": True}
+
+
+def test_a_section_that_hangs_is_ended_and_the_next_one_runs(monkeypatch, tmp_path):
+    monkeypatch.setattr(first_card, "SECONDS", dict.fromkeys(first_card.SECONDS, 0.2))
+    monkeypatch.setattr(first_card, "GRACE_S", 0.2)
+    monkeypatch.setattr(first_card, "START_S", 2.0)
+    found = watched(monkeypatch, tmp_path, "for name in left: time.sleep(60) if name == 'churn' else done(name)")
+    assert (found["churn"]["ok"], found["times"]) == (False, {"ok": True})
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("one", [{"ok": True, "planted": {"a": True, "b": False}}, {"ok": False}, {"failed": "x"}])
+def test_mutation_a_section_that_missed_something_does_not_pass(one):
+    assert not first_card.passed(one)
+    assert "NOT OK" in "\n".join(first_card.report({"churn": one}))
+
+
+def test_the_table_has_times_ratios_and_the_limit():
+    row = {"T": 1, "N": 16, "cache": "fp8", "weights": "bf16", "us": {"triton": 2.0, "vllm stand-in": 3.0},
+           "ratio": {"triton": 1.0, "vllm stand-in": 1.5}, "least_bytes": 3_000_000}  # fmt: skip
+    lines = first_card.report({"facts": {"ok": True, "copy_tb_s": 3.0}, "times": {"ok": True, "rows": [row]}})
+    assert lines[-1].split() == ["16", "1", "fp8", "bf16", "2.00", "(1.00)", "3.00", "(1.50)", "-", "-", "1.00"]
+
+
+@pytest.fixture
+def archive(monkeypatch, tmp_path):
+    """An archive without wheels and cache, which a network and a compiler make."""
+    monkeypatch.setattr(pack, "_packages", lambda site, wheels: site.mkdir(parents=True))
+    monkeypatch.setattr(pack, "_cache", lambda cache, aiter, python: cache.mkdir(parents=True))
+    return tmp_path / "first-card.tar.gz"
+
+
+def test_the_archive_runs_where_it_is_unpacked(archive, tmp_path):
+    assert pack.write(archive, None, sys.executable) == 0
+    with tarfile.open(archive) as packed:
+        packed.extractall(tmp_path, filter="data")
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.first_card", "--help"],
+        cwd=tmp_path / "first-card",
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, "pack ARCHIVE" in done.stdout) == (0, True), done.stderr
+
+
+@pytest.mark.mutation
+def test_mutation_an_archive_that_is_too_large_is_refused(archive, monkeypatch):
+    monkeypatch.setattr(pack, "MOST_BYTES", 1000)
+    with pytest.raises(RunError, match="MiB"):
+        pack.write(archive, None, sys.executable)
+
+
+def test_a_checkout_that_is_no_repository_is_named(archive, tmp_path):
+    (tmp_path / "aiter" / "ops" / "triton").mkdir(parents=True)
+    with pytest.raises(RunError, match="--aiter"):
+        pack.write(archive, tmp_path, sys.executable)
+
+
+def rehearse(folder, only, *more):
+    line = [sys.executable, "-m", "tools.first_card", str(folder), *more, "--only", only]
+    variables = os.environ | (dry.ENVIRONMENT[dry.VALUES] if "--inside" in more else {})
+    done = subprocess.run(line, cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {path.relative_to(folder).as_posix(): json.loads(path.read_text()) for path in folder.rglob("*.json")}
+
+
+@pytest.mark.slow
+def test_a_rehearsal_catches_each_planted_fault(tmp_path):
+    found = rehearse(tmp_path, "facts,churn,order", "--dry")
+    assert found["values/facts.json"]["dot"] == ["decode_prep_kernel"]
+    planted = {name: one["planted"] for name, one in found.items() if one.get("planted")}
+    assert set(planted) == {"values/churn.json", "launches/churn.json", "launches/order.json"}
+    assert len(planted["values/churn.json"]) == 3
+    assert all(caught for one in planted.values() for caught in one.values())
+
+
+@pytest.mark.slow
+def test_the_sections_of_verify_and_tuning_run_on_the_card_of_values(tmp_path):
+    found = rehearse(tmp_path, "verify,tune", "--inside", "values")
+    assert found["verify.json"]["counts"] == {"passed": 2, "failed": 0, "skipped": 0, "not run": 0}
+    assert found["tune.json"]["ok"] is True
+
+
+def test_the_command_says_what_is_wrong_and_ends_with_2():
+    assert guarded("first_card", first_card.run, ["out", "--only", "nothing"]) == 2

@@ -1,0 +1,1 @@
+"""One command for a bare NVIDIA card; ``__main__`` says how to run it."""
