@@ -73,6 +73,13 @@ def test_the_table_has_times_ratios_and_the_limit():
     assert lines[-1].split() == ["16", "1", "fp8", "bf16", "2.00", "(1.00)", "3.00", "(1.50)", "-", "-", "1.00"]
 
 
+def test_each_section_has_its_seconds_and_all_of_them_fit():
+    from tools.first_card import sections
+
+    assert [*first_card.SECONDS] == [*sections.SECTIONS]
+    assert sum(first_card.SECONDS.values()) + first_card.START_S <= first_card.TOGETHER_S
+
+
 @pytest.fixture
 def archive(monkeypatch, tmp_path):
     """An archive without wheels and cache, which a network and a compiler make."""
