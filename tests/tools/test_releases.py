@@ -61,7 +61,7 @@ def test_stubs_in_the_place_of_compiled_ops_are_found_as_the_libraries_are(made,
     monkeypatch.setattr(releases, "_installed", lambda: package)
     env = releases.overlay("0.39", made / "kept")
     stub = releases.site_packages(env.python.parent.parent) / "vllm" / "_C.py"
-    assert stub.resolve() == package / "_C.py"
+    assert (stub.resolve(), env.ops) == (package / "_C.py", "the stub")
 
 
 def test_an_environment_is_made_once_and_again_when_it_or_its_lock_has_changed(made, monkeypatch):

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from tools.first_card.standins import Standin
 from vllm_aiter_mla.commands import rivals
+from vllm_aiter_mla.commands.stand_in import StandInBackend
 from vllm_aiter_mla.kernels import absorb, formats
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
-from vllm_aiter_mla.kernels.vllm_own import VLLMBackend
 
 OURS, UNFUSED, PAIR, ONE = "triton", "vllm stand-in", "aiter pair", "aiter one launch"
 FUSED = ("aiter.ops.triton.fusions.fused_kv_cache", "fused_qk_rope_cat_and_cache_mla")
@@ -64,12 +63,13 @@ def contenders(platform: Platform, aiter: Path | None) -> tuple[dict[str, Kernel
         platform: the card.
         aiter: the folder that holds AITER's ``aiter/ops/triton``; None: it was not carried.
     """
-    found: dict[str, KernelBackend] = {OURS: TritonBackend(), UNFUSED: VLLMBackend(Standin(platform.fp8))}
+    found: dict[str, KernelBackend] = {OURS: TritonBackend(), UNFUSED: StandInBackend()}
     if aiter is None:
         return found, dict.fromkeys((PAIR, ONE), "AITER's files were not carried")
     try:
         _install(aiter)
         absorb.GEMMS["fp8"] = _function(f"aiter.ops.triton.gemm.batched.{FP8_BMM}", FP8_BMM)
+        found[UNFUSED] = StandInBackend(("plain", "fp8"))
         found[PAIR] = AiterPair(_function(*FUSED))
         one = {"fp8": _function(rivals.MODULE, rivals.FUNCTIONS["fp8"])}
         found[ONE] = rivals.OneLaunchBackend(platform, one, unit_scale=True)

@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 
-from tools.first_card import contenders, dry, standins
+from tools.first_card import contenders, dry, small_kernels
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.kernels import reference, stopwatch
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
@@ -68,8 +68,8 @@ def facts(asked: Asked) -> dict[str, Any]:
     inputs = synthetic_inputs(shape_of(16, "fp8", "bf16"))
     run = TritonBackend().bind(inputs).run  # type: ignore[union-attr]
     run(inputs)
-    standins.empty_kernel[(1,)](one)
-    empty = card().record(lambda: [standins.empty_kernel[(1,)](one) for _ in range(10 if asked.dry else 1000)])
+    small_kernels.empty_kernel[(1,)](one)
+    empty = card().record(lambda: [small_kernels.empty_kernel[(1,)](one) for _ in range(10 if asked.dry else 1000)])
     graph = card().capture(lambda: run(inputs), card().new_pool(), False)
     text, read = "", None
     try:
@@ -323,7 +323,7 @@ def error_of(backend: KernelBackend, made: LayerShape) -> Any:
 
 
 class Doubled(TritonBackend):
-    """A planted fault: our kernel with twice the scale of the cache."""
+    """A planted fault: our kernel over twice the query."""
 
     def bind(self, inputs: DecodeInputs) -> Binding | str:
         """See the base class."""
@@ -357,7 +357,7 @@ def least_bytes(made: LayerShape, tokens: int) -> int:
 def prefill(asked: Asked) -> dict[str, Any]:
     """Compare the rotation that Inductor compiles with the layer and vLLM's rotary kernel behind it; stand-ins both.
 
-    ``native`` is written as vLLM's ``forward_native`` of DeepSeek's rotary class; vLLM's kernel is ``rope_kernel``.
+    ``native`` is written as vLLM's ``forward_native`` of DeepSeek's rotary class; vLLM's kernel is ``rotate_kernel``.
     """
     since, home, heads, act = time.monotonic(), card().torch_device, 2 if asked.dry else 16, torch.bfloat16
     sizes = (1, 8) if asked.dry else (1, 8, 64, 512, 2048, 8192)
@@ -375,14 +375,14 @@ def prefill(asked: Asked) -> dict[str, Any]:
 
         def separate(x: Any = x, k_pe: Any = k_pe, positions: Any = positions) -> tuple[torch.Tensor, torch.Tensor]:
             q, k = front(x, norm, matrix, heads), k_pe.clone().unsqueeze(1)
-            standins.rotate_in_place(positions, q[..., NOPE:], k, table, False)
+            small_kernels.rotate_in_place(positions, q[..., NOPE:], k, table, False)
             return q, k
 
         def together(x: Any = x, k_pe: Any = k_pe, positions: Any = positions) -> tuple[torch.Tensor, torch.Tensor]:
             return whole(x, k_pe, norm, matrix, positions, table, heads)
 
         if asked.dry == dry.LAUNCHES:
-            standins.rotate_in_place(
+            small_kernels.rotate_in_place(
                 positions, project(x, norm, matrix, heads)[..., NOPE:], k_pe[:, None], table, False
             )
             continue

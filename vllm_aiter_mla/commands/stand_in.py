@@ -77,13 +77,20 @@ def concat_kernel(
 
 
 class StandInBackend(KernelBackend):
-    """``KernelBackend`` over the three launches; it changes none of its inputs, where vLLM rotates in place."""
+    """``KernelBackend`` over the three launches; it changes none of its inputs, where vLLM rotates in place.
+
+    Args:
+        formats: of weights; AITER's GEMMs for others than plain ones must be there.
+    """
 
     name = "vllm-stand-in"
 
+    def __init__(self, formats: tuple[str, ...] = ("plain",)) -> None:
+        self._formats = formats
+
     def bind(self, inputs: DecodeInputs) -> Binding | str:
         """See the base class."""
-        if inputs.weight.format != "plain":
+        if inputs.weight.format not in self._formats:
             return f"AITER multiplies {inputs.weight.format} weights for vLLM, and it is not here"
         for name, width in {"rope": inputs.rope_dim, "latent": inputs.latent_dim}.items():
             if width & (width - 1):
