@@ -116,6 +116,7 @@ def test_i5_the_graph_above_the_decode_limit_is_that_of_vllm(engines):
     assert engines("bf16-on").graphs["1-16"] != engines("bf16-off").graphs["1-16"]
 
 
+@pytest.mark.wide
 @pytest.mark.engine("vllms-pass-off", "vllms-pass-on")
 def test_i5_prerequisite_above_the_decode_limit_the_graph_is_vllms_own_fused_one(engines):
     off, on = engines("vllms-pass-off"), engines("vllms-pass-on")
