@@ -136,6 +136,8 @@ test-torch: $(LANE_STAMP)
 # have: the release's lock names it.
 RELEASE ?= 0.33
 test-release:
+	@grep -q '^# torch ' requirements/releases/$(RELEASE).lock || \
+	    { echo "RELEASE=$(RELEASE): its lock names no torch; run tools/releases.py $(RELEASE)" >&2; exit 1; }
 	$(MAKE) over-release TORCH=$$(sed -n 's/^# torch //p' requirements/releases/$(RELEASE).lock)
 
 over-release: $(LANE_STAMP)

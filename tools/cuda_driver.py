@@ -18,7 +18,8 @@ from tools import aot
 MOST_PARAMETERS = 64  # as in recording_libcuda.c
 # What Triton's launcher adds to the kernel's arguments: two addresses of scratch memory.
 SCRATCH = ("global_scratch", "profile_scratch")
-BYTES = {"i32": 4, "i64": 8}
+BYTES = {"i1": 1, "i8": 1, "u8": 1, "i16": 2, "i32": 4, "u32": 4, "fp32": 4, "i64": 8, "u64": 8, "fp64": 8}
+"""Of an argument that is no pointer, by Triton's name of its type."""
 
 
 class _Launch(ctypes.Structure):

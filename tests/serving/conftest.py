@@ -1,3 +1,3 @@
 """The set-up of the pass tests."""
 
-from tests.support.registered import fresh as fresh
+from tests.support.registered import one_thread as one_thread

@@ -67,8 +67,8 @@ def test_mutation_a_section_that_missed_something_does_not_pass(one):
 
 
 def test_the_table_has_times_ratios_and_the_limit():
-    row = {"T": 1, "N": 16, "cache": "fp8", "weights": "bf16", "us": {"triton": 2.0, "vllm stand-in": 3.0},
-           "ratio": {"triton": 1.0, "vllm stand-in": 1.5}, "least_bytes": 3_000_000}  # fmt: skip
+    row = {"T": 1, "N": 16, "cache": "fp8", "weights": "bf16", "us": {"triton": 2.0, "vllm-stand-in": 3.0},
+           "ratio": {"triton": 1.0, "vllm-stand-in": 1.5}, "least_bytes": 3_000_000}  # fmt: skip
     lines = first_card.report({"facts": {"ok": True, "copy_tb_s": 3.0}, "times": {"ok": True, "rows": [row]}})
     assert lines[-1].split() == ["16", "1", "fp8", "bf16", "2.00", "(1.00)", "3.00", "(1.50)", "-", "-", "1.00"]
 

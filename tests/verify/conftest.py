@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.one_thread import one_thread as one_thread
 from tests.verify.faults import FAULTS
 from vllm_aiter_mla.verify import cases, runner, session
 from vllm_aiter_mla.verify.engine import EagerEngine
@@ -55,12 +56,3 @@ def caught(broken, monkeypatch):
             return broken(case or fault.case, fault.plant(patch), engine=engine, **fault.change())
 
     return plant_and_run
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors are tiny: threads that wait for one another on a shared machine cost more than they bring."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

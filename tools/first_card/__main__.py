@@ -36,7 +36,6 @@ SECONDS = {"facts": 30, "verify": 70, "churn": 50, "times": 95, "prefill": 45, "
 """By section: after how many seconds it starts nothing more. ``GRACE_S`` later it is ended."""
 GRACE_S, START_S, SLOWER_DRY = 10.0, 20.0, 10
 TOGETHER_S = 360.0
-CONTENDERS = ("ours", "vLLM's sequence, stand-in", "AITER pair", "AITER one launch")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -105,10 +104,8 @@ def watch(
     line: Sequence[str], variables: dict[str, str], folder: Path, left: Sequence[str], began: float
 ) -> int:  # fmt: skip
     """Wait for a process of sections, or end it when a section takes too long; return how it ended."""
-    child, slower = (
-        subprocess.Popen(line, env=variables, cwd=ROOT),
-        SLOWER_DRY if "TRITON_INTERPRET" in variables else 1,
-    )
+    child = subprocess.Popen(line, env=variables, cwd=ROOT)
+    slower = SLOWER_DRY if "TRITON_INTERPRET" in variables else 1
     since, done, extra = time.monotonic(), 0, START_S
     while child.poll() is None:
         time.sleep(0.2)
@@ -180,7 +177,7 @@ def passed(found: dict[str, Any]) -> bool:
 
 def report(found: dict[str, Any]) -> list[str]:
     """Return a line for each section, and the table of times."""
-    from tools.first_card import sections
+    from tools.first_card import contenders, sections
 
     rows = []
     for name, one in found.items():
@@ -191,7 +188,8 @@ def report(found: dict[str, Any]) -> list[str]:
         rows.append([name, state, f"{one.get('took_s', 0):.1f}", caught, said])
     lines = aligned(("section", "state", "seconds", "planted, caught", "why"), rows)
     if table := list(sections.shown(found)):
-        head = ("N", "T", "cache", "weights", *(f"{name}, us (ratio)" for name in CONTENDERS), "bytes / bandwidth, us")
+        names = (f"{name}, us (ratio)" for name in contenders.NAMES)
+        head = ("N", "T", "cache", "weights", *names, "bytes / bandwidth, us")
         lines += ["", *aligned(head, table)]
     return lines
 

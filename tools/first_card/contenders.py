@@ -19,7 +19,7 @@ from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 
-OURS, UNFUSED, PAIR, ONE = "triton", "vllm stand-in", "aiter pair", "aiter one launch"
+NAMES = OURS, UNFUSED, PAIR, ONE = "triton", StandInBackend.name, "aiter pair", "aiter one launch"
 FUSED = ("aiter.ops.triton.fusions.fused_kv_cache", "fused_qk_rope_cat_and_cache_mla")
 FP8_BMM = "batched_gemm_a8w8_a_per_token_group_prequant_w_per_batched_tensor_quant"
 FOR_AMD = ("waves_per_eu", "matrix_instr_nonkdim", "kpack", "instruction_sched_variant")

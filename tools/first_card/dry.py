@@ -51,8 +51,6 @@ def _write_down() -> None:
 
     from tools import cuda_driver
 
-    for name in ("i1", "i8", "u8", "i16", "fp32", "u32", "u64", "fp64"):  # of AITER's kernels; eight bytes hold each
-        cuda_driver.BYTES.setdefault(name, 4 if name.endswith("32") else 8 if name.endswith("64") else 1)
     cuda_driver.install(Path(tempfile.mkdtemp(prefix="aiter-mla-")))
     # Nothing looks at values here, and a CPU would take minutes for them.
     torch.randn = lambda *size, dtype=None, **_: torch.zeros(*size, dtype=dtype)  # type: ignore[assignment,misc]

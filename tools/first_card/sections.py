@@ -1,4 +1,4 @@
-"""What is asked of the card, one section after the other. Each returns what its JSON file holds.
+"""The sections, one after the other; each returns what its JSON file holds. The longer ones have files of their own.
 
 ``ok`` says whether all comparisons held; ``planted`` has each planted fault and whether it was caught.
 """
@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ from unittest import mock
 import torch
 
 from tools.first_card import contenders, dry, small_kernels
+from tools.first_card.asked import Asked, seen_as_nothing, shape_of
+from tools.first_card.harness import churn, verify
+from tools.first_card.prefill import prefill
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.kernels import reference, stopwatch
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
@@ -28,31 +31,9 @@ from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_in
 from vllm_aiter_mla.kernels.platform import detect_platform
 from vllm_aiter_mla.kernels.triton import kernel, launcher
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
-from vllm_aiter_mla.startup.selfcheck import ordinals
 
 TOKENS, HEADS = (1, 16, 64, 256, 512), (16, 128, 8, 32)
-NOPE, ROPE, LATENT, Q_LORA, BLOCK = 128, 64, 512, 1536, 64
 WRONG = 0.06  # ||result - reference|| / ||reference|| of a contender from which on it is not timed
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a section may use."""
-
-    aiter: Path | None  # the folder of AITER's Triton files
-    dry: str  # "", or a kind of ``dry.ENVIRONMENT``
-    seconds: float  # after which it starts nothing more
-
-    def left(self, since: float) -> bool:
-        """Return whether there is time for one thing more."""
-        return time.monotonic() - since < self.seconds
-
-
-def shape_of(heads: int, kind: str, weights: str, act: torch.dtype = torch.bfloat16) -> LayerShape:
-    """Return a layer of DeepSeek's widths: ``kind`` of query and cache and ``weights``, "bf16" or "fp8"."""
-    fp8 = detect_platform().fp8
-    stored, weight = fp8 if kind == "fp8" else act, ("fp8", fp8) if weights == "fp8" else ("plain",)
-    return LayerShape(heads, NOPE, stored, stored, BLOCK, False, act, card().torch_device, LATENT, ROPE, weight)
 
 
 # -- facts
@@ -93,160 +74,6 @@ def clocks() -> str:
         return subprocess.run(line, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:
         return ""
-
-
-# -- the harness
-
-
-def verify(asked: Asked) -> dict[str, Any]:
-    """Run ``verify`` with every back end that is here: both ends of a decode limit of 1024, and all quick cases."""
-    from vllm_aiter_mla.verify.cases import SMALL
-    from vllm_aiter_mla.verify.session import Session
-
-    since, counts, failed = time.monotonic(), {"passed": 0, "failed": 0, "skipped": 0, "not run": 0}, list[str]()
-    oracles = set[str]()
-    ends = {"only": ("both-ends-0-drafts",), "variant": ("fp8",)}
-    if asked.dry == dry.VALUES:
-        sessions = [Session(**ends, limit=8, geometry=SMALL)]
-    elif asked.dry:
-        sessions = [
-            Session(("triton",), **ends, limit=1024),
-            Session(("triton",), ("shared-pool",), quick=True, limit=128),
-        ]
-    else:
-        sessions = [Session(only=("kernel-status",), limit=16), Session(**ends, limit=1024)]
-        # What runs last is what a slow host leaves out.
-        names = sorted({item.backend for item in sessions[0].items}, reverse=True)
-        sessions += [Session((name,), quick=True, limit=128) for name in names]
-    for session in sessions:
-        run = session.run()
-        for _ in session.items:
-            if not asked.left(since):
-                counts["not run"] += 1
-                continue
-            result = next(run)
-            counts[result.status] += 1
-            oracles |= {one.oracle for one in result.findings}
-            found = [f"{one.oracle}: {one.message} at {one.step}" for one in result.findings[:2]]
-            failed += [f"{session.command(result)}: {'; '.join(found)}"] * (result.status == "failed")
-    found = {
-        "counts": counts,
-        "missing": sessions[0].missing,
-        "failures": failed,
-        "ok": not failed and counts["passed"] > 0,
-    }
-    values = {"finite", "query-nope", "query-rope", "cache-rows"}
-    return seen_as_nothing(found, bool(oracles & values)) if asked.dry == dry.LAUNCHES else found
-
-
-def seen_as_nothing(found: dict[str, Any], caught: bool) -> dict[str, Any]:
-    """Return the result of a section where nothing is computed: right is that the comparisons failed."""
-    return found | {
-        "failures": [],
-        "caught": found.get("failures"),
-        "planted": {"nothing is computed": caught},
-        "ok": True,
-    }
-
-
-HELD = {"slot_mapping": "cache", "q_scale": "latent", "weight": "latent"}
-"""Planted faults: an operand whose value at the capture the graph keeps, and the part of the result that shows it."""
-
-
-def churn(asked: Asked) -> dict[str, Any]:
-    """Replay one graph 10,000 times with all operands changed between the replays; compare each result on the card."""
-    # Replays, and the share of the seconds.
-    cases = {(16, "fp8", "bf16", 64): (10_000, 0.5), (16, "bf16", "bf16", 64): (2000, 0.2),
-             (128, "fp8", "fp8", 16): (2000, 0.2)}  # fmt: skip
-    if asked.dry == dry.LAUNCHES:
-        cases = dict.fromkeys(cases, (1, 0.3))
-    elif asked.dry:  # what an interpreter does in seconds
-        cases = {(2, "fp8", "bf16", 9): (4, 0.5)}
-    found, early = dict[str, Any](), list[str]()
-    for (heads, kind, weights, tokens), (times, part) in cases.items():
-        name = f"{kind} cache, {weights} weights, N{heads}, T{tokens}"
-        share = replace(asked, seconds=asked.seconds * part)
-        found[name] = replayed(share, shape_of(heads, kind, weights), tokens, times)
-        early += [f"{name}: {found[name]['replays']} replays of {times}"] * (found[name]["replays"] < times)
-    wrong = any(one["wrong"] for one in found.values())
-    if asked.dry == dry.LAUNCHES:
-        return seen_as_nothing(found, wrong)
-    share, small = replace(asked, seconds=asked.seconds / 30), shape_of(2, "fp8", "bf16")
-    few = 4 if asked.dry else 400
-    caught = {
-        f"a graph keeps {name}": part in replayed(share, small, 9, few, name)["wrong"] for name, part in HELD.items()
-    }
-    return found | {"planted": caught, "stopped": "; ".join(early), "ok": not wrong}
-
-
-def replayed(asked: Asked, shape: LayerShape, tokens: int, times: int, held: str = "") -> dict[str, Any]:
-    """Replay a graph of one call; return how many values differ in which part of the result, over all replays.
-
-    The counts stay on the device, so no replay waits for the host. ``held`` names an operand that the graph keeps.
-    """
-    since, home = time.monotonic(), shape.device
-    inputs = synthetic_inputs(shape, tokens, padded=None)
-    blocks = max(4, -(-4 * tokens // BLOCK))  # more slots than rows, so that a stale write lands where it shows
-    cache = inputs.kv_cache.new_empty((blocks, *inputs.kv_cache.shape[1:]))
-    cache.view(torch.uint8).fill_(0x35)
-    inputs = replace(inputs, kv_cache=cache)
-    kept: list[torch.Tensor] = []
-    bound = TritonBackend().bind(captured := _held(inputs, held))
-    assert not isinstance(bound, str), bound
-    bound.run(captured)
-    card().synchronize()
-    twin = replace(inputs, kv_cache=cache.clone())
-    graph = card().capture(lambda: kept.append(bound.run(captured)), card().new_pool(), False)
-    graph.instantiate()
-    names = ("cache", "rotated", "latent", "nan")
-    counts = dict.fromkeys(names, torch.zeros((), dtype=torch.int64, device=home))
-    done, query = 0, kept[-1]
-    for done in range(1, times + 1):
-        _change(inputs, done, every=2 if asked.dry else 100)
-        query.view(torch.uint8).fill_(0xFF)  # a NaN in each type: a row that nobody writes shows
-        graph.replay()
-        wanted = reference.prepare(twin, reference.TRITON)
-        pairs = {
-            "cache": (cache, twin.kv_cache), "rotated": (query[..., LATENT:], wanted[..., LATENT:]),
-            "latent": (query[..., :LATENT], wanted[..., :LATENT]),
-        }  # fmt: skip
-        for name, (got, right) in pairs.items():
-            counts[name] = counts[name] + _far(got, right, TritonBackend.bounds.slack * (name == "latent"))
-        counts["nan"] = counts["nan"] + query.float().isnan().sum()
-        if not asked.left(since):
-            break
-    card().synchronize()
-    figures = {name: int(count) for name, count in counts.items()}
-    return figures | {"replays": done, "wrong": [name for name in names if figures[name]]}
-
-
-def _held(inputs: DecodeInputs, name: str) -> DecodeInputs:
-    if name == "weight":
-        return replace(inputs, weight=replace(inputs.weight, values=inputs.weight.values.clone()))
-    return replace(inputs, **{name: getattr(inputs, name).clone()}) if name else inputs
-
-
-def _change(inputs: DecodeInputs, step: int, every: int) -> None:
-    """Give every operand new values in place; weights, scales and the rotary table at each ``every``th step."""
-    for rows in (inputs.q, inputs.k_pe, inputs.kv_c):
-        rows.normal_()
-    slots = torch.randperm(inputs.kv_cache.shape[0] * BLOCK, device=inputs.q.device)[: inputs.num_tokens]
-    inputs.slot_mapping.copy_(torch.where(torch.rand_like(slots, dtype=torch.float32) < 0.1, -1, slots))
-    inputs.positions.random_(0, inputs.cos_sin_cache.shape[0])
-    if step % every == 0:
-        weight = inputs.weight.values.view(torch.uint8 if inputs.weight.scale is not None else inputs.q.dtype)
-        weight.copy_(weight.roll(1, dims=0) if weight.shape[0] > 1 else weight.flip(-1))
-        inputs.cos_sin_cache.copy_(inputs.cos_sin_cache.flip(0))
-        for scale in (inputs.k_scale, inputs.q_scale):
-            scale.mul_(1.25 if step // every % 2 else 0.8)
-
-
-def _far(got: torch.Tensor, wanted: torch.Tensor, slack: float) -> torch.Tensor:
-    """Return how many values lie more than one representable step from the wanted one, and beyond ``slack``."""
-    far = (ordinals(got) - ordinals(wanted)).abs() > 1
-    if slack:
-        far &= ~((got.float() - wanted.float()).abs() <= slack * wanted.float().abs().max())
-    return far.sum()
 
 
 # -- times
@@ -351,97 +178,6 @@ def least_bytes(made: LayerShape, tokens: int) -> int:
     return weight + tokens * (query + width * (act + made.cache_dtype.itemsize))
 
 
-# -- prefill rows
-
-
-def prefill(asked: Asked) -> dict[str, Any]:
-    """Compare the rotation that Inductor compiles with the layer and vLLM's rotary kernel behind it; stand-ins both.
-
-    ``native`` is written as vLLM's ``forward_native`` of DeepSeek's rotary class; vLLM's kernel is ``rotate_kernel``.
-    """
-    since, home, heads, act = time.monotonic(), card().torch_device, 2 if asked.dry else 16, torch.bfloat16
-    sizes = (1, 8) if asked.dry else (1, 8, 64, 512, 2048, 8192)
-    lora = 64 if asked.dry else Q_LORA
-    norm = torch.randn((lora,), device=home).to(act)
-    matrix = (torch.randn((heads * (NOPE + ROPE), lora), device=home) * lora**-0.5).to(act)
-    table = synthetic_inputs(shape_of(heads, "bf16", "bf16"), 2048).cos_sin_cache
-    whole, front = (torch.compile(one, dynamic=True) for one in (native, project))
-    rows, runs = list[dict[str, Any]](), []
-    for tokens in sizes:
-        if not asked.left(since):
-            break
-        x, k_pe = (torch.randn((tokens, width), device=home).to(act) for width in (lora, ROPE))
-        positions = torch.randint(0, table.shape[0], (tokens,), device=home)
-
-        def separate(x: Any = x, k_pe: Any = k_pe, positions: Any = positions) -> tuple[torch.Tensor, torch.Tensor]:
-            q, k = front(x, norm, matrix, heads), k_pe.clone().unsqueeze(1)
-            small_kernels.rotate_in_place(positions, q[..., NOPE:], k, table, False)
-            return q, k
-
-        def together(x: Any = x, k_pe: Any = k_pe, positions: Any = positions) -> tuple[torch.Tensor, torch.Tensor]:
-            return whole(x, k_pe, norm, matrix, positions, table, heads)
-
-        if asked.dry == dry.LAUNCHES:
-            small_kernels.rotate_in_place(
-                positions, project(x, norm, matrix, heads)[..., NOPE:], k_pe[:, None], table, False
-            )
-            continue
-        wanted, got = together(), separate()
-        thrice = rotated(front(x, norm, matrix, heads), k_pe.unsqueeze(1), positions, table)
-        rows.append({"T": tokens, "eager_differs": compared(thrice, wanted)["bytes_differ"]} | compared(got, wanted))
-        runs.append((together, separate))
-    for row, (together, separate) in zip(rows, runs, strict=True):  # a rehearsal's recording ends all compiling
-        row |= {"together_us": timed(together), "separate_us": timed(separate)}
-    differ = sum(row["eager_differs"] for row in rows)
-    planted = {} if asked.dry == dry.LAUNCHES else {"rounded after each operation": differ > 0}
-    return {"rows": rows, "stand-in": "both sides", "planted": planted,
-            "ok": all(row["largest_step"] <= 1 for row in rows)}  # fmt: skip
-
-
-def project(x: torch.Tensor, norm: torch.Tensor, matrix: torch.Tensor, heads: int) -> torch.Tensor:
-    """RMS norm and projection: q [T, N, P+R]."""
-    y = x.float()
-    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
-    return torch.nn.functional.linear(y.to(x.dtype) * norm, matrix).view(x.shape[0], heads, NOPE + ROPE)
-
-
-def native(
-    x: torch.Tensor, k_pe: torch.Tensor, norm: torch.Tensor, matrix: torch.Tensor, positions: torch.Tensor,
-    table: torch.Tensor, heads: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The same and the rotation: q [T, N, P+R] and k_pe [T, 1, R]."""
-    return rotated(project(x, norm, matrix, heads), k_pe.unsqueeze(1), positions, table)
-
-
-def rotated(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate as vLLM's ``forward_native`` does, in torch's own ops: rounded once by Inductor, three times eagerly."""
-    cos, sin = (half.repeat_interleave(2, dim=-1).unsqueeze(-2) for half in table[positions].chunk(2, dim=-1))
-
-    def turned(rows: torch.Tensor) -> torch.Tensor:
-        return rows * cos + torch.stack((-rows[..., 1::2], rows[..., ::2]), dim=-1).flatten(-2) * sin
-
-    return torch.cat((q[..., :NOPE], turned(q[..., NOPE:])), dim=-1), turned(k)
-
-
-def compared(got: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> dict[str, int]:
-    """Return how many bytes differ and the largest distance in representable values."""
-    steps = [(ordinals(one) - ordinals(right)).abs() for one, right in zip(got, wanted, strict=True)]
-    raw = [
-        one.contiguous().view(torch.uint8) != right.contiguous().view(torch.uint8)
-        for one, right in zip(got, wanted, strict=True)
-    ]
-    return {"bytes_differ": sum(int(one.sum()) for one in raw), "largest_step": max(int(one.max()) for one in steps)}
-
-
-def timed(run: Callable[[], object], calls: int = 8) -> float:
-    """Return the median microseconds of a call in a replayed graph."""
-    replay = card().record(lambda: [run() for _ in range(calls)])
-    replay()
-    return statistics.median(card().time_us(replay) / calls for _ in range(9))
-
-
 # -- hypotheses
 
 
@@ -520,6 +256,6 @@ def shown(found: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
         least = f"{row['least_bytes'] / bandwidth / 1e6:.2f}" if bandwidth else "-"
         us = [
             f"{row['us'][name]:.2f} ({row['ratio'].get(name, 0):.2f})" if name in row["us"] else "-"
-            for name in (contenders.OURS, contenders.UNFUSED, contenders.PAIR, contenders.ONE)
+            for name in contenders.NAMES
         ]
         yield [str(row["N"]), str(row["T"]), row["cache"], row["weights"], *us, least]
