@@ -47,14 +47,15 @@ def with_attention_hooks(function: Callable[..., None]) -> Callable[..., None]:
     stays positional: the KV connector's hook finds it by its index.
     """
 
-    @functools.cache
-    def decorated() -> Callable[..., None]:
-        eager_break, transfer_kv = attention_hooks()
-        # Outermost: a KV connector's hooks must run in the eager segment of a breakable graph.
-        return eager_break(transfer_kv(function))
+    decorated: Callable[..., None] | None = None
 
     @functools.wraps(function)
-    def attention(*args: Any, **kwargs: Any) -> None:
-        decorated()(*args, **kwargs)
+    def attention(*args: Any) -> None:
+        nonlocal decorated
+        if decorated is None:
+            eager_break, transfer_kv = attention_hooks()
+            # Outermost: a KV connector's hooks must run in the eager segment of a breakable graph.
+            decorated = eager_break(transfer_kv(function))
+        decorated(*args)
 
     return attention

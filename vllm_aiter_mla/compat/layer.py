@@ -249,9 +249,12 @@ def rotary_embedding(
 
     ``op`` names the kernel: ``ROTARY_KERNEL``, or another op with the same arguments.
     """
-    namespace, _, name = op.partition("::")
-    rotate = _ops().rotary_embedding if op == ROTARY_KERNEL else getattr(getattr(torch.ops, namespace), name)
+    rotate = _ops().rotary_embedding if op == ROTARY_KERNEL else _op_named(op)
     rotate(positions, q_pe, k_pe, k_pe.shape[-1], cos_sin_cache, is_neox)
+
+
+def _op_named(name: str) -> Any:
+    return functools.reduce(getattr, name.split("::"), torch.ops)
 
 
 def has_rope_and_write() -> bool:
@@ -342,7 +345,8 @@ def layer_call(layer_name: Any) -> tuple[str, Any, Any, torch.Tensor, torch.Tens
     """
     vllm = _vllm()
     name = vllm.resolve_name(layer_name)
-    return name, *vllm.attention_context(name)
+    metadata, module, kv_cache, slots = vllm.attention_context(name)
+    return name, metadata, module, kv_cache, slots
 
 
 def layer_module(layer_name: Any) -> tuple[str, Any]:

@@ -188,9 +188,10 @@ def absorb_plain(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:
 
     Writes the batched product straight into the token-major buffer, as vLLM's ``forward_impl`` does.
     """
-    out = q_nope.new_empty((q_nope.size(0), w_uk_t.size(0), w_uk_t.size(2)))
-    torch.bmm(q_nope.transpose(0, 1), w_uk_t, out=out.transpose(0, 1))
-    return out
+    tokens, heads, latent = q_nope.shape[0], w_uk_t.shape[0], w_uk_t.shape[2]
+    by_head = q_nope.new_empty_strided((heads, tokens, latent), (latent, heads * latent, 1))
+    torch.bmm(q_nope.transpose(0, 1), w_uk_t, out=by_head)
+    return by_head.transpose(0, 1)
 
 
 def absorb_fp8(q_nope: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

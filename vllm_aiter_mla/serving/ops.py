@@ -146,14 +146,14 @@ def mla_attention_with_rope(
     Raises:
         RuntimeError: captured inside a piecewise graph, or without a batch: wrong for every replay.
     """
-    call = compat_layer.layer_call(layer_name)
-    layer, metadata = Layer.of(call[2]), call[1]
+    name, metadata, module, kv_cache, slots = compat_layer.layer_call(layer_name)
+    layer = Layer.of(module)
     if metadata is None and layer.would_run is not None and not card().is_capturing():
         # An idle data-parallel rank runs such batches while the others wait for it: nothing is decided any more. vLLM
         # writes zeros and reads no row, so that k_pe needs no third axis.
         layer.vllm_forward(q, kv_c, k_pe, None, output)
         return
-    step = _step_of(layer, *call)
+    step = _step_of(name, layer, metadata, kv_cache, slots)
     attention_with_rope(step, q, k_pe, kv_c, Rope(positions, cos_sin_cache, k_scale, is_neox, rotation), output)
     if metadata is None:
         layer.reached(q.dtype)
@@ -161,13 +161,11 @@ def mla_attention_with_rope(
 
 def layer_step(layer_name: Any) -> LayerStep:
     """Return one layer in the current step, for an op that was given it by name."""
-    call = compat_layer.layer_call(layer_name)
-    return _step_of(Layer.of(call[2]), *call)
+    name, metadata, module, kv_cache, slots = compat_layer.layer_call(layer_name)
+    return _step_of(name, Layer.of(module), metadata, kv_cache, slots)
 
 
-def _step_of(
-    layer: Layer, name: str, metadata: Any, module: Any, kv_cache: torch.Tensor, slots: torch.Tensor | None
-) -> LayerStep:
+def _step_of(name: str, layer: Layer, metadata: Any, kv_cache: torch.Tensor, slots: torch.Tensor | None) -> LayerStep:
     if metadata is None:
         return LayerStep(name, layer, kv_cache, slots, None, 0, False, compat_layer.is_piecewise)
     rows = metadata.num_actual_tokens
@@ -202,10 +200,9 @@ def attention_with_rope(
     if query is not None:
         decode(step, query, output)
         return
-    k_rotated = k_pe.unsqueeze(1)
-    if step.metadata is not None and step.num_actual_tokens:
-        k_rotated = rotate_and_write(step, q, k_pe, kv_c, rope)
-    step.layer.vllm_forward(q, kv_c, k_rotated, step.metadata, output)
+    rotates = step.metadata is not None and step.num_actual_tokens
+    k_3d = rotate_and_write(step, q, k_pe, kv_c, rope) if rotates else k_pe.unsqueeze(1)
+    step.layer.vllm_forward(q, kv_c, k_3d, step.metadata, output)
 
 
 def prepared_query(
@@ -236,14 +233,14 @@ def rotate_and_write(
     n, width, slots = step.num_actual_tokens, k_pe.shape[-1], step.slots
     if n != q.shape[0]:
         q, k_pe, kv_c, rope = q[:n], k_pe[:n], kv_c[:n], rope._replace(positions=rope.positions[:n])
-    q_pe = q.narrow(2, q.shape[2] - width, width)
+    q_pe, k_3d = q[..., -width:], k_pe.unsqueeze(1)
     if slots is None or not step.kv_cache.numel():
-        return step.layer.rotate(q_pe, k_pe.unsqueeze(1), rope)
+        return step.layer.rotate(q_pe, k_3d, rope)
     slots = slots if n == slots.shape[0] else slots[:n]
     if rope.rotation == compat_layer.FUSED_ROPE:
         step.layer.rope_and_write(q_pe, k_pe, kv_c, slots, rope)
-        return k_pe.unsqueeze(1)
-    k_rotated = step.layer.rotate(q_pe, k_pe.unsqueeze(1), rope)
+        return k_3d
+    k_rotated = step.layer.rotate(q_pe, k_3d, rope)
     step.layer.write(kv_c, k_rotated, slots, step.metadata, rope)
     return k_rotated
 

@@ -15,7 +15,7 @@ from vllm_aiter_mla.kernels.device import card
 
 pytestmark = pytest.mark.usefixtures("fake_gfx942")
 VIEWS = {"aten.split_with_sizes.default", "aten.transpose.int", "aten.view.default", "aten.view.dtype"}
-ALLOCATIONS = {"aten.new_empty.default", "aten.empty.memory_format", "aten.empty_strided.default"}
+ALLOCATIONS = {"aten.new_empty_strided.default", "aten.empty.memory_format", "aten.empty_strided.default"}
 
 
 class Recorder(TorchDispatchMode):

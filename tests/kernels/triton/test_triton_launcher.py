@@ -119,6 +119,7 @@ def test_triton_operand_that_needs_another_variant_gets_it(on_card, name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_triton_mutation_launch_that_does_not_look_at_an_operand_uses_the_wrong_variant(on_card, monkeypatch, name):
     monkeypatch.setattr(launcher, "SPECIALISED", ())
+    monkeypatch.setattr(launcher, "_reach", lambda tensor: 0)
     inputs = replace(operands(), q=operands().q.contiguous())
     run = launch_of(inputs)
     run(inputs), run(OTHERS[name](inputs))

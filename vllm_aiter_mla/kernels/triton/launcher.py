@@ -18,7 +18,8 @@ from vllm_aiter_mla.kernels.triton.tiles import FP_FUSION, INT32_SPAN, Tile
 
 # Releases of Triton whose compiled kernels are launched as ``Direct`` does.
 RELEASES = ("3.6", "3.7", "3.8", "3.9")
-# Of the operands of ``Launch``, those that Triton specialises on: 16-byte alignment, and whether offsets fit 32 bits.
+# Of the operands of ``Launch``, those on whose 16-byte alignment Triton specialises. It also asks of each whether
+# offsets fit 32 bits. All but the cache keep their sizes and strides, so what the first call was given serves the next.
 SPECIALISED = (0, 1, 4, 6, 7, 8, 11)
 
 
@@ -86,7 +87,7 @@ class Launch:
         kept = (inputs.q, inputs.k_pe, inputs.kv_c, self._weight, inputs.kv_cache, inputs.cos_sin_cache)
         dtypes = (*(tensor.dtype for tensor in kept), inputs.out_dtype)
         self._kind = (inputs.q.device, tile, dtypes, classes, tuple(self._constants.values()))
-        self._compiled: dict[tuple[tuple[bool, bool], ...], Direct | None] = {}
+        self._compiled: dict[tuple[bool, tuple[bool, ...]], Direct | None] = {}
 
     def __call__(self, inputs: DecodeInputs) -> torch.Tensor:
         """Run the kernel once on the current stream. The caller has checked the operands.
@@ -107,18 +108,22 @@ class Launch:
             inputs.k_pe, inputs.kv_c, inputs.slot_mapping, inputs.k_scale, inputs.kv_cache,
         )  # fmt: skip
         pointers: list[Any] = [None if tensor is None else tensor.data_ptr() for tensor in operands]
-        specialised = tuple((pointers[k] % 16 == 0, _reach(operands[k]) < INT32_SPAN) for k in SPECIALISED)
-        direct = self._compiled.get(specialised)
+        bits = 0
+        for k in SPECIALISED:
+            bits |= pointers[k]
+        aligned = () if bits % 16 == 0 else tuple(pointers[k] % 16 == 0 for k in SPECIALISED)
+        seen = (_reach(inputs.kv_cache) < INT32_SPAN, aligned)
+        direct = self._compiled.get(seen)
         if direct is not None and direct(self._arguments(pointers)):
             return out
-        variant = (self._kind, specialised)
+        variant = (self._kind, aligned, *(_reach(operands[k]) < INT32_SPAN for k in SPECIALISED))
         if card().is_capturing() and variant not in _compiled:
             raise backend.KernelCaptureError(
                 "triton: a graph is being captured and this variant is not compiled; call warm_up before"
             )
         made = decode_prep_kernel[self._grid](*self._arguments(operands), **self._named)
         _compiled.add(variant)
-        self._compiled[specialised] = Direct.of(made, self._grid[0], tuple(self._constants.values()))
+        self._compiled[seen] = Direct.of(made, self._grid[0], tuple(self._constants.values()))
         return out
 
     def _arguments(self, operands: Sequence[Any]) -> tuple[Any, ...]:
