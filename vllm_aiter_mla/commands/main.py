@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from vllm_aiter_mla import __version__
-from vllm_aiter_mla.commands import outputs
+from vllm_aiter_mla.commands import outputs, process
 
 # Each module holds one function of the command's name and imports nothing heavy at its top.
 COMMANDS = ("check", "doctor", "plan", "verify", "measure", "report", "status")
@@ -48,9 +48,17 @@ for _name in COMMANDS:
 
 
 def main() -> None:
-    """Run the console script. Exit status 3 if a command lacks torch or vLLM; ``doctor`` runs without them."""
+    """Run the console script. Exit status 3 if a command lacks torch or vLLM; ``doctor`` runs without them.
+
+    128 + n if signal n ended it, as shells have it.
+    """
     try:
-        app()
+        with process.ended_by_signals():
+            app()
+    except process.SignalError as error:
+        signal, *more = error.args
+        typer.echo("; ".join((f"vllm-aiter-mla: ended by {signal.name}", *more)), err=True)
+        sys.exit(outputs.SIGNALS + signal)
     except ModuleNotFoundError as error:
         if error.name not in HOST:
             raise

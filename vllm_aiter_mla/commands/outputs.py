@@ -17,13 +17,16 @@ from vllm_aiter_mla import files
 
 FINE, FINDING, WRONG, NOT_LOOKED = range(4)
 """Exit statuses of every command: all is well; something was found; an option or a file is wrong; nobody could look."""
+SIGNALS = 128
+"""A command that a signal ends has this exit status and the signal's number more."""
 EXIT_STATUSES = """\b
 Exit status of every command:
   0  all is well
   1  something was found
   2  an option, the model or a file is wrong
   3  it could not look, or not at everything (check --require-all)
-  4  check only: the flag gains nothing on this card"""
+  4  check only: the flag gains nothing on this card
+  128+n  signal n ended it (130: Ctrl-C, 143: SIGTERM)"""
 STDOUT = Path("-")
 WIDTH, COLUMN = 80, 32
 """Columns of a terminal; where a line's last column starts at the latest."""

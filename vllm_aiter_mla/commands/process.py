@@ -1,58 +1,153 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process of its own: AITER's checks end a process by an abort, and vLLM keeps much of a platform and of a config.
 
-``python -m vllm_aiter_mla.commands.process MODULE:FUNCTION ASKED ANSWER`` is such a process.
+``python -m vllm_aiter_mla.commands.process MODULE:FUNCTION ASKED ANSWER`` is such a process. It leads a group, to which
+vLLM's engine and workers belong. The group ends with its caller, however that ends: it would hold the cards.
 """
 
 import os
 import pickle
 import pkgutil
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 TIMEOUT_S = 3600  # a first start of AITER compiles for minutes
 LAST_LINES = 12
+
+_groups: set[int] = set()
+"""The groups of the calls that run. Of the process, as its signals are, which end them all."""
+
+_folders: set[str] = set()
+"""That of ``workspace``, where one is entered."""
 
 
 class EndedError(RuntimeError):
     """A process ended without an answer: its arguments are how, and the last lines that it said."""
 
 
-def call(
-    function: str, *arguments: Any, environment: Mapping[str, str] = os.environ, log: int = subprocess.PIPE
-) -> Any:
-    """Return what "module:function" returns, called in a process of its own that writes to ``log``.
+class SignalError(BaseException):
+    """A signal, the first argument, asks this process to end. Not an ``Exception``: no step may take it for its own."""
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGINT, SIGTERM and SIGHUP end the calls that run and raise SignalError; one that is ignored stays so."""
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {one: signal.getsignal(one) for one in ends}
+    heard = [one for one, handler in before.items() if handler != signal.SIG_IGN]
+    for one in heard:
+        signal.signal(one, _end)
+    try:
+        yield
+    finally:
+        for one in heard:
+            signal.signal(one, before[one])
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    for group in tuple(_groups):
+        _kill(group)
+    raise SignalError(signal.Signals(number))
+
+
+def _kill(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+@contextmanager
+def workspace() -> Iterator[None]:
+    """Let temporary files, those of calls too, lie in one folder, which goes with the outermost such block."""
+    if tempfile.tempdir in _folders:
+        yield
+        return
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="aiter-mla-") as folder:
+        _folders.add(folder)
+        tempfile.tempdir = folder
+        try:
+            yield
+        finally:
+            tempfile.tempdir = before
+            _folders.discard(folder)
+
+
+def call(function: str, *arguments: Any, environment: Mapping[str, str] = os.environ, log: int | None = None) -> Any:
+    """Return what "module:function" returns, called in a process of its own.
+
+    Args:
+        function: its module and name.
+        arguments: its arguments, which are pickled.
+        environment: the variables of the process.
+        log: the descriptor that the process writes to; by default its last lines are kept for EndedError.
 
     Raises:
         EndedError: the process ended without an answer, by an exception or otherwise.
     """
-    with tempfile.TemporaryDirectory(prefix="aiter-mla-") as work:
-        asked, answer = Path(work) / "asked", Path(work) / "answer"
+    with workspace(), tempfile.TemporaryDirectory() as work:
+        asked, answer, said = (Path(work) / name for name in ("asked", "answer", "said"))
         asked.write_bytes(pickle.dumps(arguments))
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", __name__, function, str(asked), str(answer)], env=environment, text=True,
-                errors="replace", stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, timeout=TIMEOUT_S,
-                check=False,
-            )  # fmt: skip
-            code, last = done.returncode, (done.stdout or "").splitlines()[-LAST_LINES:]
-            how = f"ended with status {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
-        except subprocess.TimeoutExpired:
-            how, last = f"had not ended after {TIMEOUT_S} s", []
+        variables = {**environment, "TMPDIR": tempfile.gettempdir()}
+        with said.open("wb") as out:
+            how = _run(function, asked, answer, variables, out.fileno() if log is None else log)
+        last = said.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
         if answer.is_file():
             return pickle.loads(answer.read_bytes())
     raise EndedError(how, *last)
 
 
+def _run(function: str, asked: Path, answer: Path, environment: Mapping[str, str], log: int) -> str:
+    """Run the process to its end, and end what it leaves behind; return how it ended."""
+    caller, lifeline = os.pipe()  # nothing is written: its end says that this process is gone
+    child = subprocess.Popen(
+        [sys.executable, "-m", __name__, function, str(asked), str(answer)], env=environment, stdin=caller, stdout=log,
+        stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    _groups.add(child.pid)
+    try:
+        code = child.wait(TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return f"had not ended after {TIMEOUT_S} s"
+    finally:
+        _kill(child.pid)
+        child.wait()
+        _groups.discard(child.pid)
+        os.close(lifeline)
+        os.close(caller)
+    return f"ended with status {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+
+
 def main(function: str, asked: str, answer: str) -> None:
     """Call the function and write what it returns."""
+    _end_with_caller()
     arguments = pickle.loads(Path(asked).read_bytes())
     Path(answer).write_bytes(pickle.dumps(pkgutil.resolve_name(function)(*arguments)))
+
+
+def _end_with_caller() -> None:
+    """Fork what ends this group, and removes the command's temporary files, once the caller is gone.
+
+    A process and no thread: code that holds Python's lock, or an abort, would keep a thread from it. Nothing has been
+    imported yet that a fork could hurt.
+    """
+    assert threading.active_count() == 1
+    if os.fork():
+        return
+    try:
+        while os.read(0, 1):
+            pass
+        shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+    finally:
+        os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def check(
             models.find(model), tuple(context.args), arch.value if arch else "",
             models.environment(env or [], os.environ), device is Device.cpu, strict, verbose, checkpoint,
         )  # fmt: skip
-        with outputs.text_apart(json):
+        with outputs.text_apart(json), process.workspace():
             for step in run(asked):
                 ended.append(step)
                 _keep(json, CheckRun(model, None, tuple(ended)))
@@ -79,6 +79,11 @@ def check(
         outputs.fail(f"check: {error}")
     except models.NotKnownError as error:
         outputs.fail(f"check: {error}", outputs.NOT_LOOKED)
+    except process.SignalError as error:
+        where = "" if json in (None, outputs.STDOUT) else f", which {json} has"
+        raise process.SignalError(
+            *error.args, f"check: {len(ended)} of {len(steps.STEPS)} steps ended{where}"
+        ) from None
     status = exit_status(ended, asked.on_cpu, require_all)
     with outputs.text_apart(json):
         show(model, ended, status)

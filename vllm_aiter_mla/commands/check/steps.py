@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_aiter_mla import status
 from vllm_aiter_mla.admission import OVERFLOW, REMEDIES
-from vllm_aiter_mla.commands import doctor
+from vllm_aiter_mla.commands import doctor, process
 from vllm_aiter_mla.commands.check import engine as runs
 from vllm_aiter_mla.commands.check.record import Status, Step
 from vllm_aiter_mla.commands.plan import formulas
@@ -200,7 +200,11 @@ def engine(context: Context) -> Step:
     # A GPU holds one engine at a time.
     with context.source.folder() as folder, ThreadPoolExecutor(1 if has_gpu() else 2) as pool:
         on, off = pool.submit(answer, "on"), pool.submit(answer, "off")
-        context.answers = {"off": off.result(), "on": on.result()}
+        try:
+            context.answers = {"off": off.result(), "on": on.result()}
+        except process.SignalError:
+            pool.shutdown(cancel_futures=True)  # or the other side's engine would start now
+            raise
     found = judge(context.answers, has_fp8_cache(context.plan))
     if found.status == "failed" and context.plan.known_issues:
         names = ", ".join(one.id for one in context.plan.known_issues)

@@ -180,7 +180,7 @@ def ask(source: Source, arguments: Sequence[str], arch: str, variables: Mapping[
     for package in ("torch", "vllm"):
         if find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-    with source.folder() as folder, tempfile.TemporaryDirectory() as cache:
+    with process.workspace(), source.folder() as folder, tempfile.TemporaryDirectory() as cache:
         try:
             found = process.call(
                 ANSWER, folder, arguments, arch, variables, environment=child_environment(variables, cache),

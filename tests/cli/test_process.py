@@ -1,0 +1,124 @@
+"""A process of its own ends with its caller, its engine and workers with it, and its temporary files go."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from vllm_aiter_mla.commands import process
+
+# What a step does: it starts a worker, as vLLM does, leaves a file in the temporary folder, and waits.
+CALLER = """
+import sys
+from vllm_aiter_mla.commands import main, process
+main.app = lambda: process.call("tests.cli.test_process:step", sys.argv[1])
+main.main()
+"""
+
+
+def step(notes):
+    """Run in the process of its own: note who runs and where temporary files are, then wait for ever."""
+    import tempfile
+
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    folder = tempfile.mkdtemp()
+    Path(notes, "found").write_text(f"{os.getpid()} {worker.pid} {folder}")
+    os.rename(Path(notes, "found"), Path(notes, "ready"))
+    time.sleep(600)
+
+
+def aborts(notes):
+    Path(notes).write_text(str(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid))
+    os.abort()
+
+
+def waited_for(true, seconds=60):
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def is_there(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def caller(tmp_path):
+    """A command in the middle of a step: its process, and the processes and folder of the step."""
+    started = subprocess.Popen([sys.executable, "-c", CALLER, str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    waited_for((tmp_path / "ready").exists)
+    child, worker, folder = (tmp_path / "ready").read_text().split()
+    yield started, (int(child), int(worker)), Path(folder)
+    started.kill()
+    for one in (int(child), int(worker)):
+        if is_there(one):
+            os.kill(one, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
+def test_signals_to_a_command_end_what_it_has_started_and_nothing_is_left(caller, name):
+    started, processes, folder = caller
+    assert all(map(is_there, processes))
+    assert folder.is_dir()
+    started.send_signal(number := getattr(signal, name))
+    said = started.communicate(timeout=60)[1]
+    waited_for(lambda: not any(map(is_there, processes)) and not folder.exists(), 5)
+    if name == "SIGKILL":
+        assert started.returncode == -number
+    else:
+        assert started.returncode == 128 + number
+        assert name in said
+        assert len(said.splitlines()) == 1
+
+
+def test_signals_that_are_ignored_stay_ignored(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with process.ended_by_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_process_that_aborts_takes_its_workers_with_it(tmp_path):
+    with pytest.raises(process.EndedError, match="SIGABRT"):
+        process.call("tests.cli.test_process:aborts", str(tmp_path / "worker"))
+    worker = int((tmp_path / "worker").read_text())
+    waited_for(lambda: not is_there(worker), 5)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(("name", "left"), [("SIGTERM", "_groups"), ("SIGKILL", "_end_with_caller")])
+def test_mutation_a_process_that_does_not_end_with_its_caller_is_seen(tmp_path, name, left, monkeypatch):
+    """Without the group's end on a signal the other side serves, so both are planted for the signal that is caught."""
+    plant = "from vllm_aiter_mla.commands import process as p\np._kill = lambda group: None\n" * (left == "_groups")
+    child = tmp_path / "planted"
+    child.mkdir()
+    (child / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if any('commands.process' in word for word in getattr(sys, 'orig_argv', ())):\n"
+        "    import os\n"
+        "    os.fork = lambda: 1\n"
+    )
+    path = os.pathsep.join([str(child), os.environ["PYTHONPATH"]])
+    started = subprocess.Popen(
+        [sys.executable, "-c", plant + CALLER, str(tmp_path)], env=os.environ | {"PYTHONPATH": path},
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    waited_for((tmp_path / "ready").exists)
+    processes = [int(one) for one in (tmp_path / "ready").read_text().split()[:2]]
+    started.send_signal(getattr(signal, name))
+    time.sleep(1)
+    left_over = [one for one in processes if is_there(one)]
+    started.kill()
+    for one in left_over:
+        os.kill(one, signal.SIGKILL)
+    assert left_over
