@@ -1,6 +1,8 @@
 """One table of exit statuses for all commands; each row is a command line as typed, and what the machine is like."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,10 +11,10 @@ from typer.testing import CliRunner
 
 from tests.support import plans
 from tests.support.statuses import record_of
-from vllm_aiter_mla import files, status
+from vllm_aiter_mla import __version__, files, status
 from vllm_aiter_mla.commands import doctor, outputs
 from vllm_aiter_mla.commands.main import COMMANDS, app
-from vllm_aiter_mla.commands.plan import model
+from vllm_aiter_mla.commands.plan import Arch, model
 from vllm_aiter_mla.kernels import device
 
 ONE_CASE = ("--device", "cpu", "--quick", "--backend", "reference", "--only", "fresh-data", "--variant", "bf16")
@@ -135,3 +137,15 @@ def test_a_page_goes_to_standard_output_and_nothing_else(monkeypatch, tmp_path):
     assert done.stdout.startswith("<!doctype html>")
     assert not (tmp_path / "-").exists()
     assert "report written" in done.stderr
+
+
+def test_the_package_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "vllm_aiter_mla", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"vllm-aiter-mla {__version__}\n")
+
+
+def test_a_card_may_be_called_by_the_name_that_is_sold():
+    assert {one.value: one.architecture for one in Arch} == {
+        **dict.fromkeys(("gfx942", "mi300x", "mi325x"), "gfx942"),
+        **dict.fromkeys(("gfx950", "mi350p", "mi350x", "mi355x"), "gfx950"),
+    }

@@ -20,4 +20,5 @@ ARROWS: dict[str, set[str]] = {
 }
 ARROWS["commands.compat"] = FIRST | {"kernels", "compat", "serving"}
 ARROWS["commands"] = set(ARROWS)
+ARROWS["__main__"] = {"commands"}
 """Each part may import those named; docs/development.md draws it. Nobody may import ``commands``."""

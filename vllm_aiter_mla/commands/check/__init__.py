@@ -68,7 +68,7 @@ def check(
         html_of = None if html is None else renderer()
         plans.check_words(model, context)
         asked = Context(
-            models.find(model), tuple(context.args), arch.value if arch else "",
+            models.find(model), tuple(context.args), arch.architecture if arch else "",
             models.environment(env or [], os.environ), device is Device.cpu, strict, verbose, checkpoint,
         )  # fmt: skip
         with outputs.text_apart(json), process.workspace():

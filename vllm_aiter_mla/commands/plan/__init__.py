@@ -43,10 +43,23 @@ COMMAND: dict[str, Any] = {
 
 
 class Arch(StrEnum):
-    """Cards a plan can be made for."""
+    """Cards a plan can be made for, by architecture or by the name that is sold."""
 
     gfx942 = "gfx942"
     gfx950 = "gfx950"
+    mi300x = "mi300x"
+    mi325x = "mi325x"
+    mi350p = "mi350p"
+    mi350x = "mi350x"
+    mi355x = "mi355x"
+
+    @property
+    def architecture(self) -> str:
+        """gfx942 or gfx950."""
+        return SOLD_AS.get(self.value, self.value)
+
+
+SOLD_AS = {"mi300x": "gfx942", "mi325x": "gfx942", "mi350p": "gfx950", "mi350x": "gfx950", "mi355x": "gfx950"}
 
 
 Variables = Annotated[
@@ -84,7 +97,7 @@ def plan(
         check_words(model, context)
         source, variables = models.find(model), models.environment(env or [], os.environ)
         with Console(stderr=True).status("plan: vLLM builds its config"):
-            found = models.ask(source, context.args, arch.value if arch else "", variables, verbose)
+            found = models.ask(source, context.args, arch.architecture if arch else "", variables, verbose)
     except (LookupError, ValueError) as error:
         outputs.fail(f"plan: {error}")
     except models.NotKnownError as error:
