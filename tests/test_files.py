@@ -9,6 +9,7 @@ import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,6 +31,14 @@ def test_a_stamp_names_schema_versions_time_and_host():
     assert stamp.vllm.partition("+")[0] == vllm.__version__.partition("+")[0], "under another distribution's name"
     assert files._version("no-such-distribution") is None
     assert files._distributions("no_such_package") == ()
+
+
+def test_a_stamp_asks_the_vllm_that_is_imported_before_it_searches_every_distribution(monkeypatch):
+    """The search takes 0.3 s of each start."""
+    monkeypatch.setattr(files, "_version", lambda *names: None)
+    monkeypatch.setattr(files, "_distributions", raising(AssertionError("it searched")))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="9.9"))
+    assert files.stamp("status").vllm == "9.9"
 
 
 def test_a_file_is_replaced_in_one_step_with_the_mode_of_the_umask(tmp_path):

@@ -22,6 +22,7 @@ from vllm_aiter_mla import status
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, patches, ranks
 from vllm_aiter_mla.kernels.inputs import LayerShape
+from vllm_aiter_mla.serving import ops
 from vllm_aiter_mla.serving.backends import Backends, current_platform
 from vllm_aiter_mla.serving.layer import GRAPHS_KEEP, Layer
 from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
@@ -84,7 +85,11 @@ class Engine:
         return self.worker.vllm_config
 
     def hook(self) -> None:
-        """Let vLLM's worker call this engine at its moments."""
+        """Let vLLM's worker call this engine at its moments, and define the ops that its graphs call.
+
+        A worker that starts from a compiled artifact meets the ops there, and runs no pass that would define them.
+        """
+        ops.register()
         os.environ.setdefault(status.record.RUN, self.our_pass.run)
         if self.our_pass.integration == "module":
             from vllm_aiter_mla.serving import module  # late: the passes do not need it

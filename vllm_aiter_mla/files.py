@@ -17,6 +17,7 @@ import os
 import secrets
 import socket
 import stat
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
@@ -75,7 +76,7 @@ def stamp(schema: str, version: int | None = None) -> Stamp:
         schema=f"vllm-aiter-mla/{schema}",
         schema_version=version or schemas()[schema]["version"],
         plugin=__version__,
-        vllm=_version("vllm") or _version(*_distributions("vllm")),
+        vllm=_version("vllm") or _imported_version("vllm") or _version(*_distributions("vllm")),
         aiter=_version(*AITER),
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         host=socket.gethostname(),
@@ -316,6 +317,11 @@ def missing_package(error: BaseException) -> str | None:
 def _version(*names: str) -> str | None:
     found = distribution(*names)
     return found and found.split()[-1]
+
+
+def _imported_version(package: str) -> str | None:
+    """Version of a package that this process has imported, under whatever distribution's name."""
+    return getattr(sys.modules.get(package), "__version__", None)
 
 
 @functools.cache

@@ -49,6 +49,7 @@ def apply(vllm_config: Any) -> Engage | Skip | None:
             log.say_once(logging.WARNING, f"{', '.join(unused)} set but {FLAG_FIELD} is off: no effect")
         compat_config.drop_options(vllm_config)
         return None
+    define_ops()
     facts = ConfigView()
     try:
         facts = compat_config.read(vllm_config)
@@ -66,6 +67,17 @@ def apply(vllm_config: Any) -> Engage | Skip | None:
     for line in _lines(facts, decided, settings):
         log.say(logging.INFO, line)
     return decided
+
+
+def define_ops() -> None:
+    """Define the torch ops in this process. A failure is kept, and an engine is skipped because of it."""
+
+    def define() -> None:
+        from vllm_aiter_mla.serving import ops  # a run with the flag off must not pay for it
+
+        ops.register()
+
+    patches.keep_failure("torch ops", define)
 
 
 def _pass(vllm_config: Any, engage: Engage, settings: Settings) -> Any:

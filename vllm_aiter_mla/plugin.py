@@ -13,17 +13,16 @@ _registered = False  # of the process, as what is registered is: vLLM calls ever
 
 
 def register() -> None:
-    """Make the flag known, hook the platform, define the torch ops. Idempotent, and never raises.
+    """Make the flag known and hook vLLM's configs and workers. Idempotent, and never raises.
 
-    The ops are defined whether or not the flag is on: a spawned worker that starts from a compiled artifact meets
-    them in the artifact without ever configuring a pass. vLLM does not catch what a plugin raises, so a step that
-    fails is reported once and vLLM runs unmodified.
+    Every process of every server pays for this, so nothing else is imported or done. The gate and each worker's engine
+    define the torch ops, where the flag is on. vLLM does not catch what a plugin raises, so a step that fails is
+    reported once and vLLM runs unmodified.
     """
     global _registered
     if _registered:
         return
     _registered = True
-    patches.keep_failure("torch ops", _register_ops)
     patches.apply_all(apply_gate, attach)
     for name, error in patches.failures().items():
         needed = name in patches.failures(needed=True)
@@ -53,9 +52,3 @@ def _late(module: str, function: str) -> Callable[[Any], None]:
 
 apply_gate, attach = _late("gate", "apply"), _late("engine", "attach")
 """Run the gate on a ``VllmConfig``; make the engine of a new worker."""
-
-
-def _register_ops() -> None:
-    from vllm_aiter_mla.serving.ops import register as define_ops
-
-    define_ops()

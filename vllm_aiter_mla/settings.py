@@ -13,6 +13,7 @@ Two given values that differ are an error. This module imports neither torch nor
 """
 
 import difflib
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, get_args
@@ -104,10 +105,13 @@ def resolve(pass_config_values: Mapping[str, object], additional_config: object)
         if other is not None and other != value:
             both = f"pass_config.{_BOTH[name]}={_spelt(value)} and {OPTIONS}.{name}={_spelt(other)}"
             raise SettingsError(f"{both} contradict each other; give one of them")
-    return _READER.validate_python(ours | given)
+    return _reader().validate_python(ours | given)
 
 
-_READER = TypeAdapter(Settings)
+@functools.cache
+def _reader() -> TypeAdapter[Settings]:
+    """Made at the first config: most processes only register the plugin."""
+    return TypeAdapter(Settings)
 
 
 def near_misses(additional_config: object) -> tuple[str, ...]:
@@ -135,7 +139,7 @@ def set_options(settings: Settings) -> tuple[str, ...]:
 def _check(options: dict[str, Any], named: Callable[[str], str]) -> None:
     """Raise SettingsError for the first wrong option; ``named`` gives an option as the user spells it."""
     try:
-        _READER.validate_python(options)
+        _reader().validate_python(options)
         return
     except ValidationError as error:
         # An option that takes two types has an error for each of them, all under its name.

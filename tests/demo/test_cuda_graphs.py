@@ -6,6 +6,8 @@ import pytest
 import torch
 from vllm import forward_context
 from vllm.compilation import monitor
+from vllm.compilation.backends import VllmBackend
+from vllm.compilation.piecewise_backend import PiecewiseBackend
 from vllm.config import CUDAGraphMode
 
 from tests.sandbox import attention, cuda_graphs
@@ -169,6 +171,21 @@ def test_a_piece_runs_itself_in_a_step_of_another_mode(piece, mode):
         assert piece.step(value, mode)[0].tolist() == [2 * value] * ROWS
     assert piece.seen == [("step", False)] * 2
     assert not cuda_graphs.CAPTURED
+
+
+def test_vllm_finds_the_compiled_piece_inside_its_graphs_and_keeps_it_for_a_warm_start(monkeypatch):
+    class Compiled(PiecewiseBackend):
+        def __init__(self):
+            self.sym_shape_indices, self.returns_tuple = [], True
+
+        def to_bytes(self):
+            return {"1-16": b"compiled"}
+
+    monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", "1")
+    split = torch.nn.Sequential(torch.nn.Identity())
+    vars(split)["0"] = cuda_graphs.PieceGraphs(Compiled(), None, CUDAGraphMode.PIECEWISE, None)
+    kept, *_ = VllmBackend.collect_standalone_compile_artifacts(SimpleNamespace(split_gm=split))
+    assert kept.get("0", "1-16") == b"compiled"
 
 
 def test_a_piece_is_captured_while_vllm_captures_and_at_no_other_time(piece, monkeypatch):

@@ -24,6 +24,7 @@ from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import custom_op, patches, release
 from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.serving import ops
 from vllm_aiter_mla.status import gauge
 
 UNTESTED = {"aiter_mla": {"enabled": True, "debug": {"untested_vllm": True}}}
@@ -102,11 +103,11 @@ def test_a_vllm_outside_the_window_is_skipped_unless_forced(config, said, monkey
     assert pass_of(config(additional_config=UNTESTED)) is not None
 
 
-def test_a_failed_registration_step_skips_unless_it_is_optional(config, said):
+def test_a_failed_registration_step_skips_unless_it_is_optional(config, said, monkeypatch):
     fail = raising(OSError("no such library"))
     patches.keep_failure("patch pass_config", fail)
     assert pass_of(config(additional_config=ON)) is not None
-    patches.keep_failure("torch ops", fail)
+    monkeypatch.setattr(ops, "register", fail)
     assert_skipped(said, config(additional_config=ON), "capability", "torch ops: OSError")
 
 

@@ -15,6 +15,9 @@ from vllm_aiter_mla import gate, plugin
 from vllm_aiter_mla.admission import ATTENTION_OPS
 from vllm_aiter_mla.compat import log, patches
 
+NEEDED = ("compat", "compat.log", "compat.patches", "files", "plugin")
+"""Our modules that registration imports, but for the settings, which this process has imported before."""
+
 
 def test_vllm_finds_the_plugin_under_its_name():
     (found,) = [point for point in entry_points(group="vllm.general_plugins") if point.name == "aiter_mla"]
@@ -22,9 +25,12 @@ def test_vllm_finds_the_plugin_under_its_name():
 
 
 def test_registering_imports_nothing_but_the_plugin_and_the_standard_library(without_plugin):
-    """A server whose flag is off pays for registration too: no module of vLLM, torch or others may be loaded."""
-    foreign = [name for name in without_plugin["imported"] if name.partition(".")[0] not in sys.stdlib_module_names]
-    assert foreign == []
+    """A server whose flag is off pays for registration too: no module of vLLM, torch or others may be loaded.
+
+    Nor may what only a server with the flag on needs: the ops and the layers.
+    """
+    foreign = {name for name in without_plugin["imported"] if name.partition(".")[0] not in sys.stdlib_module_names}
+    assert foreign == {f"vllm_aiter_mla.{name}" for name in NEEDED}
 
 
 def test_registering_again_wraps_nothing_again():
@@ -48,17 +54,17 @@ def test_registering_again_wraps_nothing_again():
 def test_a_step_that_fails_is_said_once_and_never_raised(said, monkeypatch):
     fail = raising(ImportError("planted"))
     monkeypatch.setattr(plugin, "_registered", False)
-    monkeypatch.setattr(plugin, "_register_ops", fail)
-    monkeypatch.setitem(patches.PATCHES, "pass_config", fail)
+    for name in ("config_hook", "pass_config"):
+        monkeypatch.setitem(patches.PATCHES, name, fail)
     monkeypatch.setattr(patches, "_failed", {})
     plugin.register()
     plugin.register()
-    required, optional = said.at(logging.WARNING)
-    assert "torch ops failed" in required
+    optional, required = said.at(logging.WARNING)
+    assert "config_hook failed" in required
     assert "planted" in required
     assert "pass_config" in optional
     assert "additional_config.aiter_mla" in optional
-    assert patches.failures(needed=True) == {"torch ops": "ImportError: planted"}
+    assert patches.failures(needed=True) == {"patch config_hook": "ImportError: planted"}
 
 
 @pytest.mark.mutation

@@ -95,7 +95,7 @@ class PieceGraphs:
     def __init__(
         self, runnable: Callable[..., Any], vllm_config: Any, runtime_mode: Any, cudagraph_options: Any
     ) -> None:
-        self._piece, self._mode = runnable, runtime_mode
+        self.runnable, self._mode = runnable, runtime_mode
         self._graphs: dict[Any, CapturedPiece] = {}
         self.made.add(self)
 
@@ -108,7 +108,7 @@ class PieceGraphs:
 
     def __getattr__(self, name: str) -> Any:
         """The piece's own attribute."""
-        return getattr(self.__dict__["_piece"], name)
+        return getattr(self.__dict__["runnable"], name)
 
     def __call__(self, *args: Any) -> Any:
         """Capture, replay, or, in a step without piecewise graphs, run.
@@ -121,7 +121,7 @@ class PieceGraphs:
 
         context: Any = get_forward_context()
         if context.cudagraph_runtime_mode != self._mode:
-            return self._piece(*args)
+            return self.runnable(*args)
         descriptor, addresses = context.batch_descriptor, _addresses(args)
         graph = self._graphs.get(descriptor)
         if graph is None:
@@ -143,7 +143,7 @@ class PieceGraphs:
 
     def _run(self, context: Any, args: Any, metadata: Any, slots: Any) -> Any:
         with capturing(), shown(context, metadata, slots):
-            return self._piece(*args)
+            return self.runnable(*args)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

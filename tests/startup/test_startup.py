@@ -24,7 +24,7 @@ from vllm_aiter_mla.compat.inductor import InductorPass
 from vllm_aiter_mla.engine import Engine
 from vllm_aiter_mla.passes import pipeline
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
-from vllm_aiter_mla.serving import backends, module
+from vllm_aiter_mla.serving import backends, module, ops
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.startup import checks, timing
@@ -67,6 +67,15 @@ def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, mon
     )  # fmt: skip
     assert pass_.key == one.engine.cache_key()
     assert pass_.uuid() != before
+
+
+def test_a_worker_has_the_ops_before_it_loads_a_compiled_artifact_that_may_hold_them(monkeypatch):
+    defined = []
+    monkeypatch.setattr(ops, "register", lambda: defined.append("here"))
+    Worker(None)
+    assert defined == [], "a worker without the flag defines none"
+    Worker(ours())
+    assert defined == ["here"]
 
 
 def test_under_the_module_integration_loading_decides_what_each_wrapper_calls(said):
@@ -270,8 +279,9 @@ def test_mutation_fail_closed_the_hook_swallows_what_the_check_raises(said, monk
 
 
 @both_modes
-def test_fail_closed_a_worker_that_cannot_be_hooked(said, monkeypatch, strict):
-    monkeypatch.setattr(patches, "after", planted)
+@pytest.mark.parametrize("step", [(patches, "after"), (ops, "register")], ids=["hooks", "ops"])
+def test_fail_closed_a_worker_that_cannot_be_hooked(said, monkeypatch, strict, step):
+    monkeypatch.setattr(*step, planted)
     with stops(strict, "could not be hooked: KeyError"):
         assert layer_in(Worker(ours(), strict=strict, kernel="triton")).why_skipped().code.startswith("kernel_")
         assert [level for level, text in said if "could not be hooked" in text] == [logging.ERROR]

@@ -14,8 +14,8 @@ ARROWS: dict[str, set[str]] = {
     "passes": BASE | {"serving"},
     "startup": BASE | {"serving"},
     "engine": BASE | {"serving", "startup"},
-    "gate": BASE | {"passes"},
-    "plugin": {"compat", "engine", "gate", "serving"},
+    "gate": BASE | {"passes", "serving"},
+    "plugin": {"compat", "engine", "gate"},
     "verify": FIRST | {"kernels", "serving", "startup"},
 }
 ARROWS["commands.compat"] = FIRST | {"kernels", "compat", "serving"}

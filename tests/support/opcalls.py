@@ -17,6 +17,7 @@ from vllm_aiter_mla.kernels.formats import is_fp8
 from vllm_aiter_mla.serving import ops
 
 plugin.register()
+ops.register()
 gpu_ops.register()
 NAME = "model.layers.0.attn"
 SIZES = Sizes()

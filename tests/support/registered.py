@@ -5,6 +5,8 @@ import vllm._custom_ops  # noqa: F401  loads vLLM's own library before the sandb
 from tests.sandbox import gpu_ops
 from tests.support.one_thread import one_thread as one_thread
 from vllm_aiter_mla import plugin
+from vllm_aiter_mla.serving import ops
 
 plugin.register()
+ops.register()
 gpu_ops.register()

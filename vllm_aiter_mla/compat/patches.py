@@ -155,6 +155,8 @@ class _WithoutFields:
 def _check_patched_pass_config(cls: type, vllm_hash: str) -> None:
     """Try what the plugin relies on, with the classes as a user meets them.
 
+    Not the hash with the flag on: it reads every source file of the plugin, and every process runs this.
+
     Raises:
         RuntimeError: something of it does not hold.
     """
@@ -174,7 +176,6 @@ def _check_patched_pass_config(cls: type, vllm_hash: str) -> None:
         "the hash with the flag off has changed": cls().compute_hash() == vllm_hash,
         "values do not survive CompilationConfig": pass_config_values(through) == values,
         "== does not see the new fields": through == cls(**values) and through != cls(),
-        "the hash does not see the new fields": through.compute_hash() != vllm_hash,
         "repr does not show the new fields": FLAG_FIELD in repr(CompilationConfig(pass_config=through)),
     } | {f"{wrong} is accepted": rejected(wrong) for wrong in wrongs}
     failed = [what for what, holds in checks.items() if not holds]

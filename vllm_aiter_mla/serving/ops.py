@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The three ops that rewritten graphs call: their registration, their fakes, and what they do.
 
-Registered when the plugin loads, because a warm start calls them without ever running a pass. An op reads vLLM's
-context and calls its body, which ``verify`` runs over plain tensors. A fake looks at its arguments only (I7).
+Registered by the gate and by each worker's engine: a warm start calls them without ever running a pass. An op reads
+vLLM's context and calls its body, which ``verify`` runs over plain tensors. A fake looks at its arguments only (I7).
 
 Sizes: T rows of a step (graph padding included), S slots, N heads, P and R the un-rotated and rotated widths of a query
 head, L the latent width, V the width of a value head.

@@ -163,13 +163,15 @@ def surface(env: Env) -> Check:
 
 
 def patches(env: Env) -> Check:
-    """Apply the plugin's patches as vLLM would have them applied."""
+    """Apply the plugin's patches and define its ops, as a server would."""
     if vllm_version() is None:
         return NO_VLLM
     from vllm_aiter_mla import plugin as ours
     from vllm_aiter_mla.compat import patches
+    from vllm_aiter_mla.gate import define_ops
 
     ours.register()
+    define_ops()
     failures = patches.failures()
     if not failures:
         return Check("ok", ", ".join(patches.PATCHES))
