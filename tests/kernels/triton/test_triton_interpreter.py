@@ -82,6 +82,7 @@ def test_triton_absorb_keeps_the_stated_bound_against_float64(interpreted, act, 
         ("gfx942", "float8_e4m3fnuz", None),
         ("gfx950", "float8_e4m3fn", None),
         pytest.param("gfx942", "float8_e4m3fnuz", "overflow_not_saturated", marks=pytest.mark.mutation("I14")),
+        pytest.param("gfx942", "float8_e4m3fnuz", "sum_not_saturated", marks=pytest.mark.mutation("I14")),
     ],
 )
 def test_triton_overflow_rows_of_the_self_check_saturate(interpreted, arch, cache, mutation):
