@@ -56,7 +56,6 @@ MUTATIONS = {
     "slot_in_32_bits": ("(block * cache_stride_b", "((block * cache_stride_b).to(tl.int32)", 1, None, None),
     "accumulator_not_rounded": ("x.to(ACT).to(tl.float32)", "x", 1, Case(), "nope_different"),
     "accumulator_split_elsewhere": ("x * 65537.0", "x * 32769.0", 1, Case(cache="float8_e4m3fnuz"), "nope_different"),
-    "sum_not_saturated": ("tl.clamp(x, -limit, limit)", "x", 1, None, None),
     "second_columns_of_the_first": ("out_ptr + block * BLOCK_L", "out_ptr", 1, None, None),
     "second_weight_of_the_first": ("cols + (block + 1) * BLOCK_L", "cols", 1, None, None),
     "stored_runs_too_near": ("(run - row * groups) * RUN", "(run - row * groups) * PACKED", 1,
