@@ -58,11 +58,11 @@ def times_of(folder: Path, *asked: Any) -> list[float]:
 
 def compare(arch: str, name: str, tokens: Sequence[int], folder: Path) -> list[dict[str, Any]]:
     """Return a row for each launch: microseconds before and after, their ratio, and the most that it may be."""
-    befores, afters = times_of(folder, arch, name, tokens), times(arch, name, tokens)
+    earlier, ours = times_of(folder, arch, name, tokens), times(arch, name, tokens)
     return [
         {"label": variant.label, "tokens": rows, "before_us": before, "after_us": after, "ratio": after / before}
         | {"goal": GOALS[arch][variant.weight]}
-        for (variant, rows), before, after in zip(points(arch, name, tokens), befores, afters, strict=True)
+        for (variant, rows), before, after in zip(points(arch, name, tokens), earlier, ours, strict=True)
     ]
 
 
