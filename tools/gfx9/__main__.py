@@ -8,6 +8,7 @@ no time: the figures say what the code does, never how long a card takes.
     python -m tools.gfx9 --arch gfx942
     python -m tools.gfx9 --arch gfx950 --tokens 3 --variant neox --json executed.json
     python -m tools.gfx9 --arch gfx942 --cost     # counts of tools/gfx9/cost.py; status 1 when a bound is broken
+    python -m tools.gfx9 --arch gfx942 --cost --against DIR     # vector time against that of a worktree's kernel
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from tools import aot
 from tools.common import Parser, UsageError, guarded, writable
 from vllm_aiter_mla import files
 
+KERNEL = Path("vllm_aiter_mla/kernels/triton/kernel.py")  # in a worktree
+
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options, checked. Raises UsageError."""
@@ -33,10 +36,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, nargs="+", default=[], metavar="T", help="rows (default: the matrix)")
     parser.add_argument("--all-heads", action="store_true", help="absorb tiles of all heads, not of three")
     parser.add_argument("--cost", action="store_true", help="count what launches cost instead of comparing bytes")
+    parser.add_argument("--against", type=Path, metavar="DIR", help="with --cost: compare with this worktree's kernel")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     options = parser.parse_args(argv)
     if any(count < 1 for count in options.tokens):
         parser.error("--tokens: at least 1")
+    if options.against is not None and not (options.cost and (options.against / KERNEL).is_file()):
+        parser.error(f"--against: with --cost, a folder that holds {KERNEL}")
     writable({"--json": options.json})
     return options
 
@@ -44,6 +50,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def run(argv: Sequence[str]) -> int:
     options = parse(argv)
     target = aot.TARGETS[options.arch]
+    if options.against is not None:
+        return compare(target, options.variant, options.tokens, options.against, options.json)
     if options.cost:
         return count(target, options.variant, options.tokens, options.json)
     chosen = [v for v in aot.variants(target) if options.variant in v.label]
@@ -87,6 +95,16 @@ def count(target: aot.Target, name: str, tokens: list[int], path: Path | None) -
     print(cost.text(target.name, costs))
     write(path, target, [asdict(one) for one in costs], "gfx9_cost")
     return 1 if cost.breaches(target.name, costs) else 0
+
+
+def compare(target: aot.Target, name: str, tokens: list[int], folder: Path, path: Path | None) -> int:
+    from tools.gfx9 import against
+
+    rows = against.compare(target.name, name, tokens, folder)
+    print(f"{target.name}: executed and counted, no time; the busiest SIMD's vector instructions at peak clock")
+    print(against.text(rows))
+    write(path, target, rows, "gfx9_against")
+    return 1 if any(row["ratio"] > row["goal"] for row in rows) else 0
 
 
 def write(path: Path | None, target: aot.Target, rows: list[Any], name: str) -> None:

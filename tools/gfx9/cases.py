@@ -4,7 +4,8 @@ The values of q_nope and W_UK are multiples of 1/8 and 1/16 up to 1: every sum o
 any order, so that the whole result has to equal the reference to the byte. So it has over mxfp4, where q_nope gets
 rounded: all values are multiples of half their scale, up to 6 scales, and the products of scales in a sum lie at most
 2**8 apart. Values in the latent halves go beyond the largest fp8 number, three are NaN. In an ``overflow`` case those
-in the rope halves do too: the reference is that of our kernel, which saturates there, unlike AITER's op.
+in the rope halves do too: the reference is that of our kernel, which saturates there, unlike AITER's op. Over plain
+weights three rows of q_nope then are infinite, overflow and NaN.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Case:
     heads: tuple[int, ...] | None = None  # those whose absorb tiles run, all if None
     seed: int = 0  # of the values
     ties: bool = False  # every rotated value lies halfway between two bfloat16 numbers, and fp8 holds latents that do
-    overflow: bool = False  # the first row's rotated values are around and far above fp8's largest, infinite, and NaN
+    overflow: bool = False  # rotated values of the first row, and sums of three, are infinite, NaN or above fp8's range
 
     @property
     def run_heads(self) -> list[int]:
@@ -124,6 +125,9 @@ def operands(target: aot.Target, case: Case) -> tuple[DecodeInputs, torch.Tensor
         # The first row of the table turns by nothing, so these are the rotated values of the first row.
         positions[0], table[0] = 0, torch.tensor([1.0, 0.0]).repeat_interleave(r // 2)
         q[0, :, p:], down[0, -r:] = beyond(stored, Q_SCALE), beyond(stored, K_SCALE)
+        if variant.weight == "plain":
+            q[:3, :, :p] = 0
+            q[:3, :, 0] = torch.tensor([float("inf"), 3e38, float("nan")])[:t, None]
     inputs = DecodeInputs(
         q=q,
         k_pe=down[:, Q_LORA_RANK + latent :],

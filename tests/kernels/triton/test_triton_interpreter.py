@@ -68,6 +68,19 @@ def test_triton_query_is_quantised_to_mxfp4_as_aiter_does_ties_and_ends_of_the_r
     assert interpreted("odd_groups") == {"wrong_rope": 0, "nope_steps": 0, "nope_different": 0.0, "distinct": True}
 
 
+@pytest.mark.parametrize("scale", [2.0**-110, 0.0061, 1.0, 2.0**103])
+def test_triton_sums_are_stored_on_gfx942_as_bfloat16_rounds_them(interpreted, scale):
+    """Ties, overflow, infinities and NaNs included; docs/kernels.md gives these ends of the scales."""
+    assert interpreted("stored_sums", scale=scale) == {"different": 0}
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("wrong", [{"scale": 2.0**110}, {"scale": 1.0, "clamped": False}], ids=["scale", "clamp"])
+def test_triton_mutation_of_how_sums_are_stored_on_gfx942_is_caught(interpreted, wrong):
+    """A scale beyond its range; no clamp."""
+    assert interpreted("stored_sums", **wrong)["different"] > 0
+
+
 @pytest.mark.parametrize("act", ["bfloat16", "float16"])
 @pytest.mark.parametrize("w_major", ["L", "P"])
 def test_triton_absorb_keeps_the_stated_bound_against_float64(interpreted, act, w_major):

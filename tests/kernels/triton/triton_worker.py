@@ -10,13 +10,15 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import triton
+import triton.language as tl
 
 from tests.kernels.triton.triton_mutations import MUTATIONS
 from tests.sandbox import interpreter
@@ -79,6 +81,27 @@ def odd_rows(cache: str = "bfloat16", weight: str = "float8_e4m3fn", mutation: s
     inputs.kv_c.view(torch.int16)[0, :4] = torch.tensor([0x7FC1, -1, 0x7F81, 0x7F80], dtype=torch.int16)
     with planted(mutation):
         return cases.compare(inputs, storage, BACKEND.prepare)
+
+
+@triton.jit
+def _store_sums(x_ptr, scale_ptr, out_ptr, SIZE: tl.constexpr, LIMIT: tl.constexpr):  # noqa: N803
+    at, scale = tl.arange(0, SIZE), tl.load(scale_ptr)
+    inverse, limit = kernel._inverse_and_limit(scale, True, tl.bfloat16, tl.float8e4b8, LIMIT)
+    x = tl.load(x_ptr + at)
+    tl.store(out_ptr + at, kernel._absorbed_form(x, scale, inverse, limit, tl.bfloat16, tl.float8e4b8, LIMIT))
+
+
+def stored_sums(scale: float, clamped: bool = True) -> dict[str, Any]:
+    """Sums on gfx942, of every upper half of float32: how many are stored as others than by a rounding and a clamp."""
+    upper, dtype = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32) << 16, torch.float8_e4m3fnuz
+    held, limit, different = torch.tensor([scale]), torch.finfo(torch.float8_e4m3fnuz).max, 0
+    for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        x, out = (upper | lower).view(torch.float32), torch.empty(1 << 16, dtype=dtype)
+        with nullcontext() if clamped else mock.patch.object(tl, "clamp", lambda x, *bounds: x):
+            _store_sums[(1,)](x, held, out, x.numel(), limit)
+        rounded = (x.to(torch.bfloat16).float() * (1 / held)).nan_to_num(-limit).clamp(-limit, limit)
+        different += int((out.view(torch.uint8) != rounded.to(dtype).view(torch.uint8)).sum())
+    return {"different": different}
 
 
 def odd_groups() -> dict[str, Any]:
@@ -236,7 +259,7 @@ def mutant(name: str) -> Any:
 
 
 OPERATIONS = [
-    compare, compare_tile, odd_rows, odd_groups, self_checked, aiter_vector,
+    compare, compare_tile, odd_rows, stored_sums, odd_groups, self_checked, aiter_vector,
     aiter_product, far_cache, far_query, checked_stand_in,
 ]  # fmt: skip
 

@@ -61,6 +61,8 @@ OP_SEL_HI = nth(r"op_sel_hi:\[0,1,0\]", "op_sel_hi:[0,0,0]")
 # gfx942 alone rounds to bfloat16 by integers, with the bit above the dropped ones; from the other word it is 0, so that
 # a tie goes down, not to even.
 WORD, OTHER_WORD = r"src0_sel:WORD_1", "src0_sel:WORD_0"
+# On the way to fp8 it subtracts twice, and once for each pair of rotated values.
+SUBTRACTED, ADDED = r"(v_pk_add_f32 .*?) neg_lo:\[0,1\] neg_hi:\[0,1\]", r"\1"
 
 
 def eight(first: str) -> str:

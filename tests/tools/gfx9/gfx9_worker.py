@@ -13,10 +13,12 @@ import numpy as np
 import torch
 
 from tests.tools.gfx9.gfx9_planted import (
+    ADDED,
     OP_SEL_HI,
     OTHER_WORD,
     PLANTED,
     SCALED,
+    SUBTRACTED,
     WAIT,
     WORD,
     each,
@@ -102,7 +104,7 @@ def every_move(arch: str) -> list[dict[str, Any]]:
 
 def main(arch: str) -> dict[str, Any]:
     target = aot.TARGETS[arch]
-    answer: dict[str, Any] = {"launches": [], "planted": {}, "words": [], "scale_layouts": []}
+    answer: dict[str, Any] = {"launches": [], "planted": {}, "roundings": [], "scale_layouts": []}
     answer |= {"overflow": [], "not_saturated": []}
     answer["reduced"] = [moves(target, variant) for variant in REDUCED]
     for case in cases():
@@ -114,12 +116,11 @@ def main(arch: str) -> dict[str, Any]:
     answer["planted"] |= {name: outcome(compiled, case, plant(text)) for name, plant in PLANTED.items()}
     if arch == "gfx942":
         answer["waits"] = [outcome(compiled, case, wrong) for wrong in each(WAIT, "", text)]
-        for quantised in (False, True):
-            case = Case(aot.Variant(SKINNY, 1, quantised=quantised), 16, ties=True)
+        for quantised, plant in ((False, (WORD, OTHER_WORD)), (True, (SUBTRACTED, ADDED))):
+            case = Case(aot.Variant(SKINNY, 1, quantised=quantised), 16, ties=not quantised)
             compiled = Compiled(target, case.variant)
             answer["launches"].append(record(compiled, case))
-            wrong_words = each(WORD, OTHER_WORD, compiled.assembly)
-            answer["words"].append([outcome(compiled, case, wrong) for wrong in wrong_words])
+            answer["roundings"].append([outcome(compiled, case, wrong) for wrong in each(*plant, compiled.assembly)])
     for is_neox in (False, True):
         case = Case(aot.Variant(SKINNY, 1, is_neox=is_neox), 3, overflow=True)
         compiled = Compiled(target, case.variant)

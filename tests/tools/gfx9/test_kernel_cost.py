@@ -22,6 +22,9 @@ PLANTED_TEXT = {
      "        rest = pid % (token_blocks * latent_tiles)\n        head = pid // (token_blocks * latent_tiles)\n",
      ["bytes moved"]),
 }  # fmt: skip
+SECOND_CLAMP = ("tl.clamp(x, -limit, limit)", "tl.clamp(saturated(x, 3e38), -limit, limit)")
+# Tokens, heads and weight of what is counted.
+POINT, LARGE_POINTS = (64, 16, "fp8"), ((512, 128, "plain"), (512, 128, "fp8"))
 # Each replaces a function of the kernel by that of ``kernel_planted``.
 PLANTED_FUNCTIONS = {
     "scattered store": ("_store_columns", ["a store request of a query tile program"]),
@@ -36,7 +39,7 @@ from tools import aot
 from tools.gfx9 import cost
 from vllm_aiter_mla.kernels.triton import kernel
 
-arch, one_point, old, new, function = sys.argv[1:]
+arch, point, old, new, function = sys.argv[1:]
 if function:
     place = kernel if hasattr(kernel, function) else kernel.tl
     setattr(place, function, getattr(kernel_planted, function))
@@ -49,34 +52,37 @@ if old:
     import kernel_with_text as changed
     kernel.decode_prep_kernel = changed.decode_prep_kernel
 points = cost.points(arch)
-if one_point:
-    points = [(v, t) for v, t in points if (t, v.heads, v.weight, v.is_neox) == (64, 16, "fp8", False)]
+if point:
+    points = [(v, t) for v, t in points if [t, v.heads, v.weight, v.is_neox] == [*json.loads(point), False]]
 costs = cost.count(aot.TARGETS[arch], points)
 print(json.dumps({"breaches": cost.breaches(arch, costs), "costs": [asdict(one) for one in costs]}))
 """
 
 
-def count(folder, arch, old="", new="", function="", one_point="one point"):
+def count(folder, arch, old="", new="", function="", point=POINT):
     """Count in a process of its own, which compiles for one card; Triton's cache does not see what is planted."""
     script = folder / "count.py"
     script.write_text(RUN)
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(script), arch, one_point, old, new, function]
+    command = [sys.executable, str(script), arch, json.dumps(point) if point else "", old, new, function]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_kernel_cost_keeps_its_bounds_where_planted_bugs_break_them(tmp_path, arch):
-    assert count(tmp_path, arch)["breaches"] == []
+@pytest.mark.parametrize("point", [POINT, *LARGE_POINTS])
+def test_kernel_cost_keeps_its_bounds_where_planted_bugs_break_them(tmp_path, arch, point):
+    found = count(tmp_path, arch, point=point)
+    assert found["costs"]
+    assert found["breaches"] == []
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("arch", ARCHS)
 def test_kernel_cost_keeps_its_bounds(tmp_path, arch):
-    found = count(tmp_path, arch, one_point="")
+    found = count(tmp_path, arch, point=None)
     assert found["breaches"] == []
     assert all(cost["by_die"] >= cost["needed"] for cost in found["costs"])
     points = {(cost["tokens"], cost["heads"], cost["label"][-5:]) for cost in found["costs"]}
@@ -91,3 +97,11 @@ def test_kernel_cost_mutation_breaks_a_bound(tmp_path, name):
     breaches = count(tmp_path, "gfx942", *change)["breaches"]
     assert all(any(bound in breach for breach in breaches) for bound in bounds)
     assert all(any(bound in breach for bound in bounds) for breach in breaches), breaches
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("point", LARGE_POINTS)
+def test_kernel_cost_mutation_that_clamps_twice_breaks_the_bound_of_vector_time(tmp_path, point):
+    breaches = count(tmp_path, "gfx942", *SECOND_CLAMP, point=point)["breaches"]
+    assert len(breaches) == 2  # over a cache below 2 GiB and a larger one
+    assert all("us of vector instructions" in breach for breach in breaches), breaches

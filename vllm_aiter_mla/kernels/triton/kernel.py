@@ -22,7 +22,6 @@ SCALAR_POINTERS = ("slot_ptr", "pos_ptr", "k_scale_ptr", "q_scale_ptr", "w_scale
 BLOCK_K = tl.constexpr(tiles.BLOCK_K)
 # The least that AITER's GEMM takes for a group's largest magnitude (``absorb.FP8_FLOOR``).
 FLOOR = tl.constexpr(1e-10)
-BF16_MAX = tl.constexpr(float.fromhex("0x1.fep127"))
 # Values under one scale of mxfp4, and values in a byte of its codes (``formats``).
 GROUP, PACKED = tl.constexpr(32), tl.constexpr(2)
 # Neighbouring values of the query that one lane stores: 16 bytes in fp8.
@@ -143,17 +142,38 @@ def _store_form(x, scale, FP8_MAX: tl.constexpr, OUT: tl.constexpr, KEEP_NAN: tl
 
 
 @triton.jit
-def _rounded(x, ACT: tl.constexpr, OUT: tl.constexpr):
-    """float32 ``x`` rounded to ACT, as float32, on its way to fp8.
+def _inverse_and_limit(scale, entered, ACT: tl.constexpr, OUT: tl.constexpr, FP8_MAX: tl.constexpr):
+    """1 / ``scale`` and FP8_MAX * ``scale`` for ``_absorbed_form``, where it needs them; ``entered`` is always true.
 
-    gfx942, whose fp8 type OUT then is, has no conversion to bfloat16. There the bits are rounded where they are, within
-    bfloat16's finite numbers: what lies beyond them saturates in fp8, and NaN becomes the lowest, as it does there.
+    The compiler does not know that. Without the branch it moves the division up between the loads of a tile, and the
+    loads behind it wait for the scale.
+    """
+    inverse, limit = scale, scale
+    if ACT != tl.bfloat16 or OUT != tl.float8e4b8:
+        return inverse, limit
+    if entered:
+        inverse = tl.math.div_rn(tl.full((), 1.0, tl.float32), scale)
+        limit = scale * FP8_MAX
+    return inverse, limit
+
+
+@triton.jit
+def _absorbed_form(x, scale, inverse, limit, ACT: tl.constexpr, OUT: tl.constexpr, FP8_MAX: tl.constexpr):
+    """The stored form of float32 sums ``x`` rounded to ACT.
+
+    gfx942, whose fp8 type is float8e4b8, has no conversion to bfloat16. There Veltkamp's splitting rounds to 8
+    significant bits, ties to even, two values an instruction. Its operations must not be fused, and its product
+    overflows from 2**112 on. So x is saturated first, at what is stored as the largest fp8 number. A NaN becomes the
+    lowest one. docs/kernels.md says for which scales this is exact.
     """
     if ACT == tl.bfloat16 and OUT == tl.float8e4b8:
-        bits = saturated(x, BF16_MAX).to(tl.int32, bitcast=True)
-        return ((bits + 0x7FFF + (bits >> 16 & 1)) & -0x10000).to(tl.float32, bitcast=True)
+        x = tl.clamp(x, -limit, limit)
+        high = x * 65537.0
+        return ((high - (high - x)) * inverse).to(OUT)
+    elif FP8_MAX > 0:
+        return _store_form(x.to(ACT).to(tl.float32), scale, FP8_MAX, OUT)
     else:
-        return x.to(ACT).to(tl.float32)
+        return x.to(ACT)
 
 
 @triton.jit
@@ -226,6 +246,7 @@ def _query_tile(
     """
     act: tl.constexpr = q_ptr.dtype.element_ty
     kind: tl.constexpr = w_ptr.dtype.element_ty
+    out: tl.constexpr = out_ptr.dtype.element_ty
     rows = tl.arange(0, BLOCK_T)
     row_mask = rows < num_tokens - first_token
     q_row = q_ptr + first_token.to(tl.int64) * q_stride_t + head.to(tl.int64) * q_stride_h + rows * q_stride_t
@@ -258,16 +279,15 @@ def _query_tile(
                 tl.debug_barrier()  # The rows come last: what waits for them is computed after all loads were issued.
             if P > BLOCK_K or block == 0:
                 q = _load_rows(q_row, row_mask, k, min(P - k, BLOCK_K))
+                if k + block == 0:
+                    inverse, limit = _inverse_and_limit(scale, first_token < num_tokens, act, out, FP8_MAX)
                 codes, step = _quantised(q, kind, W_FP8_MAX, BLOCK_T, min(P - k, BLOCK_K))
             acc = _added(acc, codes, step, w, w_scale, W_FP8_MAX, k)
             if k + BLOCK_K < P or block + 1 < BLOCKS:
                 w, w_scale = ahead, scale_ahead
         if W_FP8_MAX > 0:
             acc *= weight_scale
-        if FP8_MAX > 0:
-            x = _store_form(_rounded(acc, act, out_ptr.dtype.element_ty), scale, FP8_MAX, out_ptr.dtype.element_ty)
-        else:
-            x = acc.to(act)
+        x = _absorbed_form(acc, scale, inverse, limit, act, out, FP8_MAX)
         _store_columns(out_ptr + block * BLOCK_L, x, num_tokens - first_token, M * ROW, BLOCK_T, BLOCK_L)
 
 
