@@ -53,7 +53,8 @@ def is_there(pid):
 @pytest.fixture
 def caller(tmp_path):
     """A command in the middle of a step: its process, and the processes and folder of the step."""
-    started = subprocess.Popen([sys.executable, "-c", CALLER, str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    line, variables = [sys.executable, "-c", CALLER, str(tmp_path)], os.environ | {"TMPDIR": str(tmp_path)}
+    started = subprocess.Popen(line, env=variables, stderr=subprocess.PIPE, text=True)
     waited_for((tmp_path / "ready").exists)
     child, worker, folder = (tmp_path / "ready").read_text().split()
     yield started, (int(child), int(worker)), Path(folder)
@@ -88,6 +89,15 @@ def test_signals_that_are_ignored_stay_ignored(monkeypatch):
         signal.signal(signal.SIGHUP, before)
 
 
+def test_a_process_that_was_not_called_ends_nothing_and_removes_nothing(tmp_path):
+    """Typed by hand, or by a version that calls it otherwise: its group would be the shell's."""
+    line = [sys.executable, "-m", process.__name__, "builtins:dict", "asked", "answer"]
+    for more in ([], ["0", str(tmp_path)]):
+        done = subprocess.run([*line, *more], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        assert done.returncode == 1
+    assert tmp_path.is_dir()
+
+
 def test_a_process_that_aborts_takes_its_workers_with_it(tmp_path):
     with pytest.raises(process.EndedError, match="SIGABRT"):
         process.call("tests.cli.test_process:aborts", str(tmp_path / "worker"))
@@ -110,7 +120,7 @@ def test_mutation_a_process_that_does_not_end_with_its_caller_is_seen(tmp_path, 
     )
     path = os.pathsep.join([str(child), os.environ["PYTHONPATH"]])
     started = subprocess.Popen(
-        [sys.executable, "-c", plant + CALLER, str(tmp_path)], env=os.environ | {"PYTHONPATH": path},
+        [sys.executable, "-c", plant + CALLER, str(tmp_path)], env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(tmp_path)},
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
     waited_for((tmp_path / "ready").exists)

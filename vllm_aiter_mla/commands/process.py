@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process of its own: AITER's checks end a process by an abort, and vLLM keeps much of a platform and of a config.
 
-``python -m vllm_aiter_mla.commands.process MODULE:FUNCTION ASKED ANSWER`` is such a process. It leads a group, to which
-vLLM's engine and workers belong. The group ends with its caller, however that ends: it would hold the cards.
+``python -m vllm_aiter_mla.commands.process MODULE:FUNCTION ASKED ANSWER LIFELINE FOLDER`` is such a process. It leads a
+group, to which vLLM's engine and workers belong. The group ends with its caller, however that ends: it would hold the
+cards.
 """
 
 import os
@@ -13,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -96,22 +96,23 @@ def call(function: str, *arguments: Any, environment: Mapping[str, str] = os.env
     with workspace(), tempfile.TemporaryDirectory() as work:
         asked, answer, said = (Path(work) / name for name in ("asked", "answer", "said"))
         asked.write_bytes(pickle.dumps(arguments))
-        variables = {**environment, "TMPDIR": tempfile.gettempdir()}
+        words = (function, str(asked), str(answer))
         with said.open("wb") as out:
-            how = _run(function, asked, answer, variables, out.fileno() if log is None else log)
+            how = _run(words, environment, out.fileno() if log is None else log)
         last = said.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
         if answer.is_file():
             return pickle.loads(answer.read_bytes())
     raise EndedError(how, *last)
 
 
-def _run(function: str, asked: Path, answer: Path, environment: Mapping[str, str], log: int) -> str:
+def _run(words: tuple[str, ...], environment: Mapping[str, str], log: int) -> str:
     """Run the process to its end, and end what it leaves behind; return how it ended."""
-    caller, lifeline = os.pipe()  # nothing is written: its end says that this process is gone
+    folder, (end, lifeline) = tempfile.gettempdir(), os.pipe()
     child = subprocess.Popen(
-        [sys.executable, "-m", __name__, function, str(asked), str(answer)], env=environment, stdin=caller, stdout=log,
-        stderr=subprocess.STDOUT, start_new_session=True,
+        [sys.executable, "-m", __name__, *words, str(end), folder], env={**environment, "TMPDIR": folder},
+        stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(end,),
     )  # fmt: skip
+    os.close(end)
     _groups.add(child.pid)
     try:
         code = child.wait(TIMEOUT_S)
@@ -122,32 +123,42 @@ def _run(function: str, asked: Path, answer: Path, environment: Mapping[str, str
         child.wait()
         _groups.discard(child.pid)
         os.close(lifeline)
-        os.close(caller)
     return f"ended with status {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
 
 
-def main(function: str, asked: str, answer: str) -> None:
-    """Call the function and write what it returns."""
-    _end_with_caller()
+def main(function: str, asked: str, answer: str, lifeline: str, folder: str) -> None:
+    """Call the function and write what it returns.
+
+    Args:
+        function: as for ``call``.
+        asked: the file of its pickled arguments.
+        answer: the file for what it returns.
+        lifeline: a descriptor. Nothing comes from it; its end says that the caller is gone.
+        folder: the temporary files, which go then.
+    """
+    _end_with_caller(int(lifeline), folder)
     arguments = pickle.loads(Path(asked).read_bytes())
     Path(answer).write_bytes(pickle.dumps(pkgutil.resolve_name(function)(*arguments)))
 
 
-def _end_with_caller() -> None:
+def _end_with_caller(lifeline: int, folder: str) -> None:
     """Fork what ends this group, and removes the command's temporary files, once the caller is gone.
 
     A process and no thread: code that holds Python's lock, or an abort, would keep a thread from it. Nothing has been
     imported yet that a fork could hurt.
     """
-    assert threading.active_count() == 1
+    group = os.getpid()
+    if os.getpgrp() != group:
+        raise RuntimeError("this process leads no group: only `call` starts it")
     if os.fork():
+        os.close(lifeline)
         return
     try:
-        while os.read(0, 1):
+        while os.read(lifeline, 1):
             pass
-        shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     finally:
-        os.killpg(0, signal.SIGKILL)
+        os.killpg(group, signal.SIGKILL)
 
 
 if __name__ == "__main__":
