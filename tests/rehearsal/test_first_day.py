@@ -38,13 +38,15 @@ def test_doctor_finds_no_problem_and_plan_engages_every_layer(day):
     assert "Traceback" not in doctor.stdout + plan.stdout
 
 
-def test_check_runs_every_step_over_an_fp8_cache_on_two_ranks(day):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.wide)])
+def test_check_runs_every_step_over_an_fp8_cache(day, ranks):
     """And ``report`` draws it."""
-    check = day.run("check", str(day.model), "-tp", "2", "--kv-cache-dtype", "fp8", *FEW, "--json", "check.json")
+    options = ("-tp", str(ranks), "--kv-cache-dtype", "fp8")
+    check = day.run("check", str(day.model), *options, *FEW, "--json", "check.json")
     assert (check.returncode, "Traceback" in check.stdout) == (0, False), check.stdout
     assert states_of(day.folder / "check.json") == dict.fromkeys(CHECKED, "passed"), check.stdout
     unfolded = " ".join(check.stdout.split())
-    assert unfolded.count("2/2 MLA layers engaged (triton 1..4; 5.0 us a layer at 4 tokens") == 2, "one per rank"
+    assert unfolded.count("2/2 MLA layers engaged (triton 1..4; 5.0 us a layer at 4 tokens") == ranks
     report = day.run("report", "check.json", "-o", "page.html")
     assert (report.returncode, "<svg" in (day.folder / "page.html").read_text()) == (0, True), report.stdout
 
