@@ -1,6 +1,7 @@
 """One table of exit statuses for all commands; each row is a command line as typed, and what the machine is like."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -149,3 +150,41 @@ def test_a_card_may_be_called_by_the_name_that_is_sold():
         **dict.fromkeys(("gfx942", "mi300x", "mi325x"), "gfx942"),
         **dict.fromkeys(("gfx950", "mi350p", "mi350x", "mi355x"), "gfx950"),
     }
+
+
+def in_a_shell(line, **options):
+    options = {"stderr": subprocess.PIPE, "text": True, "env": os.environ | options.pop("env", {})} | options
+    return subprocess.run([sys.executable, "-m", "vllm_aiter_mla", *line], **options)
+
+
+@pytest.mark.parametrize("line", [["--version"], ["plan", "--help"], ["doctor"]], ids=" ".join)
+def test_output_that_ends_on_a_full_disk_is_one_line_and_nobody_has_looked(line):
+    with open("/dev/full", "w") as full:
+        done = in_a_shell(line, stdout=full)
+    assert (done.returncode, done.stderr.count("\n")) == (outputs.NOT_LOOKED, 1)
+    assert done.stderr.endswith("standard output: No space left on device\n")
+
+
+def test_output_that_ends_in_a_closed_pipe_is_one_line_and_nobody_has_looked():
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = in_a_shell(["plan", "--help"], stdout=writes)
+    assert (done.returncode, done.stderr) == (outputs.NOT_LOOKED, "plan: standard output: Broken pipe\n")
+
+
+AS_NOBODY = """
+import os, sys
+from vllm_aiter_mla.commands.main import main
+if os.geteuid() == 0:
+    os.setuid(65534)
+main()
+"""
+
+
+def test_status_of_a_folder_that_this_user_may_not_read_says_so(tmp_path):
+    """The folder that pytest made is its user's alone, as every home of root's is."""
+    (tmp_path / "aiter_mla").mkdir(mode=0)
+    line, variables = [sys.executable, "-c", AS_NOBODY, "status"], os.environ | {"VLLM_CACHE_ROOT": str(tmp_path)}
+    done = subprocess.run(line, env=variables, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (outputs.NOT_LOOKED, 1)
+    assert "permission denied" in done.stderr

@@ -119,10 +119,11 @@ def test_mutation_a_process_that_does_not_end_with_its_caller_is_seen(tmp_path, 
         "    os.fork = lambda: 1\n"
     )
     path = os.pathsep.join([str(child), os.environ["PYTHONPATH"]])
-    started = subprocess.Popen(
-        [sys.executable, "-c", plant + CALLER, str(tmp_path)], env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(tmp_path)},
-        stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    line, variables = (
+        [sys.executable, "-c", plant + CALLER, str(tmp_path)],
+        {"PYTHONPATH": path, "TMPDIR": str(tmp_path)},
+    )
+    started = subprocess.Popen(line, env=os.environ | variables, stderr=subprocess.DEVNULL)
     waited_for((tmp_path / "ready").exists)
     processes = [int(one) for one in (tmp_path / "ready").read_text().split()[:2]]
     started.send_signal(getattr(signal, name))

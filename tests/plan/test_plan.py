@@ -318,6 +318,7 @@ socket.getaddrinfo = socket.socket.connect = refuse
 """
 
 
+@pytest.mark.slow
 def test_quoted_plans_run_in_a_process_of_their_own_that_opens_no_connection(tmp_path, monkeypatch, capfd):
     """An attempt whose failure is caught counts too. vLLM's log does not reach the reader."""
     log = tmp_path / "attempts"

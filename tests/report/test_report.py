@@ -28,7 +28,7 @@ from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.report.page import SECTIONS, VERSIONS, html_of
 from vllm_aiter_mla.kernels import device, stopwatch
-from vllm_aiter_mla.startup.first_call import FirstCall
+from vllm_aiter_mla.startup.first_call import marked
 
 Write = Callable[[str, Any], Path]
 
@@ -378,9 +378,12 @@ def test_a_folder_with_what_a_crash_leaves_and_other_records_shows_its_status(
 ) -> None:
     (tmp_path / "status-1-0.json").write_bytes(files["status"].read_bytes())
     alone = html_of([tmp_path])
-    our_files.write(tmp_path / "first-call-1.json", FirstCall("1-a"))
+    marking = marked(tmp_path / "first-call-1.json")
+    marking.__enter__()  # and the process is no more
+    assert len(list(tmp_path.glob("*first-call*"))) == 2, "its lock is there too"
     our_files.write(tmp_path / "doctor.json", {our_files.KEY: our_files.stamp("doctor")})
     assert html_of([tmp_path]) == alone
+    marking.__exit__(None, None, None)
 
 
 def report(*arguments: object) -> Result:

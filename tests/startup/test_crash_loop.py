@@ -18,7 +18,10 @@ def start(folder, kind, kernel="aiter"):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(("kernel", "other"), [("aiter", "triton"), ("triton", "aiter")])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "other"), [("aiter", "triton"), pytest.param("triton", "aiter", marks=pytest.mark.wide)]
+)
 def test_crash_loop_is_broken_by_the_marker_of_the_start_that_died(tmp_path, kernel, other):
     assert start(tmp_path, "aborts", kernel).returncode == -signal.SIGABRT
     (marker,) = tmp_path.glob("first-call-*")

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-aiter-mla``: the commands."""
 
+import errno
 import importlib
+import os
 import sys
 from typing import Annotated
 
@@ -50,11 +52,11 @@ for _name in COMMANDS:
 def main() -> None:
     """Run the console script. Exit status 3 if a command lacks torch or vLLM; ``doctor`` runs without them.
 
-    128 + n if signal n ended it, as shells have it.
+    128 + n if signal n ended it, as shells have it. 3 too if standard output takes no more.
     """
     try:
         with process.ended_by_signals():
-            app()
+            _run()
     except process.SignalError as error:
         signal, *more = error.args
         typer.echo("; ".join((f"vllm-aiter-mla: ended by {signal.name}", *more)), err=True)
@@ -63,6 +65,24 @@ def main() -> None:
         if error.name not in HOST:
             raise
         typer.echo(f"vllm-aiter-mla: {error.name} is not installed here; run this where vLLM serves", err=True)
+        sys.exit(outputs.NOT_LOOKED)
+
+
+def _run() -> None:
+    """Run the command, and say so in one line where its output ends on a full disk or in a closed pipe."""
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+            if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # click has met a closed pipe
+                raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO) or error.filename is not None:
+            raise
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  or Python complains about the rest when it ends
+        command = next((word for word in sys.argv[1:] if word in COMMANDS), "vllm-aiter-mla")
+        typer.echo(f"{command}: standard output: {error.strerror}", err=True)
         sys.exit(outputs.NOT_LOOKED)
 
 

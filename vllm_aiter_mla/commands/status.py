@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-aiter-mla status``: what the servers of this machine run, from their status files. Imports no vLLM."""
 
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -53,6 +55,14 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
     if an option is wrong; 3 if there is no status file, if a rank has none here, or if a file or lock cannot be read.
     """
     folder, bad = files.cache_folder(), list[str]()
+    with suppress(FileNotFoundError, NotADirectoryError):
+        try:
+            os.scandir(folder).close()  # ``glob`` takes a folder that cannot be read for an empty one
+        except PermissionError:
+            outputs.fail(
+                f"status: {folder}: permission denied; run it as the server's user, or read the gauge",
+                outputs.NOT_LOOKED,
+            )
     by_engine = status_of.record.by_engine(status_of.record.read_all(folder, "*", bad.append))
     engines = tuple(_engine(folder, name, ranks) for name, ranks in by_engine.items())
     living = [one.whole for one in engines if one.lives]

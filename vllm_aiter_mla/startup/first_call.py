@@ -103,7 +103,7 @@ def marked(path: Path) -> Iterator[None]:
 
 
 def _lock_of(path: Path) -> Path:
-    return path.with_name(f"lock-{path.name}")
+    return path.with_name(f"lock-{path.stem}")
 
 
 def path_of(folder: Path, family: str, arch: str, engine: str | None, rank: int) -> Path:
