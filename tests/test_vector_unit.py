@@ -54,6 +54,7 @@ def test_the_sandbox_sees_no_amx_on_a_processor_that_has_it():
 TWICE = "import torch; x = torch.arange(64.0).bfloat16(); print(torch.compile(lambda x: x.float() * 2)(x).sum().item())"
 
 
+@pytest.mark.wide
 def test_a_graph_that_this_processor_compiled_is_not_found_on_avx2(tmp_path, monkeypatch):
     """Inductor would compile another vector unit's loops for AVX2, and leave half of the values unwritten."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))

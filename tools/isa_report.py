@@ -42,6 +42,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(__doc__, "%(prog)s [options]")
     parser.add_argument("--arch", action="append", choices=aot.TARGETS, help="one target; repeatable (default: all)")
     parser.add_argument("--fp8-type", choices=FP8_TYPES, help="store this Triton type instead of the target's own")
+    parser.add_argument("--served", action="store_true", help="only the table's tiles, for caches as servers have them")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     parser.add_argument("--worker", choices=aot.TARGETS, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -52,10 +53,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def run(argv: Sequence[str]) -> int:
     options = parse(argv)
     if options.worker:
-        print(json.dumps(compile_target(options.worker, options.fp8_type)))
+        print(json.dumps(compile_target(options.worker, options.fp8_type, options.served)))
         return 0
     reports = [
-        run_worker(name, options.fp8_type) | {files.KEY: files.stamp("isa", 1)} for name in options.arch or aot.TARGETS
+        run_worker(name, options.fp8_type, options.served) | {files.KEY: files.stamp("isa", 1)}
+        for name in options.arch or aot.TARGETS
     ]
     print("\n\n".join(map(text, reports)))
     if options.json is not None:
@@ -66,10 +68,11 @@ def run(argv: Sequence[str]) -> int:
     return 1 if broken else 0
 
 
-def run_worker(name: str, fp8_type: str | None) -> dict[str, Any]:
+def run_worker(name: str, fp8_type: str | None, served: bool) -> dict[str, Any]:
     """Compile one target in a process of its own (see ``aot``); a compiler that fails is a broken bound."""
     command = [sys.executable, "-m", "tools.isa_report", "--worker", name]
     command += ["--fp8-type", fp8_type] if fp8_type else []
+    command += ["--served"] * served
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
     if done.returncode == 0:
@@ -79,15 +82,18 @@ def run_worker(name: str, fp8_type: str | None) -> dict[str, Any]:
     return {"target": name, "triton": "unknown", "rows": [failure]}
 
 
-def compile_target(name: str, fp8_type: str | None) -> dict[str, Any]:
-    """Figures and broken bounds of every variant of one target."""
+def compile_target(name: str, fp8_type: str | None, served: bool) -> dict[str, Any]:
+    """Figures and broken bounds of every variant of one target, or of those that a server without tuned tiles runs."""
     import triton
 
     from tools import isa
 
     target = aot.TARGETS[name]
     rows = []
+    tuned = {variant.label for variant in aot.tuned(target)} if served else set()
     for variant in aot.variants(target):
+        if variant.label in tuned or (served and name != "sm90" and variant.label.endswith("<2GiB")):
+            continue
         found = isa.figures(target, variant, aot.compile_variant(target, variant, fp8_type))
         breaches = isa.breaches(target, variant, found)
         rows.append({"label": variant.label, "figures": asdict(found), "breaches": breaches})

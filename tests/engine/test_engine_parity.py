@@ -45,7 +45,10 @@ def test_the_chain_is_right_after_each_of_its_passes(engines, name, ran):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.engine("fp32-off", name)) for name in ("full-passes", "v1-passes")],
+    [
+        pytest.param("full-passes", marks=pytest.mark.engine("fp32-off", "full-passes")),
+        pytest.param("v1-passes", marks=[pytest.mark.engine("fp32-off", "v1-passes"), pytest.mark.wide]),
+    ],
 )
 def test_emulated_full_graphs_of_padded_batches_agree_with_vllm(engines, name):
     """Decode batches run in graphs of 4 or 16 rows, batches with prefill rows in pieces of Inductor's partition.

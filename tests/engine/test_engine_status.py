@@ -12,6 +12,7 @@ from tests.sandbox.spec import Emulation, EngineSpec, PluginOptions, VllmOptions
 pytestmark = pytest.mark.engine
 
 
+@pytest.mark.wide
 def test_i15_two_engines_in_one_process_the_second_engages_after_a_failed_check_of_the_first(tmp_path):
     spec = EngineSpec(
         vllm=VllmOptions(model={"num_hidden_layers": 2, "yarn": False}, extra={"enforce_eager": True}),

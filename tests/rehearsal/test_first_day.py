@@ -66,11 +66,13 @@ def test_verify_and_measure_pass_on_their_own_and_report_draws_their_files(day):
     assert (report.returncode, "Traceback" in report.stdout) == (0, False), report.stdout
 
 
-def test_a_server_times_its_kernels_says_so_everywhere_and_a_warm_restart_keeps_the_figures(day):
-    prompts = [chr(97 + i) * (1 + i) for i in range(8)]
-    with day.server(FLAG) as first:
-        answers = first.burst(prompts)
-        said = first.line("MLA layers engaged")
+PROMPTS = [chr(97 + i) * (1 + i) for i in range(8)]
+
+
+def test_a_server_times_its_kernels_and_says_so_everywhere(day):
+    with day.server(FLAG) as server:
+        server.burst(PROMPTS)
+        said = server.line("MLA layers engaged")
         assert said.startswith(
             "2/2 MLA layers engaged (triton 1..4; 5.0 us a layer at 4 tokens against vLLM's own 10.0"
         )
@@ -78,18 +80,23 @@ def test_a_server_times_its_kernels_says_so_everywhere_and_a_warm_restart_keeps_
         assert (status.returncode, said in status.stdout) == (0, True), status.stdout
         why = day.run("status", "--layer", "layers.1")
         assert re.search(r"layers\.1\S*, rank 0\n +1\.\.4 tokens +triton\n +not aiter ", why.stdout), why.stdout
-        assert first.gauge() == {"engaged": 2, "skipped": 0}
-    first.line("kernels timed on this card")
+        assert server.gauge() == {"engaged": 2, "skipped": 0}
+    server.line("kernels timed on this card")
     ended = day.run("status")
     assert (ended.returncode, "has ended" in ended.stdout) == (1, True), ended.stdout
+    assert "Traceback" not in status.stdout + ended.stdout
 
+
+@pytest.mark.wide
+def test_a_warm_restart_of_a_server_keeps_the_figures(day):
+    with day.server(FLAG) as first:
+        answers, said = first.burst(PROMPTS), first.line("MLA layers engaged")
     with day.server(FLAG) as second:
-        assert second.burst(prompts) == answers
+        assert second.burst(PROMPTS) == answers
         again = second.line("MLA layers engaged")
     assert re.sub(r" on \d{4}-\d\d-\d\d", "", again) == said
     assert f"measured here on {datetime.now(UTC):%Y-%m-}" in again
     assert not [line for line in second.lines() if line.startswith("kernels timed on this card")]
-    assert "Traceback" not in status.stdout + ended.stdout
 
 
 @pytest.mark.wide

@@ -133,6 +133,7 @@ def test_a_rehearsal_catches_each_planted_fault(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.wide
 def test_the_sections_of_verify_and_tuning_run_on_the_card_of_values(tmp_path):
     found = rehearse(tmp_path, "verify,tune", "--inside", "values")
     assert found["verify.json"]["counts"] == {"passed": 2, "failed": 0, "skipped": 0, "not run": 0}

@@ -15,18 +15,27 @@ pytestmark = pytest.mark.slow
 TARGETS = ("gfx942", "gfx950", "sm90")
 
 
-@pytest.fixture(scope="module")
-def reports(isa_report, tmp_path_factory):
+@pytest.fixture(scope="module", params=["--served", pytest.param("", marks=pytest.mark.wide)], ids=["served", "every"])
+def reports(isa_report, tmp_path_factory, request):
     path = tmp_path_factory.mktemp("isa") / "isa.json"
-    done = isa_report("--json", str(path))
+    done = isa_report("--json", str(path), *filter(None, [request.param]))
     assert done.returncode == 0, done.stdout + done.stderr
     return {report["target"]: report["rows"] for report in json.loads(path.read_text())}
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_triton_every_variant_keeps_its_bounds_and_uses_fp8_where_its_label_says_so(reports, name):
+def test_triton_variants_keep_their_bounds_and_use_fp8_where_their_labels_say_so(reports, name):
     rows = {row["label"]: row for row in reports[name]}
     assert [row["breaches"] for row in rows.values() if row["breaches"]] == []
+    for label, row in rows.items():
+        found, over_fp8 = row["figures"], "W-fp8" in label
+        assert (found["fp8_conversions"] > 0) == (" fp8 " in label or over_fp8)
+        # The kernel asks for float32 sums, and then Triton multiplies fp8 on Hopper in fp16.
+        assert found["fp8_matrix"] == (found["matrix"] if over_fp8 and name != "sm90" else 0), label
+        assert found["scaled_matrix"] == (found["matrix"] if "W-mxfp4" in label else 0), label
+    if len(rows) < len(aot.variants(aot.TARGETS[name])):
+        assert len(rows) >= 18, "each tile of the table, format of weight and type"
+        return
     assert len(rows) == len(aot.variants(aot.TARGETS[name]))
     tuned = {variant.label for variant in aot.tuned(aot.TARGETS[name])}
     assert sum("W-mxfp4" in label for label in rows.keys() - tuned) == (12 if name == "gfx950" else 0), (
@@ -38,12 +47,6 @@ def test_triton_every_variant_keeps_its_bounds_and_uses_fp8_where_its_label_says
         assert over == formats, f"{tile}: what serving or tuning may take, over each format of weight"
     small, large = ({label[:-5] for label in rows.keys() - tuned if label.endswith(end)} for end in ("<2GiB", ">2GiB"))
     assert large == (set() if name == "sm90" else small), "each with and without the pointer hint"
-    for label, row in rows.items():
-        found, over_fp8 = row["figures"], "W-fp8" in label
-        assert (found["fp8_conversions"] > 0) == (" fp8 " in label or over_fp8)
-        # The kernel asks for float32 sums, and then Triton multiplies fp8 on Hopper in fp16.
-        assert found["fp8_matrix"] == (found["matrix"] if over_fp8 and name != "sm90" else 0), label
-        assert found["scaled_matrix"] == (found["matrix"] if "W-mxfp4" in label else 0), label
 
 
 @pytest.mark.mutation
@@ -115,7 +118,9 @@ print("compiled")
 """
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(
+    "name", ["gfx942", *(pytest.param(name, marks=pytest.mark.wide) for name in TARGETS if name != "gfx942")]
+)
 def test_triton_other_dtypes_and_widths_compile(name):
     done = subprocess.run([sys.executable, "-c", SHAPES, name], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "compiled", done.stderr[-2000:]

@@ -129,7 +129,10 @@ CHECKED = [
 ]
 
 
-@pytest.mark.parametrize(("arch", "limit", "weight", "counts"), CHECKED)
+@pytest.mark.parametrize(
+    ("arch", "limit", "weight", "counts"),
+    [pytest.param(*row, marks=[pytest.mark.wide] * (row[0] == "sm90" or row[1] == 40)) for row in CHECKED],
+)
 def test_triton_self_check_runs_each_tile_that_the_decode_limit_reaches(interpreted, arch, limit, weight, counts):
     found = interpreted("self_checked", arch=arch, limit=limit, weight=weight)
     assert found["ok"], found["message"]
