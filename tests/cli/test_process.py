@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,8 +24,6 @@ main.main()
 
 def step(notes):
     """Run in the process of its own: note who runs and where temporary files are, then wait for ever."""
-    import tempfile
-
     worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     folder = tempfile.mkdtemp()
     Path(notes, "found").write_text(f"{os.getpid()} {worker.pid} {folder}")
@@ -87,6 +87,20 @@ def test_signals_that_are_ignored_stay_ignored(monkeypatch):
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_calls_at_the_same_time_do_not_remove_each_others_files():
+    """Two engines run at once on a CPU, and the first to end takes only its own folder with it."""
+    with ThreadPoolExecutor(2) as pool:
+        slow, quick = (pool.submit(process.call, "tests.cli.test_process:waits", seconds) for seconds in (2, 0))
+    assert slow.result() != quick.result()
+
+
+def waits(seconds):
+    """Return where temporary files of the process are, after it has waited and one of them is still there."""
+    path = tempfile.mkstemp()[1]
+    time.sleep(seconds)
+    return str(Path(path).resolve(strict=True).parent)
 
 
 def test_a_process_that_was_not_called_ends_nothing_and_removes_nothing(tmp_path):

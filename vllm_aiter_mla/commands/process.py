@@ -93,21 +93,22 @@ def call(function: str, *arguments: Any, environment: Mapping[str, str] = os.env
     Raises:
         EndedError: the process ended without an answer, by an exception or otherwise.
     """
-    with workspace(), tempfile.TemporaryDirectory() as work:
+    with tempfile.TemporaryDirectory(prefix="aiter-mla-") as work:
         asked, answer, said = (Path(work) / name for name in ("asked", "answer", "said"))
         asked.write_bytes(pickle.dumps(arguments))
-        words = (function, str(asked), str(answer))
+        words, shared = (function, str(asked), str(answer)), tempfile.gettempdir()
+        folder = shared if shared in _folders else work
         with said.open("wb") as out:
-            how = _run(words, environment, out.fileno() if log is None else log)
+            how = _run(words, folder, environment, out.fileno() if log is None else log)
         last = said.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
         if answer.is_file():
             return pickle.loads(answer.read_bytes())
     raise EndedError(how, *last)
 
 
-def _run(words: tuple[str, ...], environment: Mapping[str, str], log: int) -> str:
+def _run(words: tuple[str, ...], folder: str, environment: Mapping[str, str], log: int) -> str:
     """Run the process to its end, and end what it leaves behind; return how it ended."""
-    folder, (end, lifeline) = tempfile.gettempdir(), os.pipe()
+    end, lifeline = os.pipe()
     child = subprocess.Popen(
         [sys.executable, "-m", __name__, *words, str(end), folder], env={**environment, "TMPDIR": folder},
         stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(end,),
