@@ -96,6 +96,16 @@ def test_calls_at_the_same_time_do_not_remove_each_others_files():
     assert slow.result() != quick.result()
 
 
+def test_torchs_compile_cache_is_where_it_is_without_a_call(monkeypatch):
+    """It holds what torch found out about the compiler: half a minute for each engine on a CPU."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    with process.workspace():
+        called = process.call("torch._inductor.runtime.cache_dir_utils:cache_dir")
+    assert called == cache_dir()
+
+
 def waits(seconds):
     """Return where temporary files of the process are, after it has waited and one of them is still there."""
     path = tempfile.mkstemp()[1]

@@ -6,6 +6,7 @@ group, to which vLLM's engine and workers belong. The group ends with its caller
 cards.
 """
 
+import getpass
 import os
 import pickle
 import pkgutil
@@ -110,7 +111,7 @@ def _run(words: tuple[str, ...], folder: str, environment: Mapping[str, str], lo
     """Run the process to its end, and end what it leaves behind; return how it ended."""
     end, lifeline = os.pipe()
     child = subprocess.Popen(
-        [sys.executable, "-m", __name__, *words, str(end), folder], env={**environment, "TMPDIR": folder},
+        [sys.executable, "-m", __name__, *words, str(end), folder], env=_with_folder(environment, folder),
         stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(end,),
     )  # fmt: skip
     os.close(end)
@@ -125,6 +126,16 @@ def _run(words: tuple[str, ...], folder: str, environment: Mapping[str, str], lo
         _groups.discard(child.pid)
         os.close(lifeline)
     return f"ended with status {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+
+
+def _with_folder(environment: Mapping[str, str], folder: str) -> dict[str, str]:
+    """Return the variables with ``folder`` for temporary files, and torch's compile cache where it is without that."""
+    shared = tempfile.gettempdir()
+    outside = Path(shared).parent if shared in _folders else shared
+    found = {**environment, "TMPDIR": folder}
+    with suppress(KeyError, OSError):  # a container's user may have no name
+        found.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{outside}/torchinductor_{getpass.getuser()}")
+    return found
 
 
 def main(function: str, asked: str, answer: str, lifeline: str, folder: str) -> None:
