@@ -30,26 +30,24 @@ def row(ratio, mode="pieces", batch="all decode", spread=0.0):
 
 def test_a_row_above_its_goal_is_named_and_one_without_calls_is_not():
     full = Row("aiter", "fp8", "all decode", "full", 0.0, 0.0)
-    assert host_cost.misses([row(0.5), full, row(0.3)]) == [
-        "aiter, fp8 cache, all decode, graphs pieces: 0.50 of vLLM's own time (<= 0.36)"
+    assert host_cost.misses([row(0.5), full, row(0.2)]) == [
+        "aiter, fp8 cache, all decode, graphs pieces: 0.50 of vLLM's own time (<= 0.25)"
     ]
 
 
-def test_goals_are_above_vllms_own_time_with_prefill_rows_or_on_an_idle_rank_only():
-    for cache, batch, mode in product(host_cost.CACHES, host_cost.BATCHES, host_cost.MODES):
-        goal = host_cost.goal(cache, batch, mode)
-        assert goal < 1 or batch != "all decode"
-        assert goal <= 1.08 or mode == "partition, piecewise"
+def test_no_goal_lets_a_batch_pay():
+    goals = {host_cost.goal(*of) for of in product(host_cost.CACHES, host_cost.BATCHES, host_cost.MODES)}
+    assert max(goals) == 1.0
 
 
-@pytest.mark.parametrize(("spread", "ratio", "unclear"), [(0.02, 0.36, False), (0.05, 0.34, True), (0.05, 0.2, False)])
+@pytest.mark.parametrize(("spread", "ratio", "unclear"), [(0.02, 0.25, False), (0.05, 0.22, True), (0.05, 0.1, False)])
 def test_halves_that_differ_are_named_where_they_could_decide(spread, ratio, unclear):
     assert bool(host_cost.too_wide(row(ratio, spread=spread))) is unclear
 
 
 @pytest.mark.parametrize(
     ("ratio", "spread", "us", "status"),
-    [(0.3, 0.0, 5.0, 0), (1.2, 0.0, 5.0, 1), (0.3, 0.0, 99.0, 1), (0.36, 0.1, 5.0, 2)],
+    [(0.2, 0.0, 5.0, 0), (0.3, 0.0, 5.0, 1), (0.2, 0.0, 99.0, 1), (0.25, 0.1, 5.0, 2)],
 )
 def test_the_command_fails_where_a_row_or_the_launch_takes_too_long(monkeypatch, capsys, ratio, spread, us, status):
     monkeypatch.setattr(host_cost, "measure", lambda rounds: [row(ratio, spread=spread)])
