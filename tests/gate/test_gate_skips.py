@@ -13,7 +13,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from typer.testing import CliRunner
-from vllm.config import VllmConfig
+from vllm.config import PassConfig, VllmConfig
 
 from tests.gate import gate_support
 from tests.gate.gate_support import ON, PASSES, WHOLE, assert_skipped, compile_options, pass_of
@@ -39,6 +39,13 @@ def make_sparse(built):
     built.model_config = copy.copy(built.model_config)
     built.model_config.hf_text_config = copy.copy(built.model_config.hf_text_config)
     built.model_config.hf_text_config.index_topk = 2048
+
+
+def test_a_hash_that_does_not_see_the_flag_skips_the_engine(config, said, monkeypatch):
+    """A graph of the flag off would come out of vLLM's compile cache."""
+    assert pass_of(config(additional_config=ON)) is not None
+    monkeypatch.setattr(PassConfig, "compute_hash", lambda self: "one for all")
+    assert_skipped(said, config(additional_config=ON), "capability", "hash of pass_config: RuntimeError")
 
 
 @pytest.mark.parametrize(

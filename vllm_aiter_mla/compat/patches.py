@@ -155,7 +155,7 @@ class _WithoutFields:
 def _check_patched_pass_config(cls: type, vllm_hash: str) -> None:
     """Try what the plugin relies on, with the classes as a user meets them.
 
-    Not the hash with the flag on: it reads every source file of the plugin, and every process runs this.
+    The hash with the flag on reads every source file of the plugin, and every process runs this: ``check_hash``.
 
     Raises:
         RuntimeError: something of it does not hold.
@@ -181,6 +181,19 @@ def _check_patched_pass_config(cls: type, vllm_hash: str) -> None:
     failed = [what for what, holds in checks.items() if not holds]
     if failed:
         raise RuntimeError("; ".join(failed))
+
+
+def check_hash() -> None:
+    """Check that vLLM's compile cache tells a config with the flag on from one with it off; for the gate.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    from vllm.config import PassConfig
+
+    fields = getattr(PassConfig, _FIELDS_MARK, ())
+    if FLAG_FIELD in fields and PassConfig(**{FLAG_FIELD: True}).compute_hash() == PassConfig().compute_hash():
+        raise RuntimeError(f"PassConfig's hash does not see {FLAG_FIELD}")
 
 
 def _undo_pass_config(cls: type, before: dict[str, Any]) -> None:
