@@ -1,5 +1,6 @@
 """One table of exit statuses for all commands; each row is a command line as typed, and what the machine is like."""
 
+import errno
 import json
 import os
 import subprocess
@@ -162,14 +163,15 @@ def test_output_that_ends_on_a_full_disk_is_one_line_and_nobody_has_looked(line)
     with open("/dev/full", "w") as full:
         done = in_a_shell(line, stdout=full)
     assert (done.returncode, done.stderr.count("\n")) == (outputs.NOT_LOOKED, 1)
-    assert done.stderr.endswith("standard output: No space left on device\n")
+    assert os.strerror(errno.ENOSPC) in done.stderr
 
 
 def test_output_that_ends_in_a_closed_pipe_is_one_line_and_nobody_has_looked():
     reads, writes = os.pipe()
     os.close(reads)
     done = in_a_shell(["plan", "--help"], stdout=writes)
-    assert (done.returncode, done.stderr) == (outputs.NOT_LOOKED, "plan: standard output: Broken pipe\n")
+    assert (done.returncode, done.stderr.count("\n")) == (outputs.NOT_LOOKED, 1)
+    assert done.stderr.startswith("plan: ")
 
 
 AS_NOBODY = """

@@ -71,7 +71,7 @@ def test_signals_to_a_command_end_what_it_has_started_and_nothing_is_left(caller
     assert folder.is_dir()
     started.send_signal(number := getattr(signal, name))
     said = started.communicate(timeout=60)[1]
-    waited_for(lambda: not any(map(is_there, processes)) and not folder.exists(), 5)
+    waited_for(lambda: not any(map(is_there, processes)) and not folder.exists())
     if name == "SIGKILL":
         assert started.returncode == -number
     else:
@@ -89,11 +89,36 @@ def test_signals_that_are_ignored_stay_ignored(monkeypatch):
         signal.signal(signal.SIGHUP, before)
 
 
-def test_calls_at_the_same_time_do_not_remove_each_others_files():
+def test_calls_at_the_same_time_do_not_remove_each_others_files(tmp_path):
     """Two engines run at once on a CPU, and the first to end takes only its own folder with it."""
     with ThreadPoolExecutor(2) as pool:
-        slow, quick = (pool.submit(process.call, "tests.cli.test_process:waits", seconds) for seconds in (2, 0))
-    assert slow.result() != quick.result()
+        first = pool.submit(process.call, "tests.cli.test_process:stays", str(tmp_path), "first", "second")
+        waited_for((tmp_path / "first").exists)
+        second = pool.submit(process.call, "tests.cli.test_process:stays", str(tmp_path), "second", "ended")
+        first.result()
+        (tmp_path / "ended").touch()
+        assert second.result()
+
+
+def stays(notes, name, until):
+    """Make a temporary file, and return whether it is still there once ``until`` has happened."""
+    path = Path(tempfile.mkstemp()[1])
+    Path(notes, name).touch()
+    waited_for(Path(notes, until).exists)
+    return path.exists()
+
+
+@pytest.mark.mutation
+def test_mutation_a_folder_for_all_calls_is_caught(tmp_path, monkeypatch):
+    call = process.call
+
+    def shared(*arguments):
+        with process.workspace():
+            return call(*arguments)
+
+    monkeypatch.setattr(process, "call", shared)
+    with pytest.raises((OSError, AssertionError)):
+        test_calls_at_the_same_time_do_not_remove_each_others_files(tmp_path)
 
 
 def test_torchs_compile_cache_is_where_it_is_without_a_call(monkeypatch):
@@ -104,13 +129,6 @@ def test_torchs_compile_cache_is_where_it_is_without_a_call(monkeypatch):
     with process.workspace():
         called = process.call("torch._inductor.runtime.cache_dir_utils:cache_dir")
     assert called == cache_dir()
-
-
-def waits(seconds):
-    """Return where temporary files of the process are, after it has waited and one of them is still there."""
-    path = tempfile.mkstemp()[1]
-    time.sleep(seconds)
-    return str(Path(path).resolve(strict=True).parent)
 
 
 def test_a_process_that_was_not_called_ends_nothing_and_removes_nothing(tmp_path):
@@ -126,7 +144,7 @@ def test_a_process_that_aborts_takes_its_workers_with_it(tmp_path):
     with pytest.raises(process.EndedError, match="SIGABRT"):
         process.call("tests.cli.test_process:aborts", str(tmp_path / "worker"))
     worker = int((tmp_path / "worker").read_text())
-    waited_for(lambda: not is_there(worker), 5)
+    waited_for(lambda: not is_there(worker))
 
 
 @pytest.mark.mutation

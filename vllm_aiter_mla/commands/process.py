@@ -55,9 +55,14 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def _end(number: int, _: FrameType | None) -> None:
+    end_calls()
+    raise SignalError(signal.Signals(number))
+
+
+def end_calls() -> None:
+    """End the calls that run, in whichever thread."""
     for group in tuple(_groups):
         _kill(group)
-    raise SignalError(signal.Signals(number))
 
 
 def _kill(group: int) -> None:

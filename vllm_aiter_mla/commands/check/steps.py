@@ -202,8 +202,11 @@ def engine(context: Context) -> Step:
         on, off = pool.submit(answer, "on"), pool.submit(answer, "off")
         try:
             context.answers = {"off": off.result(), "on": on.result()}
-        except process.SignalError:
-            pool.shutdown(cancel_futures=True)  # or the other side's engine would start now
+        except (
+            BaseException
+        ):  # of one side, a signal, Ctrl-C: nobody needs the other, which runs for minutes or starts now
+            process.end_calls()
+            pool.shutdown(cancel_futures=True)
             raise
     found = judge(context.answers, has_fp8_cache(context.plan))
     if found.status == "failed" and context.plan.known_issues:
