@@ -35,10 +35,13 @@ class Parser(argparse.ArgumentParser):
 def guarded(tool: str, body: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
     """Run ``body`` over ``argv``, by default the command line.
 
-    Return its exit status, or that of its failure: 2 usage, 1 run, 130 interrupted. SIGTERM acts like Ctrl-C, so that
-    it stops what was started too.
+    Return its exit status, or that of its failure: 2 usage, 1 run, 130 interrupted. SIGTERM and SIGHUP act like Ctrl-C,
+    so that they stop what was started too; one that is ignored, as under nohup, stays so.
     """
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)}
+    for one, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(one, signal.default_int_handler)
     try:
         return body(sys.argv[1:] if argv is None else argv)
     except (UsageError, RunError) as error:
@@ -48,7 +51,8 @@ def guarded(tool: str, body: Callable[[Sequence[str]], int], argv: Sequence[str]
         print(f"{tool}: interrupted; what was started is stopped, nothing is written", file=sys.stderr)
         return 130
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def positive(option: str, value: float) -> None:

@@ -110,13 +110,14 @@ def test_a_missing_answer_invalidates_its_row(fakes: SimpleNamespace, how: str, 
     assert "on faster" not in fakes.out.read_text()
 
 
-def test_an_interruption_lets_the_sweep_end_its_server(fakes: SimpleNamespace) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interruption_lets_the_sweep_end_its_server(fakes: SimpleNamespace, number: signal.Signals) -> None:
     fakes.how("FAKE_SERVER", "hangs")
     tool = subprocess.Popen([sys.executable, str(TOOL), "speed", "MODEL"], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not fakes.calls("server") and time.monotonic() < deadline:
         time.sleep(0.05)
-    tool.send_signal(signal.SIGTERM)
+    tool.send_signal(number)
     assert tool.wait(60) == 130
     assert fakes.calls("stopped")
 

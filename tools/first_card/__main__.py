@@ -107,14 +107,17 @@ def watch(
     child = subprocess.Popen(line, env=variables, cwd=ROOT)
     slower = SLOWER_DRY if "TRITON_INTERPRET" in variables else 1
     since, done, extra = time.monotonic(), 0, START_S
-    while child.poll() is None:
-        time.sleep(0.2)
-        now = time.monotonic()
-        if done < len(left) and (folder / f"{left[done]}.json").exists():
-            since, done, extra = now, done + 1, 0.0
-        most = SECONDS[left[min(done, len(left) - 1)]] + GRACE_S + extra
-        if now - since > most * slower or now - began > TOGETHER_S * slower:
-            child.kill()
+    try:
+        while child.poll() is None:
+            time.sleep(0.2)
+            now = time.monotonic()
+            if done < len(left) and (folder / f"{left[done]}.json").exists():
+                since, done, extra = now, done + 1, 0.0
+            most = SECONDS[left[min(done, len(left) - 1)]] + GRACE_S + extra
+            if now - since > most * slower or now - began > TOGETHER_S * slower:
+                child.kill()
+    finally:
+        child.kill()  # whoever interrupts this: it would hold the card
     return child.wait()
 
 
