@@ -94,6 +94,12 @@ def variants(target: Target) -> list[Variant]:
     return [replace(one, pointer_hint=hint) for one in found for hint in hints(target)] + tuned(target)
 
 
+def served(target: Target) -> list[Variant]:
+    """Those of ``variants`` that a server runs which has not been tuned: its cache is large."""
+    own, large = tuned(target), hints(target)[-1]
+    return [one for one in variants(target) if one not in own and one.pointer_hint == large]
+
+
 def tuned(target: Target) -> list[Variant]:
     """The tiles that tuning tries beside the table's, each over each form of weight, with a large cache on ROCm."""
     forms = {"plain": "L", "fp8": "P"} | ({"mxfp4": "P"} if target.name == MXFP4_ARCH else {})

@@ -83,17 +83,14 @@ def run_worker(name: str, fp8_type: str | None, served: bool) -> dict[str, Any]:
 
 
 def compile_target(name: str, fp8_type: str | None, served: bool) -> dict[str, Any]:
-    """Figures and broken bounds of every variant of one target, or of those that a server without tuned tiles runs."""
+    """Figures and broken bounds of every variant of one target, or of ``aot.served``."""
     import triton
 
     from tools import isa
 
     target = aot.TARGETS[name]
     rows = []
-    tuned = {variant.label for variant in aot.tuned(target)} if served else set()
-    for variant in aot.variants(target):
-        if variant.label in tuned or (served and name != "sm90" and variant.label.endswith("<2GiB")):
-            continue
+    for variant in aot.served(target) if served else aot.variants(target):
         found = isa.figures(target, variant, aot.compile_variant(target, variant, fp8_type))
         breaches = isa.breaches(target, variant, found)
         rows.append({"label": variant.label, "figures": asdict(found), "breaches": breaches})

@@ -51,10 +51,11 @@ PATHS = ((2048, 380), (4096, 850), (1 << 31, 1250))
 FEW_TOKENS, MOST_TILES, LARGEST = 16, 512, 32
 # By tokens and heads.
 BYTES = {(64, 16): 1.1, (512, 128): 1.3}
+NEW = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+"""Whether gfx942's bounds hold for this Triton. Earlier ones make more instructions of the same code; 3.6.0 makes four
+of a clamp alone: findings/triton-clamp-by-release.sh."""
 # By card and format of the weight, at 512 tokens and 128 heads. On gfx942 one more instruction a value goes beyond it.
-VECTOR_US = {"gfx942": {"plain": 7.4, "fp8": 10.9}, "gfx950": {"fp8": 15.0}}
-CLAMPS_IN_ONE = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
-"""Whether Triton's clamp is one instruction. 3.6 and 3.7 make more of it, and keep the bound of before: 15 us, fp8."""
+VECTOR_US = {"gfx942": {"plain": 7.4, "fp8": 10.9} if NEW else {"fp8": 15.0}, "gfx950": {"fp8": 15.0}}
 VECTOR_POINT = (512, 128)
 
 
@@ -287,8 +288,7 @@ def _slow(one: Cost) -> Iterator[str]:
 def _large(arch: str, one: Cost) -> Iterator[str]:
     """Vector instructions of a launch; over fp8 weights also its bytes, and its query tiles and their instructions."""
     point = (one.tokens, one.heads)
-    bounds = VECTOR_US[arch if CLAMPS_IN_ONE else "gfx950"]
-    most_us = bounds.get(one.weight) if point == VECTOR_POINT else None
+    most_us = VECTOR_US[arch].get(one.weight) if point == VECTOR_POINT else None
     if most_us is not None and one.vector_us > most_us:
         yield f"{one.vector_us:.4g} us of vector instructions, at most {most_us}"
     if one.weight != "fp8":

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 from tools import aot, isa
-from vllm_aiter_mla.kernels.triton.tiles import allowed
+from vllm_aiter_mla.kernels.triton.tiles import TABLE, allowed
 
 pytestmark = pytest.mark.slow
 TARGETS = ("gfx942", "gfx950", "sm90")
@@ -20,12 +20,15 @@ def reports(isa_report, tmp_path_factory, request):
     path = tmp_path_factory.mktemp("isa") / "isa.json"
     done = isa_report("--json", str(path), *filter(None, [request.param]))
     assert done.returncode == 0, done.stdout + done.stderr
-    return {report["target"]: report["rows"] for report in json.loads(path.read_text())}
+    found = {report["target"]: report["rows"] for report in json.loads(path.read_text())}
+    return aot.served if request.param else aot.variants, found
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_triton_variants_keep_their_bounds_and_use_fp8_where_their_labels_say_so(reports, name):
-    rows = {row["label"]: row for row in reports[name]}
+    chosen, target = reports[0], aot.TARGETS[name]
+    rows = {row["label"]: row for row in reports[1][name]}
+    assert rows.keys() == {variant.label for variant in chosen(target)}
     assert [row["breaches"] for row in rows.values() if row["breaches"]] == []
     for label, row in rows.items():
         found, over_fp8 = row["figures"], "W-fp8" in label
@@ -33,20 +36,19 @@ def test_triton_variants_keep_their_bounds_and_use_fp8_where_their_labels_say_so
         # The kernel asks for float32 sums, and then Triton multiplies fp8 on Hopper in fp16.
         assert found["fp8_matrix"] == (found["matrix"] if over_fp8 and name != "sm90" else 0), label
         assert found["scaled_matrix"] == (found["matrix"] if "W-mxfp4" in label else 0), label
-    if len(rows) < len(aot.variants(aot.TARGETS[name])):
-        assert len(rows) >= 18, "each tile of the table, format of weight and type"
-        return
-    assert len(rows) == len(aot.variants(aot.TARGETS[name]))
-    tuned = {variant.label for variant in aot.tuned(aot.TARGETS[name])}
-    assert sum("W-mxfp4" in label for label in rows.keys() - tuned) == (12 if name == "gfx950" else 0), (
-        "each tile, and bfloat16, both hints"
-    )
     formats = {"plain", "fp8", "mxfp4"} if name == "gfx950" else {"plain", "fp8"}
-    for tile in allowed(name):
-        over = {variant.weight for variant in aot.variants(aot.TARGETS[name]) if variant.tile.label == tile}
+    for tile in allowed(name) if chosen is aot.variants else {entry.tile.label for entry in TABLE[name]}:
+        over = {variant.weight for variant in chosen(target) if variant.tile.label == tile}
         assert over == formats, f"{tile}: what serving or tuning may take, over each format of weight"
-    small, large = ({label[:-5] for label in rows.keys() - tuned if label.endswith(end)} for end in ("<2GiB", ">2GiB"))
-    assert large == (set() if name == "sm90" else small), "each with and without the pointer hint"
+
+
+def test_triton_what_is_compiled_has_each_pointer_hint_and_what_is_served_the_large_cache():
+    for name, target in aot.TARGETS.items():
+        table = [variant for variant in aot.variants(target) if variant not in aot.tuned(target)]
+        small, large = ({v.label[:-5] for v in table if v.label.endswith(end)} for end in ("<2GiB", ">2GiB"))
+        assert large == (set() if name == "sm90" else small)
+        assert {v.label[:-5] for v in aot.served(target)} == small
+        assert sum(v.weight == "mxfp4" for v in table) == (12 if name == "gfx950" else 0)
 
 
 @pytest.mark.mutation

@@ -101,7 +101,7 @@ def test_kernel_cost_mutation_breaks_a_bound(tmp_path, name):
     assert all(any(bound in breach for bound in bounds) for breach in breaches), breaches
 
 
-@pytest.mark.skipif(not cost.CLAMPS_IN_ONE, reason="this Triton makes more than one instruction of a clamp")
+@pytest.mark.skipif(not cost.NEW, reason="the bound is of Triton 3.9")
 @pytest.mark.mutation
 @pytest.mark.parametrize("point", LARGE_POINTS)
 def test_kernel_cost_mutation_that_clamps_twice_breaks_the_bound_of_vector_time(tmp_path, point):
