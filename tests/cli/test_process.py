@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.signals import heard
 from vllm_aiter_mla.commands import process
 
 # What a step does: it starts a worker, as vLLM does, leaves a file in the temporary folder, and waits.
@@ -54,7 +55,7 @@ def is_there(pid):
 def caller(tmp_path):
     """A command in the middle of a step: its process, and the processes and folder of the step."""
     line, variables = [sys.executable, "-c", CALLER, str(tmp_path)], os.environ | {"TMPDIR": str(tmp_path)}
-    started = subprocess.Popen(line, env=variables, stderr=subprocess.PIPE, text=True)
+    started = subprocess.Popen(line, env=variables, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     waited_for((tmp_path / "ready").exists)
     child, worker, folder = (tmp_path / "ready").read_text().split()
     yield started, (int(child), int(worker)), Path(folder)
@@ -165,7 +166,7 @@ def test_mutation_a_process_that_does_not_end_with_its_caller_is_seen(tmp_path, 
         [sys.executable, "-c", plant + CALLER, str(tmp_path)],
         {"PYTHONPATH": path, "TMPDIR": str(tmp_path)},
     )
-    started = subprocess.Popen(line, env=os.environ | variables, stderr=subprocess.DEVNULL)
+    started = subprocess.Popen(line, env=os.environ | variables, stderr=subprocess.DEVNULL, preexec_fn=heard)
     waited_for((tmp_path / "ready").exists)
     processes = [int(one) for one in (tmp_path / "ready").read_text().split()[:2]]
     started.send_signal(getattr(signal, name))

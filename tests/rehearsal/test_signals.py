@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.rehearsal.day import COMMAND, FLAG, TIMEOUT_S, Day
+from tests.support.signals import heard
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands.check.record import CheckRun
 
@@ -50,8 +51,9 @@ def test_signals_in_a_step_of_check_leave_no_process_and_no_folder(day: Day, ste
     environment = day.environment | {MARK: str(day.folder), "TMPDIR": str(temporary)}
     with log.open("wb") as out:
         check = subprocess.Popen(
-            [str(COMMAND), *typed], env=environment, cwd=day.folder, stdout=out, stderr=subprocess.STDOUT
-        )
+            [str(COMMAND), *typed], env=environment, cwd=day.folder, stdout=out, stderr=subprocess.STDOUT,
+            preexec_fn=heard,
+        )  # fmt: skip
     try:
         assert until(lambda: f"\n{step} ..." in f"\n{log.read_text()}" or check.poll() is not None, TIMEOUT_S)
         assert until(lambda: len(marked(mark)) > FEWEST[step] or check.poll() is not None, TIMEOUT_S)

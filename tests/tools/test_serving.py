@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.signals import heard
 from tools import serving
 
 HERE = Path(__file__).parent
@@ -113,7 +114,8 @@ def test_a_missing_answer_invalidates_its_row(fakes: SimpleNamespace, how: str, 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interruption_lets_the_sweep_end_its_server(fakes: SimpleNamespace, number: signal.Signals) -> None:
     fakes.how("FAKE_SERVER", "hangs")
-    tool = subprocess.Popen([sys.executable, str(TOOL), "speed", "MODEL"], stderr=subprocess.DEVNULL)
+    line = [sys.executable, str(TOOL), "speed", "MODEL"]
+    tool = subprocess.Popen(line, stderr=subprocess.DEVNULL, preexec_fn=heard)
     deadline = time.monotonic() + 60
     while not fakes.calls("server") and time.monotonic() < deadline:
         time.sleep(0.05)

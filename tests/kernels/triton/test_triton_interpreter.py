@@ -71,7 +71,13 @@ def test_triton_query_is_quantised_to_mxfp4_as_aiter_does_ties_and_ends_of_the_r
 @pytest.mark.parametrize("scale", [2.0**-110, 0.0061, 1.0, 2.0**103])
 def test_triton_sums_are_stored_on_gfx942_as_bfloat16_rounds_them(interpreted, scale):
     """Ties, overflow, infinities and NaNs included; docs/kernels.md gives these ends of the scales."""
-    assert interpreted("stored_sums", scale=scale) == {"different": 0}
+    assert interpreted("stored_sums", scale=scale) == {"different": 0, "nans": 0}
+
+
+@pytest.mark.parametrize("scale", [0.0, 2.0**-149, 2.0**-130, 2.0**-112, 2.0**104, 2.0**127, float("inf")])
+def test_triton_no_scale_stores_a_sum_on_gfx942_as_nan(interpreted, scale):
+    """No calibration gives such a scale; a checkpoint may hold one."""
+    assert interpreted("stored_sums", scale=scale)["nans"] == 0
 
 
 @pytest.mark.mutation

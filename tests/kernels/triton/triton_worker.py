@@ -92,16 +92,19 @@ def _store_sums(x_ptr, scale_ptr, out_ptr, SIZE: tl.constexpr, LIMIT: tl.constex
 
 
 def stored_sums(scale: float, clamped: bool = True) -> dict[str, Any]:
-    """Sums on gfx942, of every upper half of float32: how many are stored as others than by a rounding and a clamp."""
+    """Sums on gfx942, of every upper half of float32: how many are stored as others than by a rounding and a clamp,
+    and how many as NaN.
+    """
     upper, dtype = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32) << 16, torch.float8_e4m3fnuz
-    held, limit, different = torch.tensor([scale]), torch.finfo(torch.float8_e4m3fnuz).max, 0
+    held, limit, different, nans = torch.tensor([scale]), torch.finfo(torch.float8_e4m3fnuz).max, 0, 0
     for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
         x, out = (upper | lower).view(torch.float32), torch.empty(1 << 16, dtype=dtype)
         with nullcontext() if clamped else mock.patch.object(tl, "clamp", lambda x, *bounds: x):
             _store_sums[(1,)](x, held, out, x.numel(), limit)
         rounded = (x.to(torch.bfloat16).float() * (1 / held)).nan_to_num(-limit).clamp(-limit, limit)
         different += int((out.view(torch.uint8) != rounded.to(dtype).view(torch.uint8)).sum())
-    return {"different": different}
+        nans += int(out.float().isnan().sum())
+    return {"different": different, "nans": nans}
 
 
 def odd_groups() -> dict[str, Any]:

@@ -22,6 +22,8 @@ SCALAR_POINTERS = ("slot_ptr", "pos_ptr", "k_scale_ptr", "q_scale_ptr", "w_scale
 BLOCK_K = tl.constexpr(tiles.BLOCK_K)
 # The least that AITER's GEMM takes for a group's largest magnitude (``absorb.FP8_FLOOR``).
 FLOOR = tl.constexpr(1e-10)
+# The largest float32, and a number whose product with 65537 is finite.
+MOST_INVERSE, MOST_SPLIT = tl.constexpr(float.fromhex("0x1.fffffep127")), tl.constexpr(2.0**111)
 # Values under one scale of mxfp4, and values in a byte of its codes (``formats``).
 GROUP, PACKED = tl.constexpr(32), tl.constexpr(2)
 # Neighbouring values of the query that one lane stores: 16 bytes in fp8.
@@ -146,14 +148,15 @@ def _inverse_and_limit(scale, entered, ACT: tl.constexpr, OUT: tl.constexpr, FP8
     """1 / ``scale`` and FP8_MAX * ``scale`` for ``_absorbed_form``, where it needs them; ``entered`` is always true.
 
     The compiler does not know that. Without the branch it moves the division up between the loads of a tile, and the
-    loads behind it wait for the scale.
+    loads behind it wait for the scale. Both stay finite, and the limit within what can be split: no scale may turn a
+    sum into NaN.
     """
     inverse, limit = scale, scale
     if ACT != tl.bfloat16 or OUT != tl.float8e4b8:
         return inverse, limit
     if entered:
-        inverse = tl.math.div_rn(tl.full((), 1.0, tl.float32), scale)
-        limit = scale * FP8_MAX
+        inverse = tl.minimum(tl.math.div_rn(tl.full((), 1.0, tl.float32), scale), MOST_INVERSE)
+        limit = tl.minimum(scale * FP8_MAX, MOST_SPLIT)
     return inverse, limit
 
 
