@@ -74,7 +74,7 @@ test-all: test test-rest test-wide
 # What `make test` leaves out, two at a time: bit-exact tests without AVX-512, configs with and without AMX, servers, which
 # wait more than they compute, and the slow tests while engines run.
 test-rest: extras
-	$(MAKE) -j 2 avx2-quick amx-quick types rehearsals slow
+	$(MAKE) -j 2 slow avx2-quick amx-quick types rehearsals
 
 slow: extras
 	$(BIN)/python -m pytest -m "(engine or slow) and not wide and not rehearsal"
