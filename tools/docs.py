@@ -12,8 +12,6 @@ import inspect
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -55,18 +53,16 @@ def pages() -> dict[str, str]:
 
 def commands() -> str:
     """Return the help text of each command in a code block, and what doctor checks."""
-    import typer.main
+    from typer.testing import CliRunner
 
     from vllm_aiter_mla.commands.doctor import CHECKS, name_of
     from vllm_aiter_mla.commands.main import app
 
-    parts, main = ["The commands"], typer.main.get_command(app)
-    for name, command in {"": main, **main.commands}.items():
-        full = f"vllm-aiter-mla {name}".strip()
-        with redirect_stdout(StringIO()) as text:
-            command.main(["--help"], prog_name=full, standalone_mode=False, terminal_width=WIDTH, color=False)
-        lines = [line.rstrip() for line in text.getvalue().strip().splitlines()]
-        parts += [f"## `{full}`", "\n".join(["```text", *lines, "```"])]
+    parts, program = ["The commands"], "vllm-aiter-mla"
+    for words in [], *([command.name] for command in app.registered_commands):
+        said = CliRunner().invoke(app, [*words, "--help"], prog_name=program, terminal_width=WIDTH).output
+        lines = [line.rstrip() for line in said.strip().splitlines()]
+        parts += [f"## `{' '.join([program, *words])}`", "\n".join(["```text", *lines, "```"])]
     rows = [f"| `{name_of(check)}` | {first_line(check.__doc__)} |" for check in CHECKS]
     parts += ["## What `doctor` checks", "\n".join(["| check | |", "|---|---|", *rows])]
     return "\n\n".join(parts)
