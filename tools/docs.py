@@ -1,13 +1,12 @@
-"""Write docs/generated/: the commands' help, the ledger, patches, reasons to skip, JSON fields, and who imports whom.
+"""Write docs/generated/: the commands' help, the ledger, patches, reasons to skip, and JSON fields.
 
     python tools/docs.py [--check]
 
-The texts come from the typer app, ``tools/ledger.py``, ``reasons.json``, AITER's ``LIMITS``, ``schemas.json``,
-``tests/support/import_table.py``, and the docstrings of ``compat/patches.py``, of doctor's checks and of each part.
-They are the same on every machine. With --check nothing is written: exit status 1 if a page is not up to date.
+The texts come from the typer app, ``tools/ledger.py``, ``reasons.json``, AITER's ``LIMITS``, ``schemas.json``, and the
+docstrings of ``compat/patches.py`` and of doctor's checks. They are the same on every machine. With --check nothing is
+written: exit status 1 if a page is not up to date.
 """
 
-import ast
 import inspect
 import re
 import sys
@@ -20,7 +19,7 @@ from tools import ledger
 from tools.common import Parser, guarded
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER, PACKAGE = ROOT / "docs" / "generated", ROOT / "vllm_aiter_mla"
+FOLDER = ROOT / "docs" / "generated"
 FIRST = "Written by `make docs`, that is `python tools/docs.py`. Do not edit it."
 WIDTH = 100
 FIELDS = ("Symptom", "Upstream", "Remove when")
@@ -47,7 +46,7 @@ default options; `fused` adds graph partition, and so vLLM's own RoPE + KV fusio
 def pages() -> dict[str, str]:
     """Return the text of each page by its file name."""
     tables = f"{LEDGER}\n\n{ledger.render(ledger.count_all())}"
-    made = {"commands": commands(), "files": fields(), "imports": imports(), "ledger": tables, "patches": patches()}
+    made = {"commands": commands(), "files": fields(), "ledger": tables, "patches": patches()}
     return {f"{name}.md": f"{FIRST}\n\n# {text}\n" for name, text in (made | {"reasons": reasons()}).items()}
 
 
@@ -71,21 +70,6 @@ def commands() -> str:
 def first_line(docstring: str | None) -> str:
     """Return a docstring's first line, as Markdown."""
     return (docstring or "").splitlines()[0].replace("``", "`")
-
-
-def imports() -> str:
-    """Return a table of the package's parts: what each holds, and which parts it may import."""
-    from tests.support.import_table import ARROWS
-
-    rows = []
-    for part, allowed in ARROWS.items():
-        place = PACKAGE / part.replace(".", "/")
-        path = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
-        holds = first_line(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))))
-        names = ", ".join(f"`{one}`" for one in ARROWS if one in allowed)
-        rows.append(f"| `{part}` | {holds} | {names or 'nothing'} |")
-    table = "\n".join(["| part | holds | may import |", "|---|---|---|", *rows])
-    return f"Which part may import which\n\n{table}"
 
 
 def patches() -> str:

@@ -39,7 +39,7 @@ VLLM = "0.32.0"
 # `make demo` and `make test` need these.
 ROOTS = (
     "torch==2.13.0", "triton", "pytest", "pytest-xdist", "pytest-randomly", "hypothesis", "matplotlib", "ruff", "mypy",
-    "codespell", "setuptools",
+    "codespell", "import-linter", "setuptools",
 )  # fmt: skip
 # A few slow tests need these. lm-eval: tools/serving.py. build, twine: a release's files. ray: workers in its actors.
 EXTRA = ("lm-eval[api]", "build", "twine", "ray")
