@@ -181,6 +181,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --follow-imports=skip --no-warn-unused-ignores
 	$(BIN)/codespell
+	$(BIN)/lint-imports --no-logo --no-cache
 
 # The same with the types of torch and vLLM, whose sources take mypy a minute.
 types: setup

@@ -1,19 +1,16 @@
-"""Write docs/generated/: the commands' help, the ledger, patches, reasons to skip, JSON fields, and who imports whom.
+"""Write docs/generated/: the commands' help, the ledger, patches, reasons to skip, and JSON fields.
 
     python tools/docs.py [--check]
 
-The texts come from the typer app, ``tools/ledger.py``, ``reasons.json``, AITER's ``LIMITS``, ``schemas.json``,
-``tests/support/import_table.py``, and the docstrings of ``compat/patches.py``, of doctor's checks and of each part.
-They are the same on every machine. With --check nothing is written: exit status 1 if a page is not up to date.
+The texts come from the typer app, ``tools/ledger.py``, ``reasons.json``, AITER's ``LIMITS``, ``schemas.json``, and the
+docstrings of ``compat/patches.py`` and of doctor's checks. They are the same on every machine. With --check nothing is
+written: exit status 1 if a page is not up to date.
 """
 
-import ast
 import inspect
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -22,7 +19,7 @@ from tools import ledger
 from tools.common import Parser, guarded
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER, PACKAGE = ROOT / "docs" / "generated", ROOT / "vllm_aiter_mla"
+FOLDER = ROOT / "docs" / "generated"
 FIRST = "Written by `make docs`, that is `python tools/docs.py`. Do not edit it."
 WIDTH = 100
 FIELDS = ("Symptom", "Upstream", "Remove when")
@@ -49,24 +46,22 @@ default options; `fused` adds graph partition, and so vLLM's own RoPE + KV fusio
 def pages() -> dict[str, str]:
     """Return the text of each page by its file name."""
     tables = f"{LEDGER}\n\n{ledger.render(ledger.count_all())}"
-    made = {"commands": commands(), "files": fields(), "imports": imports(), "ledger": tables, "patches": patches()}
+    made = {"commands": commands(), "files": fields(), "ledger": tables, "patches": patches()}
     return {f"{name}.md": f"{FIRST}\n\n# {text}\n" for name, text in (made | {"reasons": reasons()}).items()}
 
 
 def commands() -> str:
     """Return the help text of each command in a code block, and what doctor checks."""
-    import typer.main
+    from typer.testing import CliRunner
 
     from vllm_aiter_mla.commands.doctor import CHECKS, name_of
     from vllm_aiter_mla.commands.main import app
 
-    parts, main = ["The commands"], typer.main.get_command(app)
-    for name, command in {"": main, **main.commands}.items():
-        full = f"vllm-aiter-mla {name}".strip()
-        with redirect_stdout(StringIO()) as text:
-            command.main(["--help"], prog_name=full, standalone_mode=False, terminal_width=WIDTH, color=False)
-        lines = [line.rstrip() for line in text.getvalue().strip().splitlines()]
-        parts += [f"## `{full}`", "\n".join(["```text", *lines, "```"])]
+    parts, program = ["The commands"], "vllm-aiter-mla"
+    for words in [], *([command.name] for command in app.registered_commands):
+        said = CliRunner().invoke(app, [*words, "--help"], prog_name=program, terminal_width=WIDTH).output
+        lines = [line.rstrip() for line in said.strip().splitlines()]
+        parts += [f"## `{' '.join([program, *words])}`", "\n".join(["```text", *lines, "```"])]
     rows = [f"| `{name_of(check)}` | {first_line(check.__doc__)} |" for check in CHECKS]
     parts += ["## What `doctor` checks", "\n".join(["| check | |", "|---|---|", *rows])]
     return "\n\n".join(parts)
@@ -75,21 +70,6 @@ def commands() -> str:
 def first_line(docstring: str | None) -> str:
     """Return a docstring's first line, as Markdown."""
     return (docstring or "").splitlines()[0].replace("``", "`")
-
-
-def imports() -> str:
-    """Return a table of the package's parts: what each holds, and which parts it may import."""
-    from tests.support.import_table import ARROWS
-
-    rows = []
-    for part, allowed in ARROWS.items():
-        place = PACKAGE / part.replace(".", "/")
-        path = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
-        holds = first_line(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))))
-        names = ", ".join(f"`{one}`" for one in ARROWS if one in allowed)
-        rows.append(f"| `{part}` | {holds} | {names or 'nothing'} |")
-    table = "\n".join(["| part | holds | may import |", "|---|---|---|", *rows])
-    return f"Which part may import which\n\n{table}"
 
 
 def patches() -> str:

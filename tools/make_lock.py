@@ -3,6 +3,9 @@
 The running Python resolves; each pin has the hashes of the files that pip takes on any of ``PYTHONS``. What ``EXTRA``
 needs over those pins goes into extra.lock in the same folder.
 
+`uv pip compile` (tried: 0.13.9 on 2026-11-27) does not say as much. It pins the files of every platform, in nine times
+the lines, fails on a Python whose torch the index lacks, reads no configuration of pip, and has nothing like --over.
+
 Usage: python tools/make_lock.py [--out requirements/cpu.lock] [--vllm 0.32.0] [--over]
 
 With --over, only what this environment lacks for that release, for tools/releases.py:
@@ -39,7 +42,7 @@ VLLM = "0.32.0"
 # `make demo` and `make test` need these.
 ROOTS = (
     "torch==2.13.0", "triton", "pytest", "pytest-xdist", "pytest-randomly", "hypothesis", "matplotlib", "ruff", "mypy",
-    "codespell", "setuptools",
+    "codespell", "import-linter", "setuptools",
 )  # fmt: skip
 # A few slow tests need these. lm-eval: tools/serving.py. build, twine: a release's files. ray: workers in its actors.
 EXTRA = ("lm-eval[api]", "build", "twine", "ray")
