@@ -150,8 +150,7 @@ class Engine:
         try:
             with self.deciding(UNCHECKED):
                 backends = self.make_layers()
-                folder, engine = compat_config.cache_folder(), compat_config.metric_labels(self.config)["engine"]
-                self.check(first_call.prepare(backends, folder, engine, self.worker.rank))
+                self.check(first_call.prepare(backends, compat_config.cache_folder(), self.worker.rank))
                 checked_to = self.limit
         finally:
             # Also after an error: the other ranks wait for this one's answer.

@@ -18,7 +18,7 @@ from vllm_aiter_mla.startup import first_call
 from vllm_aiter_mla.status import gauge
 
 FOLDER = Path(sys.argv[1])
-MARKER = FOLDER / "first-call-x-0-0.json"
+MARKER = "first-call-x"
 ENTERED = ExitStack()
 
 
@@ -55,7 +55,7 @@ def fork_that_lives_on() -> int:
 
 
 def mark() -> None:
-    ENTERED.enter_context(first_call.marked(MARKER))
+    ENTERED.enter_context(first_call.marked(FOLDER, MARKER))
 
 
 def unmark() -> None:
@@ -63,7 +63,7 @@ def unmark() -> None:
 
 
 def died_before() -> str | None:
-    return first_call.died_before(MARKER)
+    return first_call.died_before(FOLDER, MARKER)
 
 
 COMMANDS: tuple[Callable[[], object], ...] = (

@@ -125,8 +125,11 @@ def test_two_containers_a_live_marker_is_no_abort_and_stays(server, tmp_path):
     first, second = server(A), server(B)
     first.does("mark")
     assert second.does("died_before") == "None"
-    second.does("mark", "unmark")
-    assert files_in(tmp_path, "first-call-*") == ["first-call-x-0-0.json"]
+    (marker,) = files_in(tmp_path, "first-call-*")
+    second.does("mark")
+    assert len(files_in(tmp_path, "first-call-*")) == 2, "each has its own"
+    second.does("unmark")
+    assert files_in(tmp_path, "first-call-*") == [marker]
     first.does("unmark")
     assert files_in(tmp_path, "*") == []
     assert second.does("died_before") == "None"
@@ -139,6 +142,15 @@ def test_two_containers_the_marker_of_one_that_died_is_an_abort(server, how):
     first.dies(how)
     assert "aborted_before" in second.does("died_before")
     assert "aborted_before" in server(A).does("died_before"), "of the same run"
+
+
+def test_two_containers_one_that_dies_while_the_other_is_at_it_too_is_an_abort(server):
+    first, second = server(A), server(B)
+    first.does("mark")
+    second.does("mark")
+    first.dies()
+    second.does("unmark")
+    assert "aborted_before" in second.does("died_before")
 
 
 @pytest.fixture
