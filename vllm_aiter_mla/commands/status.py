@@ -100,7 +100,7 @@ def _engine(folder: Path, name: tuple[str, str, str], ranks: Sequence[RankStatus
         return EngineLine(*name, line, {}, lives=lives, whole=False)
     all_ranks = [*ranks, *[None] * (max(one.ranks for one in ranks) - len(ranks))]
     found = status_of.record.of_engine(all_ranks)
-    remedies = status_of.line.remedies(why for rank in ranks for why in rank.skipped.values())
+    remedies = status_of.line.remedies(ranks)
     whole = found.whole and bool(found.record.engaged) and not found.record.skipped
     line = status_of.line.of(*all_ranks)
     return EngineLine(*name, line, remedies, lives=True, whole=whole, silent=found.silent)
