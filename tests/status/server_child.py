@@ -54,6 +54,21 @@ def fork_that_lives_on() -> int:
     return child
 
 
+def worker_that_lives_on() -> int:
+    """A worker that writes its status and outlives its front end; stop it by its process id."""
+    worker = subprocess.Popen([sys.executable, "-m", __spec__.name, str(FOLDER)], text=True,
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    assert worker.stdin
+    assert worker.stdout
+    print("write\nsleep", file=worker.stdin, flush=True)
+    assert [worker.stdout.readline() for _ in range(2)] == ["ready\n", "None\n"]
+    return worker.pid
+
+
+def sleep() -> None:
+    time.sleep(600)
+
+
 def mark() -> None:
     ENTERED.enter_context(first_call.marked(FOLDER, MARKER))
 
@@ -67,7 +82,8 @@ def died_before() -> str | None:
 
 
 COMMANDS: tuple[Callable[[], object], ...] = (
-    write, front_end, forked_worker_ends, spawned_worker_ends, fork_that_lives_on, mark, unmark, died_before, os.abort,
+    write, front_end, forked_worker_ends, spawned_worker_ends, worker_that_lives_on, sleep, fork_that_lives_on,
+    mark, unmark, died_before, os.abort,
 )  # fmt: skip
 
 if __name__ == "__main__":

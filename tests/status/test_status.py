@@ -407,7 +407,8 @@ def test_files_of_this_machines_ended_servers_are_removed(said, tmp_path, monkey
     after_warm_up()
     assert [path.exists() for path in (*gone, *stays)] == [False, False, False, True, True, True]
     locks = {path.name for path in tmp_path.glob("lock-*")}
-    assert locks == {f"lock-status-{os.environ[status.record.RUN]}", "lock-status-3-a", other.name}
+    mine = f"lock-status-{os.environ[status.record.RUN]}"
+    assert locks == {mine, f"{mine}-0-0", "lock-status-3-a", other.name}
 
 
 @pytest.mark.parametrize("error", [PermissionError("read-only"), OSError("No space left on device")])
