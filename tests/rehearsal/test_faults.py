@@ -61,7 +61,9 @@ def test_a_start_after_one_that_aborted_in_a_kernel_leaves_it_out_and_serves(mad
     with day.server(*EAGER) as second:
         assert second.ask("abcd")
         assert "aborted_before" in second.line(f"{family} is left out")
-        assert serves in second.line("MLA layers engaged")
+        assert serves in (said := second.line("MLA layers engaged"))
+        assert "left out: aborted_before" in said
+        assert second.lines()[-1] == said
 
 
 def test_a_start_that_somebody_ends_while_aiter_compiles_is_no_abort(made):
