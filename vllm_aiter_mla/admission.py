@@ -20,6 +20,8 @@ ATTENTION_OPS = ("vllm_aiter_mla::mla_attention_with_prepared_q", "vllm_aiter_ml
 """The plugin's attention ops, after pass 2 and after pass 3, in the spelling of ``splitting_ops``."""
 OVERFLOW = "turns a rotated value beyond fp8's range into NaN, where vLLM's own kernels store the largest value"
 """What a kernel does that ``kernel=auto`` leaves out, after the kernel's name."""
+ABORTED = "aborted_before"
+"""Code of a kernel in whose first call an earlier start ended; the reason begins with it."""
 INTEGRATIONS = ("passes", "module")
 """What puts the op into a layer: passes over the compiled graph, or the forward of vLLM's MLA wrapper."""
 LEVELS: dict[str, dict[str, tuple[str, str]]] = json.loads(

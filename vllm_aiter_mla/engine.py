@@ -150,8 +150,7 @@ class Engine:
         try:
             with self.deciding(UNCHECKED):
                 backends = self.make_layers()
-                folder, engine = compat_config.cache_folder(), compat_config.metric_labels(self.config)["engine"]
-                self.check(first_call.prepare(backends, folder, engine, self.worker.rank))
+                self.check(first_call.prepare(backends, compat_config.cache_folder(), self.worker.rank))
                 checked_to = self.limit
         finally:
             # Also after an error: the other ranks wait for this one's answer.
@@ -262,7 +261,7 @@ class Engine:
     # The model has run.
 
     def warmed_up(self) -> None:
-        """Say this rank's status line, then write it down. No file is touched before the line is said.
+        """Write this rank's status down, then say the line. Whatever a file costs, the line is said, as the last one.
 
         Raises:
             SettingsError: no layer engaged, or no status line can be made, in strict mode.
@@ -280,12 +279,11 @@ class Engine:
                 with self.deciding("the status of the other ranks could not be gathered", ()):
                     records = ranks.exchange(record)[1]
             if record is not None:
+                self._write_down(replace(record, ranks=len(records)))
                 with self.deciding("no status line could be said", ()):
                     self._say(records or [record], record)
         finally:
             self.strict = False
-            if record is not None:
-                self._write_down(replace(record, ranks=len(records)))
 
     def _run_once(self) -> None:
         """Run one decode step if no full graph below the limit was captured: nothing else in the warm-up runs a kernel.
@@ -303,7 +301,10 @@ class Engine:
         cache, card = compat_config.cache_name(self.config), current_platform().arch
         integration, labels = self.our_pass.integration, compat_config.metric_labels(self.config)
         record = self.status.record_of(self._outcomes(), self.limit, cache, self.worker.rank, integration, card)
-        return replace(record, model_name=labels["model_name"], engine=labels["engine"])
+        record = replace(record, model_name=labels["model_name"], engine=labels["engine"])
+        with log.warned("the reasons of skipped layers could not be kept or read"):
+            record = status.with_kept(record, self._keep_skips(record.rank))
+        return record
 
     def _say(self, records: Sequence[RankStatus | None], record: RankStatus) -> None:
         """Say the line on rank 0, for all ranks of the engine; strict mode ends a rank all of whose layers are skipped.
@@ -322,10 +323,6 @@ class Engine:
 
     def _write_down(self, record: RankStatus) -> None:
         """Write the status file; what fails costs a warning and nothing else."""
-        with log.warned("the reasons of skipped layers could not be kept or read"):
-            record, noted = status.with_kept(record, self._keep_skips(record.rank))
-            if noted is not None and record.rank == 0:
-                log.say(logging.INFO, f"noted when these graphs were compiled: {noted}")
         with log.warned("the captured sizes could not be read"):
             sizes = compat_config.graph_sizes(self.config)
             record = replace(record, capture_sizes=tuple(sizes.captured), full_graphs=tuple(sizes.full))

@@ -3,6 +3,7 @@
 import ast
 import copy
 import logging
+import pickle
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from tests.gate.gate_support import ATTENTION_OPS, ON, PASSES, WHOLE, compile_options, pass_of
 from vllm_aiter_mla import gate
 from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
 OFF = {"aiter_mla": {"enabled": False}}
@@ -57,6 +59,28 @@ def test_vllm_never_replaces_what_the_gate_decided_by():
 def test_mutation_a_release_that_replaces_a_scheduler_config_is_noticed():
     source = "def f(vllm_config):\n    return replace(vllm_config, scheduler_config=other, model_config=draft)"
     assert [given & DECIDES for _, given in replaced_fields(source)] == [{"scheduler_config"}]
+
+
+def is_said_once(config, said):
+    """vLLM's engine process finishes the config again that it was sent."""
+    built = config(additional_config=ON)
+    lines = list(said)
+    assert lines
+    arrived = pickle.loads(pickle.dumps(built))
+    log._said.clear()
+    arrived.__post_init__()
+    assert said == lines, "the engine's process says it again"
+
+
+def test_an_engaged_config_is_announced_once_for_all_processes(config, said):
+    is_said_once(config, said)
+
+
+@pytest.mark.mutation("I8")
+def test_mutation_an_engaged_config_that_each_process_announces_is_caught(config, said, monkeypatch):
+    monkeypatch.setattr(compat_config, "is_decided", lambda vllm_config: False)
+    with pytest.raises(AssertionError, match="says it again"):
+        is_said_once(config, said)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from tests.sandbox import plugin, rehearsal_card
 from tests.sandbox.model import TinyDeepseek
 from tests.sandbox.rehearsal_card import Scenario
 from tests.sandbox.simulated_aiter import write_tree
+from tests.support.signals import heard
 from tests.tools import serving_model
 from vllm_aiter_mla import status
 from vllm_aiter_mla.status import gauge
@@ -94,7 +96,9 @@ class Day:
         assert typed[0] != "check" or page.is_file(), done.stdout
         return done
 
-    def _start(self, typed: Sequence[str], container: bool = False) -> tuple[subprocess.Popen[bytes], Server]:
+    def _start(
+        self, typed: Sequence[str], container: bool = False, **how: Any
+    ) -> tuple[subprocess.Popen[bytes], Server]:
         """Start vLLM's API server for the model, with what was typed after it."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -106,7 +110,7 @@ class Day:
         if container:
             command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *command]
         with log.open("w") as out:
-            process = subprocess.Popen(command, env=self.environment, cwd=self.folder, stdout=out, stderr=out)
+            process = subprocess.Popen(command, env=self.environment, cwd=self.folder, stdout=out, stderr=out, **how)
         return process, Server(f"http://127.0.0.1:{port}", log)
 
     @contextmanager
@@ -133,6 +137,27 @@ class Day:
         finally:
             process.kill()
         return server
+
+    @contextmanager
+    def server_that_is_ended(self, at: str, *typed: str) -> Iterator[Server]:
+        """Start a server, and tell all its processes to end, by SIGTERM, once its log holds ``at``.
+
+        So does systemd, and a terminal by SIGINT. A container's runtime tells the front end only, and kills the others.
+        vLLM's front end does not end at once while its engine starts: what is left is killed when the block ends.
+        """
+        process, server = self._start(typed, start_new_session=True, preexec_fn=heard)
+        try:
+            deadline = time.monotonic() + TIMEOUT_S
+            while at not in server.log.read_text():
+                assert process.poll() is None, server.log.read_text()[-3000:]
+                assert time.monotonic() < deadline, server.log.read_text()[-3000:]
+                time.sleep(0.2)
+            os.killpg(process.pid, signal.SIGTERM)
+            yield server
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(120)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,15 @@ def aiter_aborts() -> None:
     def call(*given: Any) -> None:
         print(PLANTED, flush=True)
         os.abort()
+
+    op.call = call
+
+
+def aiter_compiles_for_minutes() -> None:
+    """AITER's op waits in its first call, as for its compiler."""
+
+    def call(*given: Any) -> None:
+        time.sleep(600)
 
     op.call = call
 

@@ -81,6 +81,8 @@ def test_a_server_times_its_kernels_and_says_so_everywhere(day):
         why = day.run("status", "--layer", "layers.1")
         assert re.search(r"layers\.1\S*, rank 0\n +1\.\.4 tokens +triton\n +not aiter ", why.stdout), why.stdout
         assert server.gauge() == {"engaged": 2, "skipped": 0}
+    assert server.lines()[-1] == said
+    server.line("on: decode limit")
     server.line("kernels timed on this card")
     ended = day.run("status")
     assert (ended.returncode, "has ended" in ended.stdout) == (1, True), ended.stdout

@@ -378,7 +378,7 @@ def test_a_folder_with_what_a_crash_leaves_and_other_records_shows_its_status(
 ) -> None:
     (tmp_path / "status-1-0.json").write_bytes(files["status"].read_bytes())
     alone = html_of([tmp_path])
-    marking = marked(tmp_path / "first-call-1.json")
+    marking = marked(tmp_path, "first-call-1")
     marking.__enter__()  # and the process is no more
     assert len(list(tmp_path.glob("*first-call*"))) == 2, "its lock is there too"
     our_files.write(tmp_path / "doctor.json", {our_files.KEY: our_files.stamp("doctor")})

@@ -1,6 +1,7 @@
 """One start of a worker on a made-up MI300X whose AITER ends the process, or works: prints what its layer runs on."""
 
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ class Aborting(Named):
         return Binding(lambda inputs: os.abort())
 
 
-folder, kind, name = sys.argv[1:]
+folder, kind, name, host = sys.argv[1:]
+socket.gethostname = lambda: host
 for one in ("aiter", "triton"):
     backend = Aborting(one) if kind == "aborts" and one == name else Named(one)
     backends.FACTORIES[one] = lambda platform, settings, backend=backend: backend

@@ -1,20 +1,33 @@
-"""An AITER that ends the process at its first call is left out by the next start."""
+"""An AITER that ends the process at its first call is left out by the next start; one that somebody ended is not."""
 
+import logging
+import os
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.support.bad_files import BAD
+from tests.support.made_up_clock import Named
+from tests.support.signals import heard
 from vllm_aiter_mla import files
 from vllm_aiter_mla.kernels import stopwatch
+from vllm_aiter_mla.kernels.platform import Platform
+from vllm_aiter_mla.serving.backends import Backends
+from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.startup import first_call
 
+MARKER = "first-call-x"
+MI300X = Platform("gfx942", (7, 0))
 
-def start(folder, kind, kernel="aiter"):
-    command = [sys.executable, "-m", "tests.startup.crash_loop_child", str(folder), kind, kernel]
+
+def start(folder, kind, kernel="aiter", host="pod-a"):
+    command = [sys.executable, "-m", "tests.startup.crash_loop_child", str(folder), kind, kernel, host]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -22,47 +35,120 @@ def start(folder, kind, kernel="aiter"):
 @pytest.mark.parametrize(
     ("kernel", "other"), [("aiter", "triton"), pytest.param("triton", "aiter", marks=pytest.mark.wide)]
 )
-def test_crash_loop_is_broken_by_the_marker_of_the_start_that_died(tmp_path, kernel, other):
+def test_crash_loop_is_broken_by_the_marker_of_the_start_that_died_under_any_host_name(tmp_path, kernel, other):
     assert start(tmp_path, "aborts", kernel).returncode == -signal.SIGABRT
     (marker,) = tmp_path.glob("first-call-*")
     assert start(tmp_path, "aborts", other).stdout.endswith(f"runs {other}\n") is False, "it aborts itself"
     marker_of_other = [path for path in tmp_path.glob("first-call-*") if path != marker]
     assert len(marker_of_other) == 1, "each has a marker of its own"
     marker_of_other[0].unlink()
-    again = start(tmp_path, "aborts", kernel)
+    again = start(tmp_path, "aborts", kernel, host="pod-b")
     assert again.returncode == 0, again.stderr
     assert "kernel_unavailable" in again.stdout
-    assert f"aborted_before: an earlier start ended in its first call; remove {marker}" in again.stdout
+    named = str(marker).rpartition("-")[0]
+    assert f"remove {named}-*" in again.stdout
     marker.unlink()
     assert start(tmp_path, "works", kernel).stdout.endswith(f"runs {kernel}\n")
     assert not list(tmp_path.glob("first-call-*")), "a start that went well leaves no marker"
 
 
+# Ended by a kernel, or by somebody.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("calls")
+
+
+@pytest.fixture(scope="module")
+def child(folder):
+    """A process that is loaded once and forks those that call."""
+    command = [sys.executable, "-m", "tests.startup.first_call_child", str(folder), MARKER]
+    one = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=heard)
+    assert one.stdout.readline() == "ready\n"
+    yield one
+    one.stdin.close()
+    one.wait()
+    one.stdout.close()
+
+
+CALLS = [
+    ("notes", "waits", signal.SIGTERM, 143, False), ("notes", "waits", signal.SIGINT, 130, False),
+    ("raises", "waits", signal.SIGTERM, 0, False), ("default", "waits", signal.SIGHUP, 129, False),
+    ("notes", "waits", signal.SIGKILL, -9, True), ("notes", "waits", signal.SIGABRT, -6, True),
+    ("notes", "waits", signal.SIGSEGV, -11, True), ("notes", "goes_on_and_aborts", signal.SIGTERM, -6, True),
+    ("raises", "exits", 0, 3, True), ("raises", "goes_on_and_aborts", signal.SIGTERM, -6, True),
+]  # fmt: skip
+
+
+def ends(child, folder, handler, block, number, status, stays, plant="-"):
+    """A signal, if any, comes in the middle of a first call."""
+    for left in folder.iterdir():
+        left.unlink()
+    print(handler, block, plant, file=child.stdin, flush=True)
+    called = int(child.stdout.readline())
+    if number:
+        os.kill(called, number)
+    assert int(child.stdout.readline()) == status
+    is_abort = first_call.died_before(folder, MARKER) is not None
+    assert is_abort or not stays, "an abort is taken for somebody's end"
+    assert stays or not is_abort, "somebody's end is taken for an abort"
+
+
+@pytest.mark.parametrize(("handler", "block", "number", "status", "stays"), CALLS)
+def test_crash_loop_a_first_call_that_a_signal_ends_is_no_abort_and_any_other_end_is_one(
+    child, folder, handler, block, number, status, stays
+):
+    ends(child, folder, handler, block, number, status, stays)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    ("plant", "given", "seen"),
+    [("unheard", ("default", "waits", signal.SIGTERM, -15, False), "somebody's end is taken for an abort"),
+     ("any_exit", CALLS[-2], "an abort is taken for somebody's end"),
+     ("removed_by_the_handler", CALLS[-1], "an abort is taken for somebody's end")],
+)  # fmt: skip
+def test_mutation_crash_loop_a_signal_that_is_taken_wrongly_is_caught(child, folder, plant, given, seen):
+    with pytest.raises(AssertionError, match=seen):
+        ends(child, folder, *given, plant=plant)
+
+
+def test_crash_loop_signals_are_as_before_after_a_first_call(tmp_path):
+    before = [signal.getsignal(number) for number in first_call.SIGNALS]
+    with first_call.marked(tmp_path, MARKER):
+        pass
+    assert [signal.getsignal(number) for number in first_call.SIGNALS] == before
+
+
 def test_crash_loop_a_check_that_raises_leaves_no_marker(tmp_path):
-    with pytest.raises(KeyError), first_call.marked(tmp_path / "first-call"):
+    with pytest.raises(KeyError), first_call.marked(tmp_path, MARKER):
         raise KeyError
     assert not list(tmp_path.iterdir())
 
 
 def test_crash_loop_the_marker_of_a_server_that_is_still_starting_is_not_an_abort(tmp_path):
-    with first_call.marked(tmp_path / "first-call"):
-        assert first_call.died_before(tmp_path / "first-call") is None
+    with first_call.marked(tmp_path, MARKER):
+        assert first_call.died_before(tmp_path, MARKER) is None
+
+
+def died(folder, name=MARKER):
+    """A process has died in its first call: its marker stays."""
+    path = folder / f"{name}-0a1b2c3d.json"
+    files.write(path, first_call.FirstCall("1-a"))
+    return path
 
 
 @pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
 def test_crash_loop_a_bad_marker_is_an_abort_and_its_line_names_it(tmp_path, spoil):
-    path = tmp_path / "first-call"
-    files.write(path, first_call.FirstCall("1-a"))
-    spoil(path)
-    assert str(path) in first_call.died_before(path)
+    spoil(died(tmp_path))
+    assert str(tmp_path / MARKER) in first_call.died_before(tmp_path, MARKER)
 
 
-def test_crash_loop_a_marker_whose_lock_tells_nothing_is_no_abort_and_no_first_call_either(tmp_path):
-    path = tmp_path / "first-call"
-    files.write(path, first_call.FirstCall("1-a"))
-    (tmp_path / "lock-first-call").symlink_to("nowhere")
-    assert first_call.died_before(path) is None
-    assert "not_marked" in first_call.why_not_marked(path)
+def test_crash_loop_a_marker_whose_lock_tells_nothing_is_an_abort(tmp_path):
+    path = died(tmp_path)
+    (tmp_path / f"lock-{path.stem}").symlink_to("nowhere")
+    assert "aborted_before" in first_call.died_before(tmp_path, MARKER)
 
 
 def test_crash_loop_without_a_marker_aiter_is_left_out_with_one_line_and_serving_goes_on(tmp_path):
@@ -73,17 +159,22 @@ def test_crash_loop_without_a_marker_aiter_is_left_out_with_one_line_and_serving
     assert (done.stdout + done.stderr).count("AITER is left out: not_marked") == 1
 
 
-def test_crash_loop_markers_tell_builds_cards_engines_and_ranks_apart(tmp_path):
-    given = [
-        ("AITER", "gfx942", None, 0), ("AITER", "gfx950", None, 0), ("AITER", "gfx942", "1", 0),
-        ("AITER", "gfx942", None, 1), ("Triton", "gfx942", None, 0),
-    ]  # fmt: skip
-    assert len({first_call.path_of(tmp_path, *one) for one in given}) == len(given)
+# Of one card and one build.
 
 
-def test_crash_loop_a_marker_is_of_one_release_of_what_was_called(tmp_path, monkeypatch):
+def test_crash_loop_markers_tell_builds_and_cards_apart(monkeypatch):
+    given = [("AITER", MI300X), ("AITER", Platform("gfx950", (7, 0))), ("AITER", Platform("gfx942", (7, 2))),
+             ("Triton", MI300X)]  # fmt: skip
+    names = {first_call.name_of(*one) for one in given}
+    for owner, name, value in ((torch, "__version__", "another"), (files, "fingerprint", lambda: "another")):
+        monkeypatch.setattr(owner, name, value)
+        names.add(first_call.name_of("AITER", MI300X))
+    assert len(names) == len(given) + 2
+
+
+def test_crash_loop_a_marker_is_of_one_release_of_what_was_called(monkeypatch):
     def markers():
-        return [first_call.path_of(tmp_path, family, "gfx942", None, 0) for family in ("AITER", "Triton")]
+        return [first_call.name_of(family, MI300X) for family in ("AITER", "Triton")]
 
     before, stamp = markers(), files.stamp("first-call")
     monkeypatch.setattr(files, "stamp", lambda schema: replace(stamp, aiter="another"))
@@ -91,3 +182,72 @@ def test_crash_loop_a_marker_is_of_one_release_of_what_was_called(tmp_path, monk
     assert (aiter == before[0], triton == before[1]) == (False, True)
     monkeypatch.setattr(stopwatch, "triton_release", lambda: "another")
     assert [aiter == markers()[0], triton == markers()[1]] == [True, False]
+
+
+def holds_under_another_host_name(folder, monkeypatch):
+    died(folder, first_call.name_of("AITER", MI300X))
+    monkeypatch.setattr(socket, "gethostname", lambda: "pod-b")
+    found = first_call.died_before(folder, first_call.name_of("AITER", MI300X))
+    assert found, "a pod with a new name calls the kernel again"
+
+
+def test_crash_loop_a_marker_holds_under_another_host_name(tmp_path, monkeypatch):
+    holds_under_another_host_name(tmp_path, monkeypatch)
+
+
+@pytest.mark.mutation
+def test_mutation_crash_loop_a_marker_of_one_host_is_caught(tmp_path, monkeypatch):
+    inner = first_call.name_of
+    monkeypatch.setattr(first_call, "name_of", lambda *given: f"{inner(*given)}-{socket.gethostname()}")
+    with pytest.raises(AssertionError, match="a pod with a new name"):
+        holds_under_another_host_name(tmp_path, monkeypatch)
+
+
+# What is said.
+
+KERNELS = ("aiter", "aiter-opt", "triton")
+
+
+def begun(said, folder, rank=0):
+    """A start checks two layer shapes; return the lines that it says of first calls."""
+    factories = {name: lambda platform, settings, name=name: Named(name) for name in KERNELS}
+    mark = first_call.prepare(Backends(Settings(enabled=True), MI300X, factories), folder, rank)
+    for name in (*KERNELS, "vllm") * 2:
+        with mark(name):
+            lines = [text for text in said.at(logging.INFO) if "for the first time" in text]
+            family = "Triton" if name in ("triton", "vllm") else "AITER"
+            assert rank or lines[-1:] == [line for line in lines if line.startswith(family)][-1:] != [], (
+                f"the log ends with another kernel than {name}"
+            )
+    return lines
+
+
+def test_crash_loop_the_log_says_before_a_first_call_what_is_called(said, tmp_path):
+    assert len(begun(said, tmp_path)) == 4, "one line for each family and shape"
+
+
+def test_crash_loop_other_ranks_do_not_say_it_again(said, tmp_path):
+    assert begun(said, tmp_path, rank=1) == []
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("plant", ["once", "after"])
+def test_mutation_crash_loop_a_line_that_names_another_kernel_is_caught(said, tmp_path, monkeypatch, plant):
+    say, held = first_call.log.say, []
+
+    def once(*line):
+        if line not in held:
+            held.append(line)
+            say(*line)
+
+    @contextmanager
+    def marked(folder, marker):
+        yield
+        while held:
+            say(*held.pop())
+
+    monkeypatch.setattr(first_call.log, "say", once if plant == "once" else lambda *line: held.append(line))
+    if plant == "after":
+        monkeypatch.setattr(first_call, "marked", marked)
+    with pytest.raises(AssertionError, match=r"the log ends with another kernel than (aiter|triton)"):
+        begun(said, tmp_path)

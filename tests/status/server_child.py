@@ -18,7 +18,7 @@ from vllm_aiter_mla.startup import first_call
 from vllm_aiter_mla.status import gauge
 
 FOLDER = Path(sys.argv[1])
-MARKER = FOLDER / "first-call-x-0-0.json"
+MARKER = "first-call-x"
 ENTERED = ExitStack()
 
 
@@ -54,8 +54,23 @@ def fork_that_lives_on() -> int:
     return child
 
 
+def worker_that_lives_on() -> int:
+    """A worker that writes its status and outlives its front end; stop it by its process id."""
+    worker = subprocess.Popen([sys.executable, "-m", __spec__.name, str(FOLDER)], text=True,
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    assert worker.stdin
+    assert worker.stdout
+    print("write\nsleep", file=worker.stdin, flush=True)
+    assert [worker.stdout.readline() for _ in range(2)] == ["ready\n", "None\n"]
+    return worker.pid
+
+
+def sleep() -> None:
+    time.sleep(600)
+
+
 def mark() -> None:
-    ENTERED.enter_context(first_call.marked(MARKER))
+    ENTERED.enter_context(first_call.marked(FOLDER, MARKER))
 
 
 def unmark() -> None:
@@ -63,11 +78,12 @@ def unmark() -> None:
 
 
 def died_before() -> str | None:
-    return first_call.died_before(MARKER)
+    return first_call.died_before(FOLDER, MARKER)
 
 
 COMMANDS: tuple[Callable[[], object], ...] = (
-    write, front_end, forked_worker_ends, spawned_worker_ends, fork_that_lives_on, mark, unmark, died_before, os.abort,
+    write, front_end, forked_worker_ends, spawned_worker_ends, worker_that_lives_on, sleep, fork_that_lives_on,
+    mark, unmark, died_before, os.abort,
 )  # fmt: skip
 
 if __name__ == "__main__":

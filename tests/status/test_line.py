@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from vllm_aiter_mla.admission import ABORTED, REMEDIES
 from vllm_aiter_mla.status import EngineStatus, Outcome, line
-from vllm_aiter_mla.status.record import Timed
+from vllm_aiter_mla.status.record import Decided, Timed
 
 RECORD = EngineStatus().record_of({"a": Outcome("triton"), "b": Outcome("triton")}, 512, "fp8", 0, "module", "cpu")
 FEW = Timed("8 heads", ("c",), ((1, 64, "aiter"),), {64: {"aiter": 1.0, "vllm": 2.0}})
@@ -35,3 +36,47 @@ def test_the_line_gives_the_times_of_the_shape_that_most_layers_have(measured):
 @pytest.mark.parametrize(("since", "said"), [("", ")"), ("2026-11-26T10:00:00+00:00", " on 2026-11-26)")])
 def test_the_line_says_since_when_kept_figures_hold(since, said):
     assert f"{TIMES}{said}" in line.of(replace(RECORD, measured=(replace(MOST, since=since),)))
+
+
+DIED = f"{ABORTED}: a start ended in its first call"
+WITHOUT_AITER = Decided(("a", "b"), ((1, 512, "triton"),), (("aiter", DIED), ("aiter-opt", DIED), ("vllm", "later")))
+
+
+def names_what_was_left_out(ranks, head):
+    said = line.of(*ranks)
+    assert said.startswith(head)
+    assert said.count("; aiter, aiter-opt left out: aborted_before") == 1, "the line does not say it"
+    assert REMEDIES[ABORTED] in said or "vllm-aiter-mla status" in said
+    assert list(line.remedies(ranks).values())[:1] == [REMEDIES[ABORTED]]
+
+
+LEFT_OUT = replace(RECORD, decided=(WITHOUT_AITER,))
+FASTER = replace(LEFT_OUT, engaged={}, skipped=dict.fromkeys(("a", "b"), ("vllm_faster", "why")))
+CASES = {
+    "engaged": ([LEFT_OUT], "2/2 MLA layers engaged (triton"),
+    "on one rank": ([RECORD, replace(LEFT_OUT, rank=1), None], "2/2 MLA layers engaged on 2 of 3 ranks"),
+    "vllm is faster": ([FASTER], "0/2: vllm_faster: why"),
+}
+
+
+@pytest.mark.parametrize(("ranks", "head"), CASES.values(), ids=CASES)
+def test_the_line_names_kernels_that_an_earlier_start_died_in(ranks, head):
+    names_what_was_left_out(ranks, head)
+
+
+def test_the_line_says_once_that_the_named_kernel_is_the_one_that_was_left_out():
+    skipped = dict.fromkeys(("a", "b"), ("kernel_unavailable", f"kernel=aiter: {DIED}"))
+    said = line.of(replace(LEFT_OUT, engaged={}, skipped=skipped))
+    assert said.count(ABORTED) == 1
+    assert said.endswith((REMEDIES[ABORTED], "(run: vllm-aiter-mla status)"))
+
+
+def test_the_line_of_a_start_that_left_nothing_out_does_not_say_so():
+    assert "left out" not in line.of(replace(RECORD, decided=(replace(WITHOUT_AITER, passed_over=(("aiter", "x"),)),)))
+
+
+@pytest.mark.mutation("I8")
+def test_mutation_a_line_that_forgets_what_was_left_out_is_caught(monkeypatch):
+    monkeypatch.setattr(line, "_aborted", lambda ranks: [])
+    with pytest.raises(AssertionError, match="the line does not say it"):
+        names_what_was_left_out(*CASES["engaged"])

@@ -203,7 +203,7 @@ def test_a_warm_start_knows_the_reasons_of_the_cold_one_even_if_that_failed_in_i
     end()
     another_engine()
     after_warm_up()
-    assert (logging.INFO, "noted when these graphs were compiled: no_rope: why") in said
+    assert said[-1][1].startswith("0/2: no_rope: why"), "the line tells of this start only"
     assert written(tmp_path)["skipped"][LAYERS[0]] == ["no_rope", "why"]
     another_engine()
     after_warm_up(key="j" * 64)
@@ -353,17 +353,30 @@ def test_fail_closed_a_broken_file_costs_a_warning_and_never_the_line(said, tmp_
     with stops(strict, "0/2"):
         after_warm_up(strict=strict)
     assert len([text for _, text in said if text.startswith(NOT_READ)]) == 1
-    assert strict or said[0][1].startswith("0/2: not_run")
+    assert strict or said[-1][1].startswith("0/2: not_run")
     assert len(list(tmp_path.glob("status-*.json"))) == 1
 
 
-@both_modes
-def test_fail_closed_the_line_is_said_before_any_file_and_needs_no_folder(said, monkeypatch, strict):
+def is_last_whatever_a_file_costs(said, monkeypatch, strict):
     monkeypatch.setattr(compat_config, "cache_folder", full)
     with stops(strict, "0/2"):
         after_warm_up(strict=strict)
-    assert strict or said[0][1].startswith("0/2: not_run")
     assert [level for level, text in said if "OSError: No space" in text] == [logging.WARNING] * 2
+    assert strict or said[-1][1].startswith("0/2: not_run"), "the status line is not the last one"
+
+
+@both_modes
+def test_fail_closed_the_line_is_the_last_one_and_needs_no_folder(said, monkeypatch, strict):
+    is_last_whatever_a_file_costs(said, monkeypatch, strict)
+
+
+@pytest.mark.mutation("I8")
+def test_mutation_a_status_line_that_is_not_the_last_one_is_caught(said, monkeypatch):
+    write, say, told = Engine._write_down, Engine._say, []
+    monkeypatch.setattr(Engine, "_write_down", lambda *given: told.append(given))
+    monkeypatch.setattr(Engine, "_say", lambda *given: (say(*given), write(*told.pop())))
+    with pytest.raises(AssertionError, match="the status line is not the last one"):
+        is_last_whatever_a_file_costs(said, monkeypatch, strict=False)
 
 
 def test_files_are_never_seen_half_written(said, tmp_path, monkeypatch):
@@ -407,7 +420,8 @@ def test_files_of_this_machines_ended_servers_are_removed(said, tmp_path, monkey
     after_warm_up()
     assert [path.exists() for path in (*gone, *stays)] == [False, False, False, True, True, True]
     locks = {path.name for path in tmp_path.glob("lock-*")}
-    assert locks == {f"lock-status-{os.environ[status.record.RUN]}", "lock-status-3-a", other.name}
+    mine = f"lock-status-{os.environ[status.record.RUN]}"
+    assert locks == {mine, f"{mine}-0-0", "lock-status-3-a", other.name}
 
 
 @pytest.mark.parametrize("error", [PermissionError("read-only"), OSError("No space left on device")])

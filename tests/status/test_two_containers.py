@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -93,7 +94,7 @@ def test_two_containers_of_which_one_is_killed(server, tmp_path):
     assert ("ended" in line, "engaged" in line, code) == (True, False, 0)
     second.does("write")
     assert files_in(tmp_path) == BOTH[1:]
-    assert files_in(tmp_path, "lock-*") == [f"lock-status-{B}"]
+    assert files_in(tmp_path, "lock-*") == [f"lock-status-{B}", f"lock-status-{B}-0-0"]
     second.dies()
     assert status_of(B)[1] == 1, "no server lives"
 
@@ -121,12 +122,56 @@ def test_two_containers_a_server_whose_forked_child_lives_on_has_ended(server, t
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.fixture
+def outlived(server):
+    """A server whose front end is killed, and the worker that goes on; the worker's process id."""
+    first = server(A)
+    worker = int(first.does("front_end", "worker_that_lives_on"))
+    assert "1/1 MLA layers engaged" in status_of(A)[0]
+    first.dies()
+    yield worker
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker, signal.SIGKILL)
+
+
+def is_told_until_it_ends(worker, server, tmp_path):
+    line, code = status_of(A)
+    assert ("front end has ended" in line, "engaged" in line, code) == (True, False, 1), "the engine is not named"
+    server(B).does("front_end", "write")
+    assert files_in(tmp_path) == BOTH, "another server removes the file of an engine that runs"
+    os.kill(worker, signal.SIGKILL)
+    for _ in range(100):
+        if "the server has ended" in status_of(A)[0]:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"its end is not told: {status_of(A)}")
+
+
+def test_two_containers_an_engine_that_outlives_its_front_end_is_told(outlived, server, tmp_path):
+    is_told_until_it_ends(outlived, server, tmp_path)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    ("holds", "seen"), [(False, "the engine is not named"), (True, "its end is not told")], ids=["ended", "runs"]
+)
+def test_mutation_two_containers_an_engine_of_which_the_locks_say_nothing_is_caught(
+    outlived, server, tmp_path, monkeypatch, holds, seen
+):
+    monkeypatch.setattr(status.record, "engine_lives", lambda folder, ranks: holds)
+    with pytest.raises((AssertionError, pytest.fail.Exception), match=seen):
+        is_told_until_it_ends(outlived, server, tmp_path)
+
+
 def test_two_containers_a_live_marker_is_no_abort_and_stays(server, tmp_path):
     first, second = server(A), server(B)
     first.does("mark")
     assert second.does("died_before") == "None"
-    second.does("mark", "unmark")
-    assert files_in(tmp_path, "first-call-*") == ["first-call-x-0-0.json"]
+    (marker,) = files_in(tmp_path, "first-call-*")
+    second.does("mark")
+    assert len(files_in(tmp_path, "first-call-*")) == 2, "each has its own"
+    second.does("unmark")
+    assert files_in(tmp_path, "first-call-*") == [marker]
     first.does("unmark")
     assert files_in(tmp_path, "*") == []
     assert second.does("died_before") == "None"
@@ -139,6 +184,15 @@ def test_two_containers_the_marker_of_one_that_died_is_an_abort(server, how):
     first.dies(how)
     assert "aborted_before" in second.does("died_before")
     assert "aborted_before" in server(A).does("died_before"), "of the same run"
+
+
+def test_two_containers_one_that_dies_while_the_other_is_at_it_too_is_an_abort(server):
+    first, second = server(A), server(B)
+    first.does("mark")
+    second.does("mark")
+    first.dies()
+    second.does("unmark")
+    assert "aborted_before" in second.does("died_before")
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ class EngineLine:
     engine: str
     line: str
     remedies: dict[str, str]  # by code; of the layers that are skipped
-    lives: bool | None  # None if that cannot be told
+    lives: bool | None  # its front end; None if that cannot be told
     whole: bool  # it lives, and every rank runs all of its layers on our kernels
     silent: int = 0  # ranks without a status file here
 
@@ -40,6 +40,12 @@ class Engines:
     evidence: files.Stamp = files.stamped("engines")
 
 
+ENDED = {
+    False: "the server has ended",
+    True: "its front end has ended; the engine still runs and holds its cards: end VLLM::EngineCore and its workers",
+}
+"""What is said once a front end has ended, by whether its engine lives."""
+
 Layer = Annotated[
     str | None, typer.Option("--layer", metavar="NAME", help="Print what was decided for the layers of this name.")
 ]
@@ -48,8 +54,8 @@ Layer = Annotated[
 def status(layer: Layer = None, json: outputs.Json = None) -> None:
     """Print the status line of each engine on this machine.
 
-    Reads the files under VLLM_CACHE_ROOT, and says if a server has ended. What to do about a skipped layer follows its
-    line.
+    Reads the files under VLLM_CACHE_ROOT, and says if a server has ended, or only its front end. What to do about a
+    skipped layer follows its line.
 
     Exit status: 0 if every MLA layer of the servers that live is engaged on every rank; 1 if not, or if none lives; 2
     if an option is wrong; 3 if there is no status file, if a rank has none here, or if a file or lock cannot be read.
@@ -94,13 +100,14 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
 def _engine(folder: Path, name: tuple[str, str, str], ranks: Sequence[RankStatus]) -> EngineLine:
     """Return what the files of one engine's ranks say; ``name`` is (run, model, engine)."""
     lives = status_of.record.lives(folder, name[0])
+    engine = status_of.record.engine_lives(folder, ranks) if lives is False else None
     if not lives:
-        unknown = f"whether the server lives cannot be told from its lock in {folder}"
-        line = unknown if lives is None else "the server has ended"
-        return EngineLine(*name, line, {}, lives=lives, whole=False)
+        unknown = f"whether the server lives cannot be told from its locks in {folder}"
+        line = unknown if engine is None else ENDED[engine]
+        return EngineLine(*name, line, {}, lives=None if engine is None else False, whole=False)
     all_ranks = [*ranks, *[None] * (max(one.ranks for one in ranks) - len(ranks))]
     found = status_of.record.of_engine(all_ranks)
-    remedies = status_of.line.remedies(why for rank in ranks for why in rank.skipped.values())
+    remedies = status_of.line.remedies(ranks)
     whole = found.whole and bool(found.record.engaged) and not found.record.skipped
     line = status_of.line.of(*all_ranks)
     return EngineLine(*name, line, remedies, lives=True, whole=whole, silent=found.silent)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.status import line
+from vllm_aiter_mla.status import line as line
 from vllm_aiter_mla.status import record as records
 from vllm_aiter_mla.status.record import Decided, RankStatus, Reason, Skips, Timed
 
@@ -204,7 +204,7 @@ def keep_skips(
     return kept
 
 
-def with_kept(record: RankStatus, kept: Mapping[str, Reason]) -> tuple[RankStatus, str | None]:
-    """Return the record with kept reasons for the layers that have none, and the first of these."""
+def with_kept(record: RankStatus, kept: Mapping[str, Reason]) -> RankStatus:
+    """Return the record with kept reasons for the layers that have none."""
     known = {name: kept[name] for name, why in record.skipped.items() if why == NOT_RUN and name in kept}
-    return replace(record, skipped=record.skipped | known), line.first_reason(known) if known else None
+    return replace(record, skipped=record.skipped | known)

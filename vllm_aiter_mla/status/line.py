@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The status line: how many layers of an engine are on the fast path, by which kernels, and why the others are not."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from vllm_aiter_mla.admission import OVERFLOW, REMEDIES
+from vllm_aiter_mla.admission import ABORTED, OVERFLOW, REMEDIES
 from vllm_aiter_mla.status.record import RankStatus, Reason, of_engine
 
 SHOWN = 64
@@ -15,6 +15,8 @@ LONGEST = 200
 def of(*ranks: RankStatus | None, replica: int | None = None) -> str:
     """Return the status line: how many layers are engaged, by which kernels, why the others are not, and the remedy.
 
+    It names kernels that were left out because an earlier start ended in them.
+
     Args:
         ranks: the records of an engine's ranks, as ``of_engine`` takes them.
         replica: index of the data-parallel engine that the line speaks for; None if there is one.
@@ -23,9 +25,12 @@ def of(*ranks: RankStatus | None, replica: int | None = None) -> str:
     record, engaged = engine.record, len(engine.record.engaged)
     silent = f"; {engine.silent} without a status" if engine.silent else ""
     whose = "" if replica is None else f", data-parallel engine {replica}"
+    names = _aborted(ranks)
+    left_out = f"; {', '.join(names)} left out: {ABORTED}" if names else ""
     if not engaged:
-        text = f"0/{record.total}: {first_reason(record.skipped)}{silent}{whose}"
-        return _answered(text, record.skipped.values())
+        reason = first_reason(record.skipped)
+        text = f"0/{record.total}: {reason}{silent}{'' if ABORTED in reason else left_out}{whose}"
+        return _answered(text, remedies(ranks))
     by = ", integration passes" if record.integration == "passes" else ""
     agreeing = engine.ranks - len(engine.fallen) - engine.silent
     on = f" on {agreeing} of {engine.ranks} ranks" if engine.ranks > 1 else ""
@@ -37,18 +42,30 @@ def of(*ranks: RankStatus | None, replica: int | None = None) -> str:
     text += silent
     left = record.total - engaged
     text += f"; {left} skipped: {first_reason(record.skipped)}" if left else ""
-    text += "".join(f"; {name} {OVERFLOW}" for name in record.overflows) + whose
-    return _answered(text, [*engine.fallen.values(), *record.skipped.values()])
+    text += "".join(f"; {name} {OVERFLOW}" for name in record.overflows) + left_out + whose
+    return _answered(text, remedies(ranks))
 
 
-def remedies(reasons: Iterable[Reason]) -> dict[str, str]:
-    """Return what to do about each code among the reasons; nothing for a code of another version."""
-    return {code: REMEDIES[code] for code, *_ in reasons if code in REMEDIES}
+def remedies(ranks: Sequence[RankStatus | None]) -> dict[str, str]:
+    """Return what to do about each code in the records of an engine's ranks; nothing for a code of another version.
+
+    Kernels that were left out come first, then the layers of ranks that fell back, then others.
+    """
+    fallen = of_engine(ranks).fallen.values()
+    reasons = [*fallen, *(why for rank in ranks if rank is not None for why in rank.skipped.values())]
+    codes = [ABORTED] * bool(_aborted(ranks)) + [code for code, _ in reasons]
+    return {code: REMEDIES[code] for code in codes if code in REMEDIES}
 
 
-def _answered(text: str, reasons: Iterable[Reason]) -> str:
-    """Return the line with the remedy of the first reason, or with the command that prints the remedy."""
-    remedy = next(iter(remedies(reasons).values()), "")
+def _aborted(ranks: Sequence[RankStatus | None]) -> list[str]:
+    """Return the kernels that do not run because an earlier start ended in their first call."""
+    decided = (one for rank in ranks if rank is not None for one in rank.decided)
+    return list(dict.fromkeys(name for one in decided for name, why in one.passed_over if why.startswith(ABORTED)))
+
+
+def _answered(text: str, found: Mapping[str, str]) -> str:
+    """Return the line with the first remedy, if any, or with the command that prints it."""
+    remedy = next(iter(found.values()), "")
     full_line = f"{text} -> {remedy}" if remedy else text
     return full_line if len(full_line) <= LONGEST else f"{text} (run: vllm-aiter-mla status)"
 

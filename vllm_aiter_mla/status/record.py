@@ -2,7 +2,8 @@
 """The records of what runs: the status file of a rank, the ranks of an engine as one, and kept reasons to skip.
 
 ``schemas.json`` says what the fields mean. Status files carry the name of their server's run, whose lock its front end
-holds. What is wrong with a file is raised to the caller, who has said the status line by then.
+holds. Each worker holds a lock of its own, which tells that it outlives its front end. What is wrong with a file is
+raised to the caller.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ from vllm_aiter_mla import files
 RUN = "AITER_MLA_RUN"
 """Environment variable that names this server's run; the front end sets it and its workers inherit it."""
 LOCK = "lock-status-"
-"""Start of the name of a run's lock file, which its front end holds."""
+"""Start of the name of a run's lock file, which its front end holds, and of those that its workers hold."""
 
 ENGINE = "engine"
 """Entry of ``RankStatus.skipped`` for an engine to which vLLM gives no MLA layer; it counts as no layer."""
@@ -165,13 +166,15 @@ def write(folder: Path, record: RankStatus) -> tuple[Path, RankStatus]:
         OSError: it cannot be written.
     """
     record = replace(record, run=join_run(folder))
-    path = folder / f"status-{record.run}-{record.engine or 0}-{record.rank}.json"
+    path = folder / f"{_name_of(record)}.json"
+    files.hold(_lock_of_rank(folder, record))
     files.write(path, record)
     for old in folder.glob("status-*-*.json"):
         with suppress(Exception):  # another program's file, or one that is being written: leave it
             known = files.read(RankStatus, old)
             # A lock may mean nothing to another machine that shares the folder.
-            if known.evidence.host == record.evidence.host and lives(folder, known.run) is False:
+            ended = lives(folder, known.run) is False and engine_lives(folder, [known]) is False
+            if known.evidence.host == record.evidence.host and ended:
                 old.unlink(missing_ok=True)
     for lock in folder.glob(f"{LOCK}{host_id()}-*"):
         with suppress(Exception):
@@ -241,9 +244,23 @@ def join_run(folder: Path) -> str:
 
 
 def lives(folder: Path, run: str) -> bool | None:
-    """Return whether a process of a run still lives; None if that cannot be told."""
+    """Return whether the front end of a run still lives; None if that cannot be told."""
     return files.is_held(_lock_of(folder, run))
+
+
+def engine_lives(folder: Path, ranks: Sequence[RankStatus]) -> bool | None:
+    """Return whether a process that wrote one of these records still lives; None if that cannot be told."""
+    held = [files.is_held(_lock_of_rank(folder, record)) for record in ranks]
+    return True if True in held else None if None in held else False
 
 
 def _lock_of(folder: Path, run: str) -> Path:
     return folder / f"{LOCK}{Path(run).name}"
+
+
+def _lock_of_rank(folder: Path, record: RankStatus) -> Path:
+    return folder / f"lock-{Path(_name_of(record)).name}"
+
+
+def _name_of(record: RankStatus) -> str:
+    return f"status-{record.run}-{record.engine or 0}-{record.rank}"
