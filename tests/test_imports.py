@@ -22,7 +22,14 @@ ASK_A_CARD = {
     "commands.compat.rocm_config": "builds vLLM's layers on `meta`, where the card's cache must stay alone",
 }
 """Files that may name torch's GPU runtime, and why."""
-ON_A_BARE_CARD = ("kernels", "verify", "commands.main", "commands.measure", "commands.tune", "commands.verify")
+ON_A_BARE_CARD = (
+    "kernels",
+    "verify",
+    "commands.main",
+    "commands.check.kernels",
+    "commands.check.timing",
+    "commands.check.tune",
+)
 """Parts and files that run where torch and Triton are and vLLM is not; ``tests/test_without_vllm.py`` runs them."""
 RUNTIME = re.compile(
     r"torch\.(cuda|version|profiler|accelerator|xpu)\b|(.*\.)?(version\.hip|version\.cuda|cuda\.\w+|is_cuda|_cuda_\w+)$"

@@ -1,4 +1,4 @@
-"""Kernels, ``verify`` and ``measure`` on a bare card: torch and Triton are there, vLLM is not. `make test-bare`."""
+"""``check --only kernels,timing`` on a bare card: torch and Triton are there, vLLM is not. `make test-bare`."""
 
 import json
 import os
@@ -12,14 +12,14 @@ from tests.sandbox import rehearsal_card
 from vllm_aiter_mla.commands import outputs
 
 CARD = {"arch": "sm90", "name": "NVIDIA H100 80GB HBM3", "rocm": None}
-SIZES = ("-n", "2", "-t", "1", "--type", "bf16")
-VERIFY = ("verify", "--small", "--limit", "8", "-k", "fresh-data")
+TIMING = ("--only", "timing", "--heads", "2", "--tokens", "1", "--type", "bf16")
+KERNELS = ("--only", "kernels", "--small", "--limit", "8", "--case", "fresh-data")
 COMMANDS = {
-    "triton": (*VERIFY, "-b", "triton", "--variant", "fp8"),
-    "reference": (*VERIFY, "-b", "reference", "--variant", "bf16"),
-    "measure": ("measure", *SIZES),
-    "tune": ("measure", "--tune", *SIZES),
-    "plan": ("plan", "deepseek-v3"),
+    "triton": (*KERNELS, "--backend", "triton", "--variant", "fp8"),
+    "reference": (*KERNELS, "--backend", "reference", "--variant", "bf16"),
+    "timing": TIMING,
+    "tune": ("--tune", *TIMING),
+    "plan": ("deepseek-v3", "--only", "plan"),
 }
 # One process for all commands: importing torch costs more than they do.
 CHILD = """
@@ -27,11 +27,14 @@ import json, os, sys
 import tests.support.without_vllm
 from tests.sandbox import rehearsal_card
 rehearsal_card.install_from_environment()
+import pytest
+from tests.support import in_process
+in_process.install(pytest.MonkeyPatch())
 from typer.testing import CliRunner
 from vllm_aiter_mla.commands import main
 found = {}
 for name, line in json.loads(sys.argv[1]).items():
-    done = CliRunner().invoke(main.app, line)
+    done = CliRunner().invoke(main.app, ["check", *line])
     found[name] = [done.exit_code, done.output, getattr(done.exception, "name", None)]
 print(json.dumps(found))
 """
@@ -50,15 +53,15 @@ def ran(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "said"), [
-    ("triton", "1 passed, 0 failed"), ("reference", "1 passed, 0 failed"), ("measure", "5.00"), ("tune", "kept in"),
+    ("triton", "1 passed, 0 failed"), ("reference", "1 passed, 0 failed"), ("timing", "5.00"), ("tune", "kept in"),
 ])  # fmt: skip
 def test_a_command_runs_without_vllm(ran, name, said):
     status, output, _ = ran[0][name]
     assert (status, said in output) == (outputs.FINE, True), output
 
 
-def test_measure_says_why_vllms_own_kernels_are_not_timed(ran):
-    assert "vllm: not timed: this build of vLLM has no" in ran[0]["measure"][1]
+def test_timing_says_why_vllms_own_kernels_are_not_timed(ran):
+    assert "vllm: not timed: this build of vLLM has no" in ran[0]["timing"][1]
 
 
 def test_tiles_go_to_the_folder_that_vllm_would_name(ran):
@@ -68,7 +71,8 @@ def test_tiles_go_to_the_folder_that_vllm_would_name(ran):
 @pytest.mark.mutation
 def test_mutation_a_command_that_needs_vllm_fails_there(ran):
     """What is absent in that process is vLLM, and a command that asks it for something ends so."""
-    assert ran[0]["plan"][2] in ("vllm", "vllm.plugins", "vllm.envs")
+    status, output, _ = ran[0]["plan"]
+    assert (status, "vllm is not installed here" in output) == (outputs.NOT_LOOKED, True)
 
 
 def collect(folder, source):

@@ -3,8 +3,8 @@
     python tools/docs.py [--check]
 
 The texts come from the typer app, ``tools/ledger.py``, ``reasons.json``, AITER's ``LIMITS``, ``schemas.json``, and the
-docstrings of ``compat/patches.py`` and of doctor's checks. They are the same on every machine. With --check nothing is
-written: exit status 1 if a page is not up to date.
+docstrings of ``compat/patches.py`` and of the machine's checks. They are the same on every machine. With --check
+nothing is written: exit status 1 if a page is not up to date.
 """
 
 import inspect
@@ -52,10 +52,10 @@ def pages() -> dict[str, str]:
 
 
 def commands() -> str:
-    """Return the help text of each command in a code block, and what doctor checks."""
+    """Return the help text of each command in a code block, and what the step machine looks at."""
     from typer.testing import CliRunner
 
-    from vllm_aiter_mla.commands.doctor import CHECKS, name_of
+    from vllm_aiter_mla.commands.machine import CHECKS, name_of
     from vllm_aiter_mla.commands.main import app
 
     parts, program = ["The commands"], "vllm-aiter-mla"
@@ -64,7 +64,7 @@ def commands() -> str:
         lines = [line.rstrip() for line in said.strip().splitlines()]
         parts += [f"## `{' '.join([program, *words])}`", "\n".join(["```text", *lines, "```"])]
     rows = [f"| `{name_of(check)}` | {first_line(check.__doc__)} |" for check in CHECKS]
-    parts += ["## What `doctor` checks", "\n".join(["| check | |", "|---|---|", *rows])]
+    parts += ["## What the step machine looks at", "\n".join(["| check | |", "|---|---|", *rows])]
     return "\n\n".join(parts)
 
 

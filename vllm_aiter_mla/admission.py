@@ -3,7 +3,7 @@
 
 A rule is a code, a condition over a plain view, and a sentence. ``compat`` fills the views from vLLM's objects. This
 module imports neither torch nor vLLM. ``passes`` and the choice of a kernel give further reasons, with codes from the
-tables here. A skip is a value: the log, ``doctor``, ``plan`` and the report print it as it is.
+tables here. A skip is a value: the log, ``check`` and the report print it as it is.
 """
 
 import json
@@ -31,7 +31,7 @@ LEVELS: dict[str, dict[str, tuple[str, str]]] = json.loads(
 anything is compiled (some apply to one layer too); a "layer", from its attention module; its "graph", or its wrapper,
 before it first runs; or the "kernel" that could run it. ``make docs`` makes a page of them."""
 REMEDIES = {code: remedy.replace("`", "") for codes in LEVELS.values() for code, (_, remedy) in codes.items()}
-"""What to do about each code: the status line, `status`, `doctor` and `plan` all say this."""
+"""What to do about each code: the status line, `status` and `check` all say this."""
 REASONS = frozenset(REMEDIES)
 
 KV_CACHE_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3"})

@@ -12,7 +12,7 @@ from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.check.record import Step
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
-NAMES = ("plan", "engine", "prefill rows", "decode against prefill")
+NAMES = ("plan", "engine", "prefill", "decode")
 
 
 def outcomes(folder: Path, mutation: str = "", ranks: int = 1, *typed: str) -> dict[str, Step]:

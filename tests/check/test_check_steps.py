@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pkgutil
 import re
 from collections.abc import Callable
 from copy import deepcopy
@@ -21,23 +19,24 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.sandbox.rehearsal_card import RehearsalCard
-from tests.support import plans
+from tests.support import in_process, plans
 from tests.support.planted import raising
 from tests.support.statuses import record_of
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands import check as command
-from vllm_aiter_mla.commands import doctor, measure, process
-from vllm_aiter_mla.commands.check import engine, steps
+from vllm_aiter_mla.commands import machine, outputs, process
+from vllm_aiter_mla.commands.check import engine, kernels, steps, timing
+from vllm_aiter_mla.commands.check.context import Context
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
-from vllm_aiter_mla.commands.check.steps import Context
-from vllm_aiter_mla.commands.doctor import Check
+from vllm_aiter_mla.commands.machine import Check
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import build, issues, model
 from vllm_aiter_mla.commands.plan.model import USE_AITER
 from vllm_aiter_mla.kernels import device
 from vllm_aiter_mla.status.record import Decided
 from vllm_aiter_mla.verify import session
+from vllm_aiter_mla.verify.results import Finding, Result, Verification
 
 ISSUES = {issue["id"]: issue for issue in json.loads(issues.KNOWN_ISSUES.read_text())}
 NO_CUSTOM_AR = "VLLM_ROCM_USE_AITER_CUSTOM_AR=0"
@@ -72,34 +71,32 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     answers = {side: deepcopy(ANSWER) for side in ("off", "on")}
     answers["on"]["launches"] = 38
     made: dict[str, Any] = {"plan": made_up_plan(), "answers": answers, "checks": (Check("ok", "fine"),)}
-    result = SimpleNamespace(status="passed", backend="aiter", writes_nan=False)
-    made["run"] = SimpleNamespace(
-        run=lambda: [result], results=[result], status=0, engine=SimpleNamespace(name="graph capture"),
-        command=lambda result: "again", record=dict,
-    )  # fmt: skip
-    row = measure.row_of(1, 16, "fp8", {"vllm": 10.0, "triton": 5.0}, {})
-    made["measured"] = measure.Measurement({"card": "a card"}, "fp8", (row,), {}, "")
-    monkeypatch.setattr(steps.doctor, "examine", lambda env: made.update(machine=env) or made["checks"])
-    monkeypatch.setattr(model, "ask", lambda *_: issues.looked_up(plans.parsed(made["plan"])))
+    made["results"] = [Result("fresh-data", "fp8", "aiter", "graph capture")]
+    row = timing.row_of(1, 16, "fp8", {"vllm": 10.0, "triton": 5.0}, {})
+    made["measured"] = timing.Measurement({"card": "a card"}, "fp8", (row,), {}, "")
+    monkeypatch.setattr(machine, "examine", lambda env: made.update(machine=env) or made["checks"])
+    monkeypatch.setattr(model, "ask", lambda *_: (issues.looked_up(plans.parsed(made["plan"])),))
     # In this process, where the card is made up; tests/rehearsal runs the real ones.
-    monkeypatch.setattr(process, "call", in_this_process(made))
-    monkeypatch.setattr(session, "Session", lambda **asked: made.update(asked=asked) or made["run"])
+    in_process.install(monkeypatch, lambda name, env: made.update({CALLED.get(name, name): env}))
+    monkeypatch.setattr(session, "FINDERS", {"aiter": lambda: "of a made-up card"})
+    monkeypatch.setattr(kernels, "run", lambda options, _: made.update(asked=options) or verified(made["results"]))
     RehearsalCard().install(monkeypatch)
-    monkeypatch.setattr(measure, "run", lambda *_, **layer: made.update(timed=layer) or made["measured"])
+    monkeypatch.setattr(timing, "run", lambda *_, left_out, **layer: made.update(timed=layer) or made["measured"])
     monkeypatch.setattr(engine, "run", lambda *asked: made.update({asked[2]: asked[3]}) or made["answers"][asked[2]])
     return made
 
 
-def in_this_process(made: dict[str, Any]) -> Callable[..., Any]:
-    def call(step: str, context: Context, environment: dict[str, str]) -> Any:
-        made[step.rpartition(":")[2]] = environment
-        return pkgutil.resolve_name(step)(context)
+CALLED = {f"{kernels.__name__}:run": "kernels", f"{timing.__name__}:measured": "timing"}
 
-    return call
+
+def verified(results: list[Result]) -> Verification:
+    failed = any(result.status == "failed" for result in results)
+    return Verification(int(failed), {"card": "a card"}, "graph capture", None, {}, tuple(results))
 
 
 def outcomes(**options: Any) -> dict[str, Step]:
-    return {step.name: step for step in command.run(Context(model.find("deepseek-r1"), **options))}
+    found = {step.name: step for step in command.run(Context(model.find("deepseek-r1"), **options))}
+    return {name: replace(step, seconds=0.0) for name, step in found.items()}
 
 
 def failed(found: dict[str, Step]) -> list[str]:
@@ -138,8 +135,8 @@ def a_problem_of_the_machine(card: dict[str, Any]) -> None:
 def a_module_without_code_for_this_card(card: dict[str, Any]) -> None:
     module = {Path("module_cache.so"): {"gfx942"}}
     replaced = {"gpu_arch": lambda: "gfx950", "compiled_modules": lambda: list(module), "architectures_of": module.get}
-    with mock.patch.multiple(doctor.checks, **replaced):
-        card["checks"] = doctor.run([doctor.checks.code_objects], {})
+    with mock.patch.multiple(machine.checks, **replaced):
+        card["checks"] = machine.run([machine.checks.code_objects], {})
 
 
 def a_shape_with_a_known_issue(card: dict[str, Any]) -> None:
@@ -151,9 +148,7 @@ def no_layer_engages(card: dict[str, Any]) -> None:
 
 
 def a_wrong_kernel(card: dict[str, Any]) -> None:
-    finding = SimpleNamespace(oracle="query", message="2 values differ")
-    result = SimpleNamespace(status="failed", backend="aiter", case="fresh-data", findings=[finding], writes_nan=False)
-    card["run"].run, card["run"].results = lambda: [result], [result]
+    card["results"][0].add([Finding("query-nope", "2 values differ")], "replay 1")
 
 
 def span(kernel: str) -> dict[str, Any]:
@@ -162,7 +157,7 @@ def span(kernel: str) -> dict[str, Any]:
 
 def an_aiter_that_does_not_saturate(card: dict[str, Any]) -> None:
     """The user named it: otherwise start-up leaves it out."""
-    card["run"].results[0].writes_nan = True
+    card["results"][0].writes_nan = True
     card["plan"]["kernels"] = [span("aiter")]
     card["plan"]["options"]["kv_cache_dtype"] = "fp8"
 
@@ -233,7 +228,7 @@ def an_extra_launch(card: dict[str, Any]) -> None:
 PLANTED: dict[str, dict[Callable[[dict[str, Any]], None], str]] = {
     "machine": {a_problem_of_the_machine: "1 problem", a_module_without_code_for_this_card: "1 problem"},
     "plan": {no_layer_engages: "61/61 MLA layers"},
-    "known issues": {a_shape_with_a_known_issue: "1 for this shape"},
+    "issues": {a_shape_with_a_known_issue: "1 for this shape"},
     "kernels": {a_wrong_kernel: "0 passed, 1 failed", an_aiter_that_does_not_saturate: "1 passed, 0 failed"},
     "timing": {
         a_kernel_fails_its_self_check: "a kernel is wrong, or none of ours was timed",
@@ -244,13 +239,13 @@ PLANTED: dict[str, dict[Callable[[dict[str, Any]], None], str]] = {
         log_probabilities_apart: "off and on are apart in short",
         nothing_engaged: "not every MLA layer engaged",
     },
-    "prefill rows": {
+    "prefill": {
         three_roundings_above_the_limit: engine.ABOVE,
         three_roundings_among_decodes: engine.MIXED,
         a_row_that_is_not_a_number: engine.ABOVE,
         a_row_of_another_request: engine.MIXED,
     },
-    "decode against prefill": {
+    "decode": {
         a_broken_decode_on_both_sides: "off: 2, on: 2",
         a_decode_that_is_not_a_number: "off: 0, on: inf",
     },
@@ -279,9 +274,9 @@ def test_the_timing_is_of_the_models_own_layer(card: dict[str, Any]) -> None:
     card["plan"]["model"]["dtype"] = "float16"
     outcomes()
     assert card["timed"] == widths | {"act": "float16"}
-    shape = measure.shape_of(16, "bf16", "bf16", **card["timed"])
+    shape = timing.shape_of(16, "bf16", "bf16", **card["timed"])
     assert (shape.nope_dim, shape.rope, shape.latent, shape.act) == (*widths.values(), torch.float16)
-    assert measure.kind_of(shape) == "fp16"
+    assert timing.kind_of(shape) == "fp16"
 
 
 def kernels_by_tokens(card: dict[str, Any], *spans: tuple[int, int, str]) -> None:
@@ -336,7 +331,7 @@ def test_prompts_with_the_same_bytes_are_counted_and_half_of_them_may_differ_by_
     card: dict[str, Any], name: str, differ: int, status: str
 ) -> None:
     other_prompts(card, name, differ)
-    found = outcomes()["prefill rows"]
+    found = outcomes()["prefill"]
     assert found.status == status
     assert (found.data[name]["prompts"], found.data[name]["equal"]) == (20, 20 - differ)
     assert f"{20 - differ} of 20 prompts have the same bytes" in " ".join(found.lines)
@@ -356,7 +351,7 @@ def test_mutation_prefill_rows_without_a_bound_hide_three_roundings(
 def test_an_engine_that_does_not_repeat_itself_is_held_to_its_own_noise(card: dict[str, Any]) -> None:
     card["answers"]["off"]["batches"][engine.ABOVE] = [[[-0.5, -0.5]] * 20, [[-0.5, -0.502]] * 20]
     three_roundings_above_the_limit(card)
-    assert outcomes()["prefill rows"].status == "passed"
+    assert outcomes()["prefill"].status == "passed"
 
 
 @pytest.mark.parametrize("name", engine.PREFILLS)
@@ -504,11 +499,12 @@ def test_field_f5_a_plan_that_is_not_known_is_no_all_clear(card: dict[str, Any])
     made = build.build(replace(answer, model=facts, layers=[], skip=skip), plans.ABOUT, model.environment((), {}))
     card["plan"] = json.loads(files.text_of(made))
     found = outcomes(strict=True)
-    assert (card["plan"]["outcome"], failed(found)) == ("unknown", ["plan"])
-    assert found["known issues"] == Step("skipped", "not looked up: the plan is not known", name="known issues")
+    assert (card["plan"]["outcome"], found["plan"].status, failed(found)) == ("unknown", "unknown", [])
+    assert command.exit_status([*found.values()], on_cpu=True) == outputs.NOT_LOOKED
+    assert found["issues"] == Step("skipped", "not looked up: the plan is not known", name="issues")
     others = {found[name].detail for name in steps.OF_A_SHAPE}
     assert others == {"the plan is not known"}
-    assert found["decode against prefill"].status == "skipped"
+    assert found["decode"].status == "skipped"
 
 
 @pytest.mark.mutation
@@ -516,7 +512,7 @@ def test_mutation_an_unknown_shape_that_is_looked_up_is_caught(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(steps, "without_a_shape", lambda plan: "")
-    with pytest.raises(AssertionError, match=r"'kernels', 'timing', 'launches'\] != \['plan'\]"):
+    with pytest.raises(AssertionError, match=r"'kernels', 'timing', 'launches'\] != \[\]"):
         test_field_f5_a_plan_that_is_not_known_is_no_all_clear(card)
 
 
@@ -537,7 +533,7 @@ def test_the_kernels_are_verified_at_the_models_sizes_and_a_failure_repeats_with
     card["plan"] |= {"heads_per_rank": 20, "absorb_weight": "mxfp4", "limit": 512}
     outcomes()
     asked = card["asked"]
-    assert (asked["geometry"].heads, asked["limit"], asked["weight"]) == (20, 512, ("mxfp4",))
+    assert (asked["sizes"]["heads"], asked["limit"], asked["weights"], asked["quick"]) == (20, 512, "mxfp4", True)
     assert {"--heads 20", "--limit 512", "--weights mxfp4"} < set(asked["again"])
     outcomes(on_cpu=True)
     assert card["asked"]["again"] == ("--quick", "--device cpu")
@@ -545,7 +541,7 @@ def test_the_kernels_are_verified_at_the_models_sizes_and_a_failure_repeats_with
 
 def test_a_known_issue_is_a_warning_with_its_link_and_a_failure_in_strict_mode(card: dict[str, Any]) -> None:
     card["plan"] = of_shape(64, 0, "fp8")
-    loose, strict = (outcomes(strict=strict)["known issues"] for strict in (False, True))
+    loose, strict = (outcomes(strict=strict)["issues"] for strict in (False, True))
     assert (loose.status, strict.status) == ("warning", "failed")
     assert ISSUES["aiter#4363"]["link"] in loose.lines[0]
 
@@ -557,21 +553,21 @@ def test_a_step_that_raises_has_failed_and_the_next_one_runs(
     found = outcomes()
     assert failed(found) == ["engine"]
     assert "out of memory" in found["engine"].detail
-    assert found["decode against prefill"].status == found["launches"].status == "skipped"
+    assert found["decode"].status == found["launches"].status == "skipped"
 
 
 def test_without_a_gpu_the_steps_of_a_card_are_skipped_and_the_exit_status_is_3(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(device.card(), "is_there", lambda: False)
-    monkeypatch.setattr(session, "Session", raising(session.NotHereError("torch sees no GPU")))
+    monkeypatch.setattr(kernels, "run", lambda *_: session.NotHereError("torch sees no GPU"))
     path = tmp_path / "check.json"
     done = CliRunner().invoke(app, ["check", "deepseek-r1", "-tp", "8", "--json", str(path)])
     assert done.exit_code == 3, done.output
     assert "nothing ran on a card" in done.output
     record = json.loads(path.read_text())
     skipped = {step["name"] for step in record["steps"] if step["status"] == "skipped"}
-    assert skipped == {"kernels", "timing", "engine", "prefill rows", "decode against prefill", "launches"}
+    assert skipped == {"kernels", "timing", "engine", "prefill", "decode", "launches"}
     assert (record["exit"], record["evidence"]["schema"]) == (3, "vllm-aiter-mla/check")
 
 
@@ -611,7 +607,7 @@ def test_a_card_on_which_vllm_is_faster_is_no_failure_and_has_an_exit_status_of_
     vllm_is_faster(card)
     found = outcomes()
     assert (found["engine"].status, failed(found)) == ("no gain", [])
-    assert command.exit_status([*found.values()], on_cpu=False) == command.NO_GAIN
+    assert command.exit_status([*found.values()], on_cpu=False) == outputs.NO_GAIN
     other_tokens(card)
     assert outcomes()["engine"].status == "failed"
 
@@ -646,30 +642,7 @@ def test_a_check_that_is_cut_off_leaves_the_steps_before(card: dict[str, Any], t
         app(["check", "deepseek-r1", "-tp", "8", "--json", str(path)], standalone_mode=False)
     kept = files.read(CheckRun, path)
     assert kept.exit is None
-    assert [step.name for step in kept.steps] == ["machine", "plan", "known issues", "kernels", "timing"]
-
-
-def abort(context: Context) -> Step:
-    """End the process as AITER's own checks do."""
-    print("a check of AITER's failed", flush=True)
-    os.abort()
-
-
-def test_a_step_whose_process_aborts_has_failed_and_says_its_last_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its process is real; what it runs is planted by a ``sitecustomize`` of its own."""
-    (tmp_path / "sitecustomize.py").write_text(
-        f"import {steps.__name__}, {__name__}\n{steps.__name__}.kernels = {__name__}.abort\n"
-    )
-    context = Context(model.find("deepseek-r1"))
-    context.plan = plans.parsed(made_up_plan())
-    path = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[2])))
-    monkeypatch.setattr(steps, "STEPS", {"kernels": steps.kernels})
-    monkeypatch.setenv("PYTHONPATH", path)
-    (found,) = command.run(context)
-    assert (found.status, "SIGABRT" in found.detail) == ("failed", True)
-    assert "a check of AITER's failed" in found.lines
+    assert [step.name for step in kept.steps] == ["machine", "plan", "issues", "kernels", "timing"]
 
 
 def test_a_process_answers_with_records_and_whole_numbers_as_they_are() -> None:

@@ -3,21 +3,28 @@
 import functools
 import json
 import re
+import shlex
 import subprocess
 import sys
 from itertools import chain
 
 import pytest
+import typer.main
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.core import TyperGroup
+from typer.testing import CliRunner
 
 from tests.support.pages import PAGES, RUN, quoted, words
 from vllm_aiter_mla import plugin
+from vllm_aiter_mla.commands import main
 from vllm_aiter_mla.commands.compat import offline
+from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.settings import FLAG_FIELD
 
 plugin.register()
-COMMANDS = ("plan", "check")
+COMMANDS = ("check", "plan")
+"""The command that takes the options of `vllm serve`, and its alias."""
 # Options of both commands, as they may stand between those of vLLM.
 OURS = (["--arch", "gfx950"], ["--arch=gfx942"], ["--env", "VLLM_MLA_DISABLE=0"], ["--env=VLLM_MLA_DISABLE=0"],
         ["--verbose"])  # fmt: skip
@@ -137,7 +144,7 @@ def test_a_spelling_of_vllm_serve_has_the_value_that_was_typed(script, command, 
 def test_the_options_of_a_file_are_read_by_vllm(script, tmp_path):
     path = tmp_path / "v.yaml"
     path.write_text("tensor-parallel-size: 8\nverbose-v: 1\n".partition("verbose")[0])
-    answer = script.run("plan", "deepseek-r1", "--config", str(path), "-tp", "4")
+    answer = script.run("check", "deepseek-r1", "--config", str(path), "-tp", "4")
     assert answer["reached"] == ["--config", str(path), "-tp", "4"]
     assert offline.serve_options(["deepseek-r1", *answer["reached"][:2]]).tensor_parallel_size == 8
 
@@ -168,6 +175,37 @@ def test_a_config_of_which_vllm_would_drop_a_part_is_refused_with_its_spellings(
     assert [name for name in names - {"--compilation-conf"} if name not in str(caught.value)] == []
     assert ("the file of --config" in str(caught.value)) is bool(in_file)
     assert "\n" not in str(caught.value)
+
+
+OLD_AND_NEW = [
+    (["doctor", "--json", "-"], ["--only", "machine", "--json", "-"]),
+    (["plan", "M", "-tp", "8", "--seed", "3"], ["--only", "plan", "M", "-tp", "8", "--seed", "3"]),
+    (
+        ["verify", "-b", "triton", "--only", "fresh", "-k=x", "--seed", "7", "--heads", "8", "--quick"],
+        ["--only", "kernels", "--backend", "triton", "--case", "fresh", "--case=x", "--data-seed", "7", "--heads", "8",
+         "--quick"],
+    ),
+    (
+        ["measure", "-n", "16", "-n8", "-t", "1", "--tune", "--type", "fp8"],
+        ["--only", "timing", "--heads", "16", "--heads=8", "--tokens", "1", "--tune", "--type", "fp8"],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_AND_NEW, ids=lambda line: line[0])
+def test_a_command_of_before_is_the_new_one_and_says_its_spelling(monkeypatch, old, new):
+    read = []
+    monkeypatch.setattr(TyperGroup, "parse_args", lambda self, ctx, args: read.extend(args) or ["--help"])
+    done = CliRunner().invoke(app, old)
+    assert read == ["check", *new]
+    assert f"vllm-aiter-mla check {shlex.join(new)}" in done.stderr
+
+
+def test_every_command_of_before_has_an_alias_and_help_lists_the_new_ones_alone():
+    assert {old[0] for old, _ in OLD_AND_NEW} == set(main.ALIASES)
+    listed = CliRunner().invoke(app, ["--help"]).stdout.partition("Commands:")[2].partition("Exit status")[0]
+    assert [line.split()[0] for line in listed.splitlines() if re.match(r"  \w", line)] == ["check", "status", "report"]
+    assert {*main.COMMANDS} == {"check", "status", "report"}
 
 
 OBJECTS = ("--speculative-config", "--override-generation-config", "--mm-processor-kwargs")
@@ -209,18 +247,18 @@ def test_an_option_in_the_place_of_a_file_is_refused(script, command, own):
     assert "--enforce-eager" in answer["said"]
 
 
+NOT_IN_SILENCE = [("--limit", "limit_mm_per_prompt"), ("--tokens", "tokens_only")]
+"""Ours take a number, and vLLM's JSON and nothing: an abbreviation of theirs is refused."""
+
+
 def test_no_option_of_ours_hides_one_of_vllms():
     """vLLM's parser takes abbreviations too: ours must not be the beginning of exactly one of its options."""
-    import typer.main
-
-    from vllm_aiter_mla.commands.main import app
-
     names = [name for action in table() for name in action.option_strings]
-    for command in COMMANDS:
-        for option in typer.main.get_command(app).commands[command].params[1:]:
-            for name in option.opts:
-                assert name.startswith("--"), "one letter would be taken out of vLLM's options"
-                assert len({of(full).dest for full in names if full.startswith(name)}) != 1, name
+    for option in typer.main.get_command(app).commands["check"].params[1:]:
+        for name in option.opts:
+            assert name.startswith("--"), "one letter would be taken out of vLLM's options"
+            hidden = {of(full).dest for full in names if full.startswith(name)}
+            assert len(hidden) != 1 or (name, *hidden) in NOT_IN_SILENCE, name
 
 
 def typed_lines(page):
@@ -229,10 +267,10 @@ def typed_lines(page):
     served = [line.strip() for line in text.splitlines() if " vllm-aiter-mla deepseek-ai/" in line]
     for line in (*quoted(PAGES[page]), *served):
         found = words(line.partition(" > ")[0])
-        start = next((i for i, word in enumerate(found) if word in ("plan", "check", "serve")), None)
+        start = next((i for i, word in enumerate(found) if word in ("check", "serve")), None)
         if start is None and line in served:
             start = found.index("vllm-aiter-mla")
-        if start is not None and found[start + 1 :]:
+        if start is not None and found[start + 1 :] and not found[start + 1].startswith("-"):  # a MODEL
             yield found[start + 2 :]
     yield from (words(span) for span in re.findall(r"`(-[^`\n]+)`", text) if not RUN.search(span))
 
@@ -250,8 +288,8 @@ assert len(FROM_PAGES) > 15
 def test_every_command_line_of_the_pages_is_read_by_vllms_parser(script, line):
     if len(line) == 1 and any(line[0] in action.option_strings and action.nargs != 0 for action in table()):
         line = [*line, "2"]  # the page names an option without its value
-    answer = script.run("check" if "--require-all" in line else "plan", "deepseek-r1", *line)
-    ours = {"--json", "plan.json", "--arch", "gfx942", "--require-all"} & set(line)
+    answer = script.run("check", "deepseek-r1", *line)
+    ours = {"--only", "plan", "--json", "plan.json", "--arch", "gfx942", "--require-all"} & set(line)
     assert answer["reached"] == [word for word in line if word not in ours]
     offline.serve_options(["deepseek-r1", *answer["reached"]])
 

@@ -43,7 +43,7 @@ def test_a_path_that_cannot_be_written_is_named_with_its_reason(places, name, re
     assert outputs.why_not_writable(places / name) == reason
 
 
-@pytest.mark.parametrize(("command", "option"), [("doctor", "--json"), ("report", "-o")])
+@pytest.mark.parametrize(("command", "option"), [("check", "--json"), ("report", "-o")])
 def test_a_command_names_the_option_the_path_and_the_reason_before_its_work(places, command, option):
     typed = [command, *(["x.json"] if command == "report" else []), option, str(places / "folder")]
     said = CliRunner().invoke(app, typed).stderr

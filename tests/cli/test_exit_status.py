@@ -14,24 +14,26 @@ from typer.testing import CliRunner
 from tests.support import plans
 from tests.support.statuses import record_of
 from vllm_aiter_mla import __version__, files, status
-from vllm_aiter_mla.commands import doctor, outputs
+from vllm_aiter_mla.commands import machine, outputs
 from vllm_aiter_mla.commands.main import COMMANDS, app
 from vllm_aiter_mla.commands.plan import Arch, model
 from vllm_aiter_mla.kernels import device
 
-ONE_CASE = ("--device", "cpu", "--quick", "--backend", "reference", "--only", "fresh-data", "--variant", "bf16")
+KERNELS = ("--only", "kernels", "--device", "cpu")
+ONE_CASE = (*KERNELS, "--quick", "--backend", "reference", "--case", "fresh-data", "--variant", "bf16")
+PLAN = ("deepseek-r1", "--only", "plan")
 
 
-def doctor_finds(status):
+def machine_finds(status):
     def plant(monkeypatch, folder):
-        monkeypatch.setattr(doctor, "examine", lambda env: (doctor.Check(status, "made up", name="made-up"),))
+        monkeypatch.setattr(machine, "examine", lambda env: (machine.Check(status, "made up", name="made-up"),))
 
     return plant
 
 
 def plan_says(outcome):
     def plant(monkeypatch, folder):
-        monkeypatch.setattr(model, "ask", lambda *_: replace(plans.made_up(), outcome=outcome))
+        monkeypatch.setattr(model, "ask", lambda *_: (replace(plans.made_up(), outcome=outcome),))
 
     return plant
 
@@ -61,28 +63,37 @@ def nothing(monkeypatch, folder):
 
 
 WRONG_FILE = ("--json", "no/such/folder/x.json")
+MACHINE = ("--only", "machine")
 TABLE = [
-    ("doctor", (), doctor_finds("ok"), outputs.FINE),
-    ("doctor", (), doctor_finds("problem"), outputs.FINDING),
-    ("doctor", WRONG_FILE, doctor_finds("ok"), outputs.WRONG),
-    ("doctor", (), doctor_finds("unknown"), outputs.NOT_LOOKED),
-    ("plan", ("deepseek-r1",), plan_says("engaged"), outputs.FINE),
-    ("plan", ("deepseek-r1",), plan_says("skipped"), outputs.FINDING),
-    ("plan", ("no-such-model",), nothing, outputs.WRONG),
-    ("plan", ("deepseek-r1", *WRONG_FILE), plan_says("engaged"), outputs.WRONG),
-    ("plan", ("deepseek-r1",), plan_says("unknown"), outputs.NOT_LOOKED),
+    ("check", MACHINE, machine_finds("ok"), outputs.FINE),
+    ("check", MACHINE, machine_finds("problem"), outputs.FINDING),
+    ("check", (*MACHINE, *WRONG_FILE), machine_finds("ok"), outputs.WRONG),
+    ("check", MACHINE, machine_finds("unknown"), outputs.NOT_LOOKED),
+    ("check", PLAN, plan_says("engaged"), outputs.FINE),
+    ("check", PLAN, plan_says("skipped"), outputs.FINDING),
     ("check", ("no-such-model",), nothing, outputs.WRONG),
+    ("check", (*PLAN, *WRONG_FILE), plan_says("engaged"), outputs.WRONG),
+    ("check", PLAN, plan_says("unknown"), outputs.NOT_LOOKED),
     ("check", ("deepseek-r1", *WRONG_FILE), nothing, outputs.WRONG),
-    ("verify", ONE_CASE, nothing, outputs.FINE),
     *(
-        ("verify", ("--device", "cpu", *wrong), nothing, outputs.WRONG)
-        for wrong in (("--limit", "8193"), ("--limit", "7"), ("--only", "x?"), ("--backend", "x?"), ("--variant", "x?"))
+        ("check", wrong, nothing, outputs.WRONG)
+        for wrong in (
+            ("--only", "x?"),
+            ("--only", "engine"),
+            (*MACHINE, "--limit=8"),
+            ("deepseek-r1", "--heads=8"),
+            ("deepseek-r1", "-tp=1,2"),
+            ("--only", "timing", "--kv-cache-dtype=fp8"),
+        )
     ),
-    ("verify", WRONG_FILE, nothing, outputs.WRONG),
-    ("verify", (), no_card, outputs.NOT_LOOKED),
-    ("measure", WRONG_FILE, nothing, outputs.WRONG),
-    ("measure", ("-t", "0"), nothing, outputs.WRONG),
-    ("measure", (), no_card, outputs.NOT_LOOKED),
+    ("check", ONE_CASE, nothing, outputs.FINE),
+    *(
+        ("check", (*KERNELS, *wrong), nothing, outputs.WRONG)
+        for wrong in (("--limit", "8193"), ("--limit", "7"), ("--case", "x?"), ("--backend", "x?"), ("--variant", "x?"))
+    ),
+    ("check", ("--only", "kernels"), no_card, outputs.NOT_LOOKED),
+    ("check", ("--only", "timing", "--tokens", "0"), nothing, outputs.WRONG),
+    ("check", ("--only", "timing"), no_card, outputs.NOT_LOOKED),
     ("status", (), a_server(engaged=True), outputs.FINE),
     ("status", (), a_server(engaged=False), outputs.FINDING),
     ("status", WRONG_FILE, no_server, outputs.WRONG),
@@ -101,10 +112,10 @@ def test_an_exit_status_means_the_same_for_every_command(monkeypatch, tmp_path, 
     assert done.exit_code == expected, done.output
     assert isinstance(done.exception, (SystemExit, type(None))), done.exception
     if expected == outputs.WRONG and not done.stderr.startswith("Usage:"):  # that is typer's own
-        # A progress bar that never began leaves an empty line.
-        assert (done.stdout.strip(), done.stderr.count("\n")) == ("", 1)
-        assert done.stderr.startswith(f"{command}: ")
-        assert typed[-1] in done.stderr
+        *before, said = done.stderr.splitlines()
+        assert (done.stdout.strip(), [line for line in before if not line.endswith(" ...")]) == ("", [])
+        assert said.startswith(f"{command}: ")
+        assert typed[-1].partition("=")[0] in said
 
 
 def test_exit_status_every_command_is_in_the_table():
@@ -114,9 +125,9 @@ def test_exit_status_every_command_is_in_the_table():
 @pytest.mark.parametrize(
     ("command", "typed", "plant"),
     [
-        ("doctor", (), doctor_finds("ok")),
-        ("plan", ("deepseek-r1",), plan_says("engaged")),
-        ("verify", ONE_CASE, nothing),
+        ("check", MACHINE, machine_finds("ok")),
+        ("check", PLAN, plan_says("engaged")),
+        ("check", ONE_CASE, nothing),
         ("status", (), a_server(engaged=True)),
     ],
 )
@@ -158,20 +169,21 @@ def in_a_shell(line, **options):
     return subprocess.run([sys.executable, "-m", "vllm_aiter_mla", *line], **options)
 
 
-@pytest.mark.parametrize("line", [["--version"], ["plan", "--help"], ["doctor"]], ids=" ".join)
+@pytest.mark.parametrize("line", [["--version"], ["check", "--help"], ["check", "--only", "machine"]], ids=" ".join)
 def test_output_that_ends_on_a_full_disk_is_one_line_and_nobody_has_looked(line):
     with open("/dev/full", "w") as full:
         done = in_a_shell(line, stdout=full)
-    assert (done.returncode, done.stderr.count("\n")) == (outputs.NOT_LOOKED, 1)
-    assert os.strerror(errno.ENOSPC) in done.stderr
+    said = [one for one in done.stderr.splitlines() if not one.endswith(" ...")]
+    assert (done.returncode, len(said)) == (outputs.NOT_LOOKED, 1)
+    assert os.strerror(errno.ENOSPC) in said[0]
 
 
 def test_output_that_ends_in_a_closed_pipe_is_one_line_and_nobody_has_looked():
     reads, writes = os.pipe()
     os.close(reads)
-    done = in_a_shell(["plan", "--help"], stdout=writes)
+    done = in_a_shell(["check", "--help"], stdout=writes)
     assert (done.returncode, done.stderr.count("\n")) == (outputs.NOT_LOOKED, 1)
-    assert done.stderr.startswith("plan: ")
+    assert done.stderr.startswith("check: ")
 
 
 AS_NOBODY = """

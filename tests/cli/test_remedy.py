@@ -1,4 +1,4 @@
-"""Each code has one remedy, and the status line, ``status``, ``doctor`` and ``plan`` say the same."""
+"""Each code has one remedy, and the status line, ``status`` and ``check`` say the same."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.support import plans
 from tests.support.statuses import record_of
 from vllm_aiter_mla import admission, files, status
 from vllm_aiter_mla.admission import REMEDIES, Skip
-from vllm_aiter_mla.commands.doctor import checks as doctor
-from vllm_aiter_mla.commands.doctor import name_of, run
+from vllm_aiter_mla.commands.machine import checks as looks
+from vllm_aiter_mla.commands.machine import name_of, run
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import build, printout
 from vllm_aiter_mla.commands.plan.record import Reason
@@ -77,12 +77,12 @@ def test_mutation_remedy_of_another_code_is_caught(monkeypatch: pytest.MonkeyPat
 
 
 def on_rocm(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(doctor, "rocm_version", lambda: "7.2")
-    patch.setattr(doctor, "gpu_arch", lambda: "gfx942")
+    patch.setattr(looks, "rocm_version", lambda: "7.2")
+    patch.setattr(looks, "gpu_arch", lambda: "gfx942")
 
 
 def atom(patch: pytest.MonkeyPatch) -> None:
-    points = [EntryPoint("atom", "atom.plugin.register:register", doctor.PLATFORM)]
+    points = [EntryPoint("atom", "atom.plugin.register:register", looks.PLATFORM)]
     patch.setattr(importlib.metadata, "entry_points", lambda group: [one for one in points if one.group == group])
 
 
@@ -92,10 +92,10 @@ def no_aiter(patch: pytest.MonkeyPatch) -> None:
 
 
 FOUND: dict[str, tuple[str, dict[str, str], Any]] = {
-    "platform": ("gpu", {}, lambda patch: patch.setattr(doctor, "gpu_arch", lambda: "sm90")),
+    "platform": ("gpu", {}, lambda patch: patch.setattr(looks, "gpu_arch", lambda: "sm90")),
     "aiter_off": ("switches", {}, on_rocm),
     "not_mla": ("switches", {"VLLM_ROCM_USE_AITER": "1", "VLLM_MLA_DISABLE": "1"}, on_rocm),
-    "vllm_version": ("vllm", {}, lambda patch: patch.setattr(doctor, "vllm_version", lambda: "0.34.0")),
+    "vllm_version": ("vllm", {}, lambda patch: patch.setattr(looks, "vllm_version", lambda: "0.34.0")),
     "capability": ("surface", {}, lambda patch: patch.setattr(release, "missing_capabilities", lambda: ["x"])),
     "op_schema": ("surface", {}, lambda patch: patch.setattr(release, "op_differences", lambda fused: ["x"])),
     "atom": ("atom", {}, atom),
@@ -104,16 +104,16 @@ FOUND: dict[str, tuple[str, dict[str, str], Any]] = {
 
 
 @pytest.mark.parametrize("code", FOUND)
-def test_remedy_of_what_doctor_finds_is_that_of_its_code(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+def test_remedy_of_what_the_machine_step_finds_is_that_of_its_code(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     name, env, plant = FOUND[code]
-    checks = {name_of(check): check for check in doctor.CHECKS}
+    checks = {name_of(check): check for check in looks.CHECKS}
     plant(monkeypatch)
     (found,) = run([checks[name]], env)
     assert (found.status, found.remedy) == ("problem", REMEDIES[code])
 
 
 def test_remedy_on_a_machine_that_the_plugin_is_not_for_names_the_condition(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "gpu_arch", lambda: None)
-    (found,) = run([doctor.gpu], {})
+    monkeypatch.setattr(looks, "gpu_arch", lambda: None)
+    (found,) = run([looks.gpu], {})
     assert found.remedy == REMEDIES["platform"]
     assert {"gfx942", "gfx950", "ROCm"} <= set(found.detail.split())

@@ -23,8 +23,8 @@ GROUP = "vllm.general_plugins"
 def test_make_demo_plans_each_cache_and_runs_its_engine_over_each_by_both_integrations(monkeypatch):
     ran = []
 
-    def ask(source, arguments, *_):
-        return plans.made_up(kv_cache_dtype="fp8" if "fp8" in arguments else "auto")
+    def ask(source, asked, *_):
+        return tuple(plans.made_up(kv_cache_dtype="fp8" if "fp8" in arguments else "auto") for arguments in asked)
 
     def engine_of(context):
         partition = "-cc.use_inductor_graph_partition=true" in context.arguments

@@ -45,8 +45,7 @@ def known() -> Callable[[str], set[str]]:
             return served
         if program == "vllm-aiter-mla":
             own = {text for one in COMMANDS[name].params for text in (*one.opts, *one.secondary_opts)}
-            # These two also take the options of `vllm serve`.
-            return own | (served if name in ("plan", "check") else set())
+            return own | (served if name == "check" else set())
         path = ROOT / (run if run.endswith(".py") else run.replace(".", "/"))
         sources = path.glob("*.py") if path.is_dir() else [path]
         return set(re.findall(r"\"(--?[\w-]+)\"", "".join(source.read_text() for source in sources)))
@@ -83,19 +82,19 @@ def test_quoted_targets_of_make_are_in_the_makefile():
 
 def test_commands_are_found():
     found = {RUN.search(command)[1] for page in PAGES.values() for command in quoted(page)}
-    assert found >= {"vllm serve", "vllm-aiter-mla plan", "vllm-aiter-mla verify", "tools.gfx9", "tools/serving.py"}
+    assert found >= {"vllm serve", "vllm-aiter-mla check", "vllm-aiter-mla status", "tools.gfx9", "tools/serving.py"}
 
 
 @pytest.mark.mutation
 @pytest.mark.parametrize(
     "text",
     [
-        "    vllm-aiter-mla verify --swift\n",
+        "    vllm-aiter-mla check --swift\n",
         "    vllm-aiter-mla demo\n",
         "`python tools/make_lock.py --nothing x`",
         "`python tools/gone.py`",
         "    vllm serve M \\\n        --kv-cash-dtype fp8\n",
-        "`vllm-aiter-mla plan M --no-such 1`",
+        "`vllm-aiter-mla plan M --kv-cache-dtype fp8`",
     ],
 )
 def test_mutation_an_option_that_is_not_there_is_seen(text, known):

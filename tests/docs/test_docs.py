@@ -12,7 +12,7 @@ import pytest
 from tests.support.pages import FILES, PAGES, ROOT
 from vllm_aiter_mla import settings
 from vllm_aiter_mla.commands.compat.offline import VARIABLES
-from vllm_aiter_mla.commands.doctor.checks import VERIFIED
+from vllm_aiter_mla.commands.machine.checks import VERIFIED
 from vllm_aiter_mla.commands.plan import formulas, model
 
 CONFIGURATION = PAGES["configuration.md"]
@@ -56,7 +56,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_the_tested_versions_are_those_that_doctor_knows() -> None:
+def test_the_tested_versions_are_those_that_the_machine_step_knows() -> None:
     verified = json.loads(VERIFIED.read_text())
     known = {f"{name} {version}": how for name, each in verified.items() for version, how in each.items()}
     assert dict(re.findall(r"^\| (\w+ [\d.]+) \| tested \| (.*) \|$", PAGES["support.md"], re.MULTILINE)) == known

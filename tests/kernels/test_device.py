@@ -13,7 +13,7 @@ from tests.support.made_up_clock import Named
 from tests.support.planted import raising
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.compat.engine import CountsKernels
-from vllm_aiter_mla.commands.doctor import checks as doctor
+from vllm_aiter_mla.commands.machine import checks as machine
 from vllm_aiter_mla.kernels import device, stopwatch
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.device import Device, card
@@ -231,14 +231,14 @@ def test_a_replacement_leaves_no_question_to_torch():
 
 
 def test_what_asks_for_a_card_finds_the_installed_one(recorded):
-    assert doctor.gpu_arch() == detect_platform().arch == "sm90"
-    assert doctor.torch({}).status == "problem"
+    assert machine.gpu_arch() == detect_platform().arch == "sm90"
+    assert machine.torch({}).status == "problem"
     assert steps.has_gpu()
-    assert stopwatch.machine()["card"] == session.Session(quick=True, only=("fresh-data",)).machine["card"]
+    assert stopwatch.machine()["card"] == session.Session(quick=True, case=("fresh-data",)).machine["card"]
     engine = session.engine_here()
     assert (type(engine), engine.device) == (GraphEngine, "cpu")
     recorded.rocm, recorded.arch = "7.0.2", "gfx942"
-    assert (doctor.rocm_version(), detect_platform()) == ("7.0.2", Platform("gfx942", (7, 0)))
+    assert (machine.rocm_version(), detect_platform()) == ("7.0.2", Platform("gfx942", (7, 0)))
 
 
 def test_without_the_replacement_there_is_no_card():

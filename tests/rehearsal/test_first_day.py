@@ -13,29 +13,26 @@ from tests.rehearsal.day import FLAG
 from tests.sandbox.rehearsal_card import Scenario
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands.check.record import CheckRun
-from vllm_aiter_mla.commands.measure import Measurement
-from vllm_aiter_mla.verify.results import Verification
 
 pytestmark = [pytest.mark.rehearsal, pytest.mark.slow]
 FEW = ("--max-num-seqs", "4", FLAG)
-CHECKED = ("machine", "plan", "known issues", "kernels", "timing", "engine", "prefill rows", "decode against prefill",
-           "launches")  # fmt: skip
+CHECKED = ("machine", "plan", "issues", "kernels", "timing", "engine", "prefill", "decode", "launches")
 
 
 def states_of(path: Path) -> dict[str, str]:
     """Return how each step of a check ended; a slower step is chance here, as a CPU's clock took its time."""
     found = {step.name: step.status for step in files.read(CheckRun, path).steps}
-    return found | {"prefill rows": found["prefill rows"].replace("warning", "passed")}
+    return found | {"prefill": found["prefill"].replace("warning", "passed")}
 
 
-def test_doctor_finds_no_problem_and_plan_engages_every_layer(day):
-    doctor, plan = day.run("doctor"), day.run("plan", str(day.model), *FEW)
-    assert doctor.returncode == 0, doctor.stdout
-    assert "0 problem, 0 unknown" in doctor.stdout
+def test_the_machine_has_no_problem_and_the_plan_engages_every_layer(day):
+    machine, plan = day.run("check", "--only", "machine"), day.run("check", str(day.model), "--only", "plan", *FEW)
+    assert machine.returncode == 0, machine.stdout
+    assert "0 problem, 0 unknown" in machine.stdout
     assert plan.returncode == 0, plan.stdout
     assert "2/2 MLA layers would engage" in plan.stdout
     assert "gfx942" in plan.stdout
-    assert "Traceback" not in doctor.stdout + plan.stdout
+    assert "Traceback" not in machine.stdout + plan.stdout
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.wide)])
@@ -52,16 +49,14 @@ def test_check_runs_every_step_over_an_fp8_cache(day, ranks):
 
 
 @pytest.mark.wide
-def test_verify_and_measure_pass_on_their_own_and_report_draws_their_files(day):
-    verify = day.run("verify", "--quick", "--limit", "8", "--json", "verify.json")
-    assert (verify.returncode, "Traceback" in verify.stdout) == (0, False), verify.stdout
-    kernels = {result.backend: result.status for result in files.read(Verification, day.folder / "verify.json").results}
-    assert set(kernels) == {"reference", "triton", "aiter", "aiter-opt"}
-    measure = day.run("measure", "-t", "1", "-t", "8", "-n", "16", "--json", "measure.json")
-    assert measure.returncode == 0, measure.stdout
-    rows = files.read(Measurement, day.folder / "measure.json").rows
-    assert [row.ratio for row in rows] == [pytest.approx(2.0, rel=0.05)] * 4
-    assert day.run("plan", str(day.model), *FEW, "--json", "plan.json").returncode == 0
+def test_kernels_and_timing_pass_without_a_model_and_report_draws_their_file(day):
+    few = ("--quick", "--limit", "8", "--tokens", "1", "--tokens", "8", "--heads", "16")
+    check = day.run("check", "--only", "kernels,timing", *few, "--json", "check.json")
+    assert (check.returncode, "Traceback" in check.stdout) == (0, False), check.stdout
+    kernels, timing = (step.data for step in files.read(CheckRun, day.folder / "check.json").steps)
+    assert {result["backend"] for result in kernels["results"]} == {"reference", "triton", "aiter", "aiter-opt"}
+    assert [row["ratio"] for row in timing["rows"]] == [pytest.approx(2.0, rel=0.05)] * 4
+    assert day.run("check", str(day.model), "--only", "plan", *FEW, "--json", "plan.json").returncode == 0
     report = day.run("report", ".", "-o", "page.html")
     assert (report.returncode, "Traceback" in report.stdout) == (0, False), report.stdout
 

@@ -55,7 +55,7 @@ def test_signals_in_a_step_of_check_leave_no_process_and_no_folder(day: Day, ste
             preexec_fn=heard,
         )  # fmt: skip
     try:
-        assert until(lambda: f"\n{step} ..." in f"\n{log.read_text()}" or check.poll() is not None, TIMEOUT_S)
+        assert until(lambda: f" {step} ..." in log.read_text() or check.poll() is not None, TIMEOUT_S)
         assert until(lambda: len(marked(mark)) > FEWEST[step] or check.poll() is not None, TIMEOUT_S)
         assert check.poll() is None, log.read_text()
         check.send_signal(number)

@@ -1,4 +1,4 @@
-"""From ``measure --tune`` to a server that serves the tuned tile, on a rehearsal card."""
+"""From ``check --only timing --tune`` to a server that serves the tuned tile, on a rehearsal card."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def test_tune_once_and_the_next_start_serves_the_tuned_tile_unless_it_fails_its_
     day = made(CARD)
     with day.server(*EAGER) as before:
         assert "(aiter 1..4; 8.0 us a layer" in before.line("MLA layers engaged")
-    tuned = day.run("measure", "--tune", "-n", "16", "-t", "1", "-t", "4")
+    tuned = day.run("check", "--only", "timing", "--tune", "--heads", "16", "--tokens", "1", "--tokens", "4")
     assert (tuned.returncode, "Traceback" in tuned.stdout) == (0, False), tuned.stdout
     assert f"1..4 tokens  {faults.TILE}: 5.0" in tuned.stdout
 

@@ -33,10 +33,11 @@ def measured() -> Timed:
 
 
 def run_verify(folder: Path) -> Path:
-    """A real run of ``verify`` on this CPU: one case."""
+    """The record of a real run of the kernels' cases on this CPU: one case."""
     out = folder / "verify.json"
-    options = ["--backend", "reference", "--only", "fresh-data", "--quick", "--device", "cpu", "--json", str(out)]
-    assert CliRunner().invoke(app, ["verify", *options]).exit_code == 0
+    options = ["--backend", "reference", "--case", "fresh-data", "--quick", "--device", "cpu", "--json", str(out)]
+    assert CliRunner().invoke(app, ["check", "--only", "kernels", *options]).exit_code == 0
+    out.write_text(json.dumps(json.loads(out.read_text())["steps"][0]["data"]))
     return out
 
 
@@ -49,7 +50,7 @@ def write_plan(folder: Path) -> Path:
 
 def write_measure(folder: Path) -> Path:
     """The record of made-up timings: one size is slower, one kernel was wrong, the run stopped early."""
-    from vllm_aiter_mla.commands.measure import Measurement, row_of
+    from vllm_aiter_mla.commands.check.timing import Measurement, row_of
 
     wrong, rows = {"aiter": "16 heads, fp8: aiter: self-check FAILED"}, []
     for heads in (16, 128):

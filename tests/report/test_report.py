@@ -139,9 +139,9 @@ def test_field_o14_a_promise_never_looks_like_what_ran(files: dict[str, Path]) -
 def test_field_o14_a_check_says_passed_or_not_and_what_was_skipped(
     written: Write, status: int | None, word: str
 ) -> None:
-    doctor = [{"name": "gpu", "status": "ok", "detail": "gfx942"}]
+    looked = [{"name": "gpu", "status": "ok", "detail": "gfx942"}]
     done = (
-        Step("passed", "", data=doctor, name="machine"),
+        Step("passed", "", data=looked, name="machine"),
         Step("passed", "61/61", name="plan"),
         Step("passed", "61/61", name="plan, fp8 cache"),
         Step("skipped", "no GPU", name="timing"),
@@ -200,7 +200,7 @@ def twins(files: dict[str, Path]) -> dict[str, tuple[Any, Any]]:
     found = {kind: (read[kind], other[kind]) for kind in read}
     parts = [
         {"plan": one["plan"], "kernels": one["verify"], "timing": one["measure"], "launches": {"off": count},
-         "engine": {"distances": {"short": {"tokens": count}}}, "prefill rows": {"mixed": {"tokens": count}}}
+         "engine": {"distances": {"short": {"tokens": count}}}, "prefill": {"mixed": {"tokens": count}}}
         for one, count in ((read, 7), (other, 8))
     ]  # fmt: skip
     steps = [[Step("passed", "", data=data, name=name) for name, data in part.items()] for part in parts]
@@ -381,7 +381,7 @@ def test_a_folder_with_what_a_crash_leaves_and_other_records_shows_its_status(
     marking = marked(tmp_path, "first-call-1")
     marking.__enter__()  # and the process is no more
     assert len(list(tmp_path.glob("*first-call*"))) == 2, "its lock is there too"
-    our_files.write(tmp_path / "doctor.json", {our_files.KEY: our_files.stamp("doctor")})
+    our_files.write(tmp_path / "engines.json", {our_files.KEY: our_files.stamp("engines")})
     assert html_of([tmp_path]) == alone
     marking.__exit__(None, None, None)
 

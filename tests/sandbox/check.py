@@ -12,9 +12,9 @@ from tests.sandbox import plugin, worker
 from tests.sandbox.model import TinyDeepseek, save_config
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import check as command
-from vllm_aiter_mla.commands.check import steps
+from vllm_aiter_mla.commands.check import show, steps
+from vllm_aiter_mla.commands.check.context import Context
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
-from vllm_aiter_mla.commands.check.steps import Context
 from vllm_aiter_mla.commands.plan import model as models
 from vllm_aiter_mla.commands.report.page import html_of
 
@@ -27,7 +27,7 @@ ARGUMENTS = (
 FP8 = ("--kv-cache-dtype", "fp8")
 # Graph partition as a user gives it, on both sides.
 PASSES = ("-cc.use_inductor_graph_partition=true", f"{PLUGIN}integration=passes")
-ENGINE = ("engine", "prefill rows", "decode against prefill")
+ENGINE = ("engine", "prefill", "decode")
 TITLE = "a small random DeepSeek on this CPU"
 SHARED = ("PYTHONPATH", "VLLM_PLUGINS", "HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_CPU_KVCACHE_SPACE",
           "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "VLLM_CPU_OMP_THREADS_BIND", worker.TRITON,
@@ -81,7 +81,7 @@ def main(html: Path | None = None) -> int:
             passes.plan = planned.plan
             found += run_steps(passes, f"passes, {cache}", *ENGINE)
         status = command.exit_status(found, asked.on_cpu)
-        command.show(TITLE, found, status)
+        show.table(TITLE, found, show.last_line(found, status))
         if html is not None:
             files.write(Path(work) / "check.json", CheckRun(TITLE, status, tuple(found)))
             files.write_text(html, html_of([Path(work) / "check.json"]))

@@ -55,6 +55,7 @@ class Scenario:
     )
     noise: float = 0.002  # standard deviation of a launch's time, as a share
     rank_us: dict[int, float] = field(default_factory=dict)  # by rank: a factor on every time
+    in_use_gib: int = 0  # of each card's 192, by another process
     fault: str = ""  # "module:function", called at the start of each process
 
 
@@ -165,6 +166,9 @@ class RehearsalCard(Device):
 
     def memory(self) -> tuple[int, int]:
         return 5, 1
+
+    def in_use(self) -> list[tuple[int, int]]:
+        return [(self.scenario.in_use_gib << 30, 192 << 30)] * self.count()
 
     def allocations(self) -> int:
         return 0

@@ -1,4 +1,4 @@
-"""``measure --tune`` on a rehearsal card: the file it keeps, the start that reads it, and what a start leaves out."""
+"""``check --only timing --tune`` on a rehearsal card: the file that it keeps, and what a start does with it."""
 
 import logging
 from contextlib import nullcontext
@@ -15,13 +15,14 @@ from tests.passes.stubs import Sizes, StubLayer
 from tests.rehearsal import faults
 from tests.sandbox.interpreter import Recorded
 from tests.sandbox.rehearsal_card import RehearsalCard, Scenario, TritonLaunch
-from tests.support import worker
+from tests.support import in_process, worker
 from tests.support.opcalls import NAME
 from tests.support.statuses import record_with
 from tests.support.worker import Worker, layer_in, ours
 from vllm_aiter_mla import files, status
-from vllm_aiter_mla.commands import measure as command
 from vllm_aiter_mla.commands import outputs
+from vllm_aiter_mla.commands.check import timing as command
+from vllm_aiter_mla.commands.check.record import CheckRun
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.kernels import stopwatch
@@ -46,8 +47,9 @@ def card(monkeypatch, said):
     monkeypatch.setattr(backends, "detect_platform", lambda: Platform("gfx942"))
     for name in backends.AITER_KERNELS:
         monkeypatch.setitem(backends.FACTORIES, name, lambda *_: "not installed")
-    sizes = Sizes(p=128, r=64, latent=512)  # as `measure` has them
+    sizes = Sizes(p=128, r=64, latent=512)  # as `timing` has them
     monkeypatch.setattr(worker, "layer_of", lambda: StubLayer(NAME, sizes, torch.bfloat16))
+    in_process.install(monkeypatch)
     return RehearsalCard(Scenario(us=US)).install(monkeypatch)
 
 
@@ -57,7 +59,8 @@ def wrong_tile(monkeypatch):
 
 
 def tune(*options):
-    return CliRunner().invoke(app, ["measure", "--tune", "-n", "2", "-t", "1", "-t", "16", *options])
+    line = ["--tune", "--heads", "2", "--tokens", "1", "--tokens", "16"]
+    return CliRunner().invoke(app, ["check", "--only", "timing", *line, *options])
 
 
 def start(kernel="triton"):
@@ -98,7 +101,8 @@ def test_tune_keeps_the_fastest_tile_and_the_next_start_times_and_serves_it(card
     assert (done.exit_code, f"1..16 tokens  {BEST}: 5.0" in done.output) == (0, True), done.output
     (kept,) = tmp_path.glob("tuned-*.json")
     found = files.read(tuning.TunedTiles, kept)
-    assert replace(files.read(tuning.TunedTiles, tmp_path / "sent.json"), evidence=found.evidence) == found
+    (sent,) = files.read(CheckRun, tmp_path / "sent.json").steps
+    assert replace(files.part(tuning.TunedTiles, tmp_path, sent.data), evidence=found.evidence) == found
     assert found.card == "AMD Instinct MI300X"
     assert [*found.chosen.values()] == [((1, 16, BEST),)]
     one = start("auto")
@@ -116,7 +120,7 @@ def test_tune_adds_to_what_was_tuned_before(card, tmp_path):
 
 
 def test_tune_at_few_counts_keeps_what_was_tuned_beyond_them(card, tmp_path):
-    assert tune("--type", "bf16", "-t", "64").exit_code == 0
+    assert tune("--type", "bf16", "--tokens", "64").exit_code == 0
     (kept,) = tmp_path.glob("tuned-*.json")
     old = files.read(tuning.TunedTiles, kept)
     ((key, ranges),) = old.chosen.items()

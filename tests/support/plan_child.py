@@ -5,25 +5,22 @@ is none, and ``decision``: limit and code of the gate's last decision, as ``gate
 name a bug to plant.
 """
 
-import gc
 import json
 import os
 import pickle
 import sys
 import traceback
-from contextlib import nullcontext, suppress
-from importlib import import_module
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from vllm_aiter_mla import gate
-from vllm_aiter_mla.admission import LayerView, Skip
-from vllm_aiter_mla.commands.compat import offline, rocm_config
-from vllm_aiter_mla.commands.plan import answer, build, kernels
+from vllm_aiter_mla.admission import Skip
+from vllm_aiter_mla.commands.compat import rocm_config
+from vllm_aiter_mla.commands.plan import answer, build, several
 from vllm_aiter_mla.commands.plan.record import Plan
-from vllm_aiter_mla.compat import release
-from vllm_aiter_mla.settings import Settings
 
 decisions: list[Any] = []
 apply, facts, finished = gate.apply, answer.engine_facts, rocm_config.finished_config
@@ -64,26 +61,6 @@ BUGS = {
     "vLLM has another rotary embedding": (rocm_config, "mla_layers", _of_another_rotation),
     "plan asks no wrapper": (rocm_config, "mla_layers", _without_their_wrappers),
 }
-# Imported once for all plans, which would else each import them.
-WARM = (
-    "vllm.model_executor.models.deepseek_v2", "vllm_aiter_mla.passes.pipeline",
-    "vllm.v1.attention.backends.mla.rocm_aiter_mla", release.FUSED_MODULE, "ray",
-)  # fmt: skip
-
-
-def warm() -> None:
-    """Import what most models need."""
-    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
-
-    offline.serve_options([])
-    for name in WARM:
-        with suppress(ImportError):
-            import_module(name)
-    for name in QUANTIZATION_METHODS:
-        with suppress(Exception):
-            get_quantization_config(name)
-    kernels.planned("gfx950", Settings(), LayerView(model_dtype="bfloat16"), "plain", 16, 1024)
-    gc.freeze()  # a fork then neither copies nor looks through what is imported
 
 
 def applied(config: Any) -> Any:
@@ -105,25 +82,25 @@ def planned(request: dict[str, Any], about: dict[str, Any]) -> tuple[Plan, dict[
     return found, {"limit": getattr(last, "limit", None), "skip": skip}
 
 
+def answered(request: dict[str, Any], about: dict[str, Any]) -> Any:
+    """Return ``planned``, or the error that it raised."""
+    try:
+        return planned(request, about)
+    except BaseException as error:  # without an answer the test would wait for ever
+        traceback.print_exc()
+        return build.failure(error), {}
+
+
 def main(arch: str) -> None:
     """Answer requests until stdin ends."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # vLLM logs to stdout
     gate.apply = applied
     about = answer.start(arch)
-    warm()
+    several.warm()
     for line in sys.stdin:
-        if os.fork() == 0:
-            found: Any
-            try:
-                found = planned(json.loads(line), about)
-            except BaseException as error:  # without an answer the test would wait for ever
-                traceback.print_exc()
-                found = build.failure(error), {}
-            pickle.dump(found, out)
-            out.flush()
-            os._exit(0)
-        os.wait()
+        pickle.dump(several.forked(partial(answered, json.loads(line), about)), out)
+        out.flush()
 
 
 if __name__ == "__main__":

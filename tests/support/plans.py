@@ -60,14 +60,14 @@ worker = functools.cache(Worker)
 
 @functools.cache
 def planned(name: str, *arguments: str, arch: str = ARCH, env: tuple[str, ...] = ENV, bug: str = "") -> dict[str, Any]:
-    """The plan of the model ``name`` as ``plan --json`` prints it."""
+    """The plan of the model ``name`` as the step ``plan`` has it in JSON."""
     plan, decision = worker(arch, env).ask(model.find(name), arguments, bug)
     return {**json.loads(files.text_of(plan)), "decision": decision}
 
 
-def ask(source: model.Source, arguments: Any, arch: str, variables: Any, verbose: bool) -> Plan:
+def ask(source: model.Source, asked: Any, arch: str, variables: Any, verbose: bool) -> tuple[Plan, ...]:
     """Answer for ``model.ask`` by the process of all tests, whatever the card and the variables."""
-    return worker(ARCH, ENV).ask(source, tuple(arguments))[0]
+    return tuple(worker(ARCH, ENV).ask(source, tuple(arguments))[0] for arguments in asked)
 
 
 def parsed(plan: dict[str, Any]) -> Plan:

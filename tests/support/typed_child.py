@@ -35,8 +35,8 @@ def main(bug: str = "") -> None:
     from vllm_aiter_mla.commands.check import steps
     from vllm_aiter_mla.commands.plan import model
 
-    def ask(source: Any, arguments: Any, *_: Any) -> Any:
-        reached.append(list(arguments))
+    def ask(source: Any, asked: Any, *_: Any) -> Any:
+        reached.append(list(asked[0]))
         raise ValueError("asked")
 
     steps.STEPS = {"plan": steps.plan}  # the others do not read the command line

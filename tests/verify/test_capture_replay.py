@@ -25,7 +25,7 @@ GPU = pytest.param("gpu", marks=pytest.mark.gpu)
     [("cpu", "reference"), *(pytest.param("gpu", name, marks=pytest.mark.gpu) for name in session.FINDERS)],
 )
 def test_a_replay_equals_the_eager_reference_at_both_ends_of_the_limit(device, name):
-    found = session.Session(backend=(name,), only=("both-ends",), device="cpu" if device == "cpu" else None)
+    found = session.Session(backend=(name,), case=("both-ends",), device="cpu" if device == "cpu" else None)
     if found.missing:
         pytest.skip(found.missing[name])
     results = list(found.run())

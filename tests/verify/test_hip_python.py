@@ -8,7 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.support.planted import raising
-from vllm_aiter_mla.commands.doctor import checks as doctor
+from vllm_aiter_mla.commands.machine import checks as machine
 from vllm_aiter_mla.kernels import device
 from vllm_aiter_mla.verify import hip_python, launches
 
@@ -59,8 +59,8 @@ def dump_error():
 
 
 def checked(monkeypatch, rocm):
-    monkeypatch.setattr(doctor, "rocm_version", lambda: rocm)
-    return doctor.hip_python({})
+    monkeypatch.setattr(machine, "rocm_version", lambda: rocm)
+    return machine.hip_python({})
 
 
 @pytest.mark.parametrize(("version", "layout"), LIKE.items())

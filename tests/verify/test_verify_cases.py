@@ -177,9 +177,9 @@ def test_verify_never_imports_vllm():
     code = (
         "import sys\n"
         "sys.modules['vllm'] = None\n"
-        "from vllm_aiter_mla.commands import verify\n"
+        "from vllm_aiter_mla.commands.check import kernels\n"
         "from vllm_aiter_mla.verify import session, pytest_plugin\n"
-        "found = session.Session(backend=('reference',), only=('fresh-data',), variant=('fp8',))\n"
+        "found = session.Session(backend=('reference',), case=('fresh-data',), variant=('fp8',))\n"
         "list(found.run())\n"
         "print(found.status, [name for name in sys.modules if name.startswith('vllm.')])\n"
     )

@@ -31,7 +31,7 @@ def test_verify_gpu_every_back_end_here_passes(name):
 
 
 def test_verify_gpu_status_is_read_from_the_graph():
-    found = ran(backend=("triton",), only=("kernel-status",), variant=("fp8",))
+    found = ran(backend=("triton",), case=("kernel-status",), variant=("fp8",))
     assert "1 launch: 1 x decode_prep_kernel" in found.results[0].launches.values()
 
 

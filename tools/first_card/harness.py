@@ -1,4 +1,4 @@
-"""``verify`` on the card, and one graph replayed 10,000 times with all operands changed between the replays."""
+"""The kernels' cases on the card, and one graph replayed 10,000 times with all operands changed between the replays."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from vllm_aiter_mla.startup.selfcheck import ordinals
 
 
 def verify(asked: Asked) -> dict[str, Any]:
-    """Run ``verify`` with every back end that is here: both ends of a decode limit of 1024, and all quick cases."""
+    """Run the cases with every back end that is here: both ends of a decode limit of 1024, and all quick cases."""
     from vllm_aiter_mla.verify.cases import SMALL
     from vllm_aiter_mla.verify.session import Session
 
     since, counts, failed = time.monotonic(), {"passed": 0, "failed": 0, "skipped": 0, "not run": 0}, list[str]()
     oracles = set[str]()
-    ends = {"only": ("both-ends-0-drafts",), "variant": ("fp8",)}
+    ends = {"case": ("both-ends-0-drafts",), "variant": ("fp8",)}
     if asked.dry == dry.VALUES:
         sessions = [Session(**ends, limit=8, geometry=SMALL)]
     elif asked.dry:
@@ -33,7 +33,7 @@ def verify(asked: Asked) -> dict[str, Any]:
             Session(("triton",), ("shared-pool",), quick=True, limit=128),
         ]
     else:
-        sessions = [Session(only=("kernel-status",), limit=16), Session(**ends, limit=1024)]
+        sessions = [Session(case=("kernel-status",), limit=16), Session(**ends, limit=1024)]
         # What runs last is what a slow host leaves out.
         names = sorted({item.backend for item in sessions[0].items}, reverse=True)
         sessions += [Session((name,), quick=True, limit=128) for name in names]

@@ -23,7 +23,6 @@ from tools.first_card import contenders, dry, small_kernels
 from tools.first_card.asked import Asked, seen_as_nothing, shape_of
 from tools.first_card.harness import churn, verify
 from tools.first_card.prefill import prefill
-from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.kernels import reference, stopwatch
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.device import card
@@ -234,14 +233,14 @@ class Turned(TritonBackend):
 
 
 def tune(asked: Asked) -> dict[str, Any]:
-    """Run ``measure --tune``: is a tile that is not in the table faster?"""
-    from vllm_aiter_mla.commands import tune as command
+    """Time the tiles: is a tile that is not in the table faster?"""
+    from vllm_aiter_mla.commands.check import tune as command
 
     heads, counts = (2, [1]) if asked.dry == dry.VALUES else (16, [*TOKENS])
-    record, status = command.run(counts, [shape_of(heads, "fp8", "bf16")])
+    record, wrong = command.run(counts, [shape_of(heads, "fp8", "bf16")])
     table = {str(tokens): command.default(tokens, heads) for tokens in counts}
-    found = {"chosen": record.chosen, "us": record.us, "table": table, "ok": status == outputs.FINE}
-    return seen_as_nothing(found, status == outputs.FINDING) if asked.dry == dry.LAUNCHES else found
+    found = {"chosen": record.chosen, "us": record.us, "table": table, "ok": not wrong}
+    return seen_as_nothing(found, bool(wrong)) if asked.dry == dry.LAUNCHES else found
 
 
 SECTIONS: dict[str, Callable[[Asked], dict[str, Any]]] = {

@@ -4,23 +4,57 @@
 import errno
 import importlib
 import os
+import shlex
 import sys
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from vllm_aiter_mla import __version__
 from vllm_aiter_mla.commands import outputs, process
 
 # Each module holds one function of the command's name and imports nothing heavy at its top.
-COMMANDS = ("check", "doctor", "plan", "verify", "measure", "report", "status")
+COMMANDS = ("check", "status", "report")
 
-# Packages of a ROCm image that the plugin needs and never asks pip for.
-HOST = ("torch", "vllm", "triton", "numpy")
+OF_KERNELS = {
+    "-b": "--backend", "--only": "--case", "-k": "--case", "--seed": "--data-seed", "--replays": "--long-run"
+}  # fmt: skip
+ALIASES: dict[str, tuple[str, dict[str, str]]] = {
+    "doctor": ("machine", {}),
+    "plan": ("plan", {}),
+    "verify": ("kernels", OF_KERNELS),
+    "measure": ("timing", {"-t": "--tokens", "-n": "--heads"}),
+}
+"""Commands of before: the step of ``check`` that each is now, and options that have another name there. Until 0.3."""
+
+
+class WithAliases(TyperGroup):
+    """The commands, and those of before."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line, and say the new spelling of an old one on stderr."""
+        if args and args[0] in ALIASES:
+            old, (step, renamed) = args[0], ALIASES[args[0]]
+            args = ["check", "--only", step, *(_renamed(word, renamed) for word in args[1:])]
+            typer.echo(outputs.line(f"vllm-aiter-mla {old} is now: vllm-aiter-mla {shlex.join(args)}"), err=True)
+        return super().parse_args(ctx, args)
+
+
+def _renamed(word: str, renamed: Mapping[str, str]) -> str:
+    """Return an option by its new name: ``-n2`` and ``-n=2`` too."""
+    name, equals, value = word.partition("=")
+    if name in renamed:
+        return renamed[name] + equals + value
+    short, rest = word[:2], word[2:]
+    return f"{renamed[short]}={rest}" if short in renamed and not word.startswith("--") else word
+
 
 app = typer.Typer(
     name="vllm-aiter-mla",
-    help="Check, plan, verify and measure the fused MLA decode path of the vLLM plugin.",
+    cls=WithAliases,
+    help="Check the fused MLA decode path of the vLLM plugin, before and while it serves.",
     epilog=outputs.EXIT_STATUSES,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -50,7 +84,7 @@ for _name in COMMANDS:
 
 
 def main() -> None:
-    """Run the console script. Exit status 3 if a command lacks torch or vLLM; ``doctor`` runs without them.
+    """Run the console script. Exit status 3 if a command lacks torch or vLLM.
 
     128 + n if signal n ended it, as shells have it. 3 too if standard output takes no more.
     """
@@ -62,7 +96,7 @@ def main() -> None:
         typer.echo("; ".join((f"vllm-aiter-mla: ended by {signal.name}", *more)), err=True)
         sys.exit(outputs.SIGNALS + signal)
     except ModuleNotFoundError as error:
-        if error.name not in HOST:
+        if error.name not in outputs.HOST:
             raise
         typer.echo(f"vllm-aiter-mla: {error.name} is not installed here; run this where vLLM serves", err=True)
         sys.exit(outputs.NOT_LOOKED)
@@ -81,7 +115,7 @@ def _run() -> None:
         if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO) or error.filename is not None:
             raise
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  or Python complains about the rest when it ends
-        command = next((word for word in sys.argv[1:] if word in COMMANDS), "vllm-aiter-mla")
+        command = next((word for word in sys.argv[1:] if word in (*COMMANDS, *ALIASES)), "vllm-aiter-mla")
         typer.echo(f"{command}: standard output: {error.strerror}", err=True)
         sys.exit(outputs.NOT_LOOKED)
 

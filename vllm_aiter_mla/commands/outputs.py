@@ -4,6 +4,7 @@
 import contextlib
 import os
 import re
+import shutil
 import sys
 import textwrap
 import unicodedata
@@ -15,8 +16,12 @@ import typer
 
 from vllm_aiter_mla import files
 
-FINE, FINDING, WRONG, NOT_LOOKED = range(4)
-"""Exit statuses of every command: all is well; something was found; an option or a file is wrong; nobody could look."""
+FINE, FINDING, WRONG, NOT_LOOKED, NO_GAIN = range(5)
+"""Exit statuses of every command: all is well; something was found; an option or a file is wrong; nobody could look;
+and of ``check`` alone: vLLM's own kernels are the fastest.
+"""
+HOST = ("torch", "vllm", "triton", "numpy")
+"""Packages of a ROCm image that the plugin needs and never asks pip for."""
 SIGNALS = 128
 """A command that a signal ends has this exit status and the signal's number more."""
 EXIT_STATUSES = """\b
@@ -28,8 +33,15 @@ Exit status of every command:
   4  check only: the flag gains nothing on this card
   128+n  signal n ended it (130: Ctrl-C, 143: SIGTERM)"""
 STDOUT = Path("-")
-WIDTH, COLUMN = 80, 32
-"""Columns of a terminal; where a line's last column starts at the latest."""
+WIDTH, NARROWEST, COLUMN = 80, 60, 32
+"""Columns where there is no terminal; of the narrowest that is looked at; where a line's last column starts at the
+latest.
+"""
+
+
+def width() -> int:
+    """Return the columns of the terminal."""
+    return max(shutil.get_terminal_size((WIDTH, 24)).columns, NARROWEST)
 
 
 @contextlib.contextmanager
@@ -113,7 +125,7 @@ def printable(text: str) -> str:
 
 
 def folded(text: str) -> str:
-    """Return the text in lines of ``WIDTH`` columns; what follows a line is indented as its last column is."""
+    """Return the text in lines of ``width`` columns; what follows a line is indented as its last column is."""
     return "\n".join("\n".join(_parts(one)) for one in text.splitlines())
 
 
@@ -121,7 +133,11 @@ def _parts(text: str) -> list[str]:
     columns = re.match(r" *(\S.*  )?(- )?", text[:COLUMN])
     indent = columns.end() if columns and columns.end() else 2
     fold = textwrap.TextWrapper(
-        WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
+        width(),
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
     )
     return fold.wrap(text) or [""]
 

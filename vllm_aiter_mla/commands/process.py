@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process of its own: AITER's checks end a process by an abort, and vLLM keeps much of a platform and of a config.
 
-``python -m vllm_aiter_mla.commands.process MODULE:FUNCTION ASKED ANSWER LIFELINE FOLDER`` is such a process. It leads a
-group, to which vLLM's engine and workers belong. The group ends with its caller, however that ends: it would hold the
-cards.
+``python -m vllm_aiter_mla.commands.process MODULE:FUNCTION ASKED ANSWER TOLD LIFELINE FOLDER`` is such a process. It
+leads a group, to which vLLM's engine and workers belong. The group ends with its caller, however that ends: it would
+hold the cards.
 """
 
 import getpass
@@ -15,13 +15,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, BinaryIO
 
 TIMEOUT_S = 3600  # a first start of AITER compiles for minutes
+LOOK_S = 0.5  # how often ``call`` looks for what its process tells
 LAST_LINES = 12
 
 _groups: set[int] = set()
@@ -29,6 +32,9 @@ _groups: set[int] = set()
 
 _folders: set[str] = set()
 """That of ``workspace``, where one is entered."""
+
+_telling: list[Callable[[Any], None]] = []
+"""Where what this process tells goes; nowhere if nobody called it."""
 
 
 class EndedError(RuntimeError):
@@ -87,7 +93,16 @@ def workspace() -> Iterator[None]:
             _folders.discard(folder)
 
 
-def call(function: str, *arguments: Any, environment: Mapping[str, str] = os.environ, log: int | None = None) -> Any:
+def tell(value: Any) -> None:
+    """Hand a value to ``heard`` of the call that runs this process, now: it is kept if the process aborts later."""
+    for to in _telling:
+        to(value)
+
+
+def call(
+    function: str, *arguments: Any, environment: Mapping[str, str] = os.environ, log: int | None = None,
+    heard: Callable[[Any], None] = lambda value: None,
+) -> Any:  # fmt: skip
     """Return what "module:function" returns, called in a process of its own.
 
     Args:
@@ -95,25 +110,41 @@ def call(function: str, *arguments: Any, environment: Mapping[str, str] = os.env
         arguments: its arguments, which are pickled.
         environment: the variables of the process.
         log: the descriptor that the process writes to; by default its last lines are kept for EndedError.
+        heard: called with each value that the process tells, in order, before this returns or raises.
 
     Raises:
         EndedError: the process ended without an answer, by an exception or otherwise.
     """
     with tempfile.TemporaryDirectory(prefix="aiter-mla-") as work:
-        asked, answer, said = (Path(work) / name for name in ("asked", "answer", "said"))
+        asked, answer, told, said = (Path(work) / name for name in ("asked", "answer", "told", "said"))
         asked.write_bytes(pickle.dumps(arguments))
-        words, shared = (function, str(asked), str(answer)), tempfile.gettempdir()
+        told.touch()
+        words, shared = (function, *map(str, (asked, answer, told))), tempfile.gettempdir()
         folder = shared if shared in _folders else work
-        with said.open("wb") as out:
-            how = _run(words, folder, environment, out.fileno() if log is None else log)
+        with said.open("wb") as out, told.open("rb") as values:
+            how = _run(words, folder, environment, out.fileno() if log is None else log, lambda: _hear(values, heard))
         last = said.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
         if answer.is_file():
             return pickle.loads(answer.read_bytes())
     raise EndedError(how, *last)
 
 
-def _run(words: tuple[str, ...], folder: str, environment: Mapping[str, str], log: int) -> str:
-    """Run the process to its end, and end what it leaves behind; return how it ended."""
+def _hear(values: BinaryIO, heard: Callable[[Any], None]) -> None:
+    """Hand on each value that is whole by now."""
+    while True:
+        at = values.tell()
+        try:
+            value = pickle.load(values)
+        except (EOFError, pickle.UnpicklingError):  # none, or the process is about to write the rest
+            values.seek(at)
+            return
+        heard(value)
+
+
+def _run(
+    words: tuple[str, ...], folder: str, environment: Mapping[str, str], log: int, hear: Callable[[], None]
+) -> str:
+    """Run the process to its end, and end what it leaves behind; return how it ended. ``hear`` runs now and then."""
     end, lifeline = os.pipe()
     child = subprocess.Popen(
         [sys.executable, "-m", __name__, *words, str(end), folder], env=_with_folder(environment, folder),
@@ -121,16 +152,27 @@ def _run(words: tuple[str, ...], folder: str, environment: Mapping[str, str], lo
     )  # fmt: skip
     os.close(end)
     _groups.add(child.pid)
+    until = time.monotonic() + TIMEOUT_S
     try:
-        code = child.wait(TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        return f"had not ended after {TIMEOUT_S} s"
+        while (code := _waited(child, min(LOOK_S, max(until - time.monotonic(), 0)))) is None:
+            hear()
+            if time.monotonic() >= until:
+                return f"had not ended after {TIMEOUT_S} s"
+        hear()
     finally:
         _kill(child.pid)
         child.wait()
         _groups.discard(child.pid)
         os.close(lifeline)
     return f"ended with status {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+
+
+def _waited(child: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """Return a process's exit status, None if it runs for so long yet."""
+    try:
+        return child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _with_folder(environment: Mapping[str, str], folder: str) -> dict[str, str]:
@@ -143,19 +185,27 @@ def _with_folder(environment: Mapping[str, str], folder: str) -> dict[str, str]:
     return found
 
 
-def main(function: str, asked: str, answer: str, lifeline: str, folder: str) -> None:
+def main(function: str, asked: str, answer: str, told: str, lifeline: str, folder: str) -> None:
     """Call the function and write what it returns.
 
     Args:
         function: as for ``call``.
         asked: the file of its pickled arguments.
         answer: the file for what it returns.
+        told: the file for what it tells before.
         lifeline: a descriptor. Nothing comes from it; its end says that the caller is gone.
         folder: the temporary files, which go then.
     """
     _end_with_caller(int(lifeline), folder)
+    # This module is ``__main__`` here, and what it runs imports it by its name.
+    pkgutil.resolve_name("vllm_aiter_mla.commands.process:_telling").append(partial(_write, Path(told)))
     arguments = pickle.loads(Path(asked).read_bytes())
     Path(answer).write_bytes(pickle.dumps(pkgutil.resolve_name(function)(*arguments)))
+
+
+def _write(told: Path, value: Any) -> None:
+    with told.open("ab") as out:
+        out.write(pickle.dumps(value))
 
 
 def _end_with_caller(lifeline: int, folder: str) -> None:

@@ -80,6 +80,11 @@ class Device:
         free, total = torch.cuda.mem_get_info()
         return int(torch.cuda.memory_allocated()), int(total - free - torch.cuda.memory_reserved())
 
+    def in_use(self) -> list[tuple[int, int]]:
+        """Return for each card the bytes that all processes use, and what it has. The question takes some itself."""
+        found = [torch.cuda.mem_get_info(number) for number in range(self.count())]
+        return [(int(total - free), int(total)) for free, total in found]
+
     def allocations(self) -> int:
         """Return how many blocks torch's allocator has handed out; 0 if the allocator does not count."""
         return int(torch.cuda.memory_stats().get("allocation.all.allocated", 0))

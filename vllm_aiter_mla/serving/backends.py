@@ -60,7 +60,9 @@ def triton_factory(platform: Platform, settings: Settings) -> KernelBackend | st
     machine, folders = stopwatch.machine(), (compat_config.cache_folder(), tuning.SHIPPED)
     chosen, left_out = tuning.load(folders, machine["card"], machine["triton"], card().arch)
     if left_out:
-        log.say_once(logging.WARNING, f"tuned tiles are left out, `measure --tune` makes new ones: {left_out}")
+        log.say_once(
+            logging.WARNING, f"tuned tiles are left out, `check --only timing --tune` makes new ones: {left_out}"
+        )
     return TritonBackend(chosen)
 
 

@@ -77,7 +77,7 @@ def _kernels(record: RankStatus) -> str:
 
 
 def _tuned(record: RankStatus) -> str:
-    """Return which tiles of the Triton kernel `measure --tune` has chosen; nothing for the table's."""
+    """Return which tiles of the Triton kernel `--tune` has chosen; nothing for the table's."""
     return "".join(f"; tuned tiles {tiles}" for tiles in dict.fromkeys(record.tuned.values()))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capture and replay regression: everything that serving does to a captured graph, compared with the reference.
 
-README.md is the page of ``vllm-aiter-mla verify``. Start with ``cases`` (what happens), then ``runner`` (one case) and
-``oracles`` (what must hold).
+README.md is the page of the step ``kernels`` of ``check``. Start with ``cases`` (what happens), then ``runner`` (one
+case) and ``oracles`` (what must hold).
 
 This file imports nothing: the command line needs these names long before it needs torch.
 """

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find hip-python, AMD's bindings of HIP, or say which release is here, why it cannot be used, and what to install.
 
-Imports no torch: ``doctor`` runs without it. Loads no driver: hip-python opens ``libamdhip64`` at the first call.
+Imports no torch: ``check --only machine`` runs without it. Loads no driver: hip-python opens ``libamdhip64`` at the
+first call.
 """
 
 from types import ModuleType

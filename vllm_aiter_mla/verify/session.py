@@ -27,7 +27,7 @@ QUICK_REPLAYS = 100
 
 
 class NotHereError(RuntimeError):
-    """The device or the back end that was asked for is not on this machine; the message is one line for the user."""
+    """The device that was asked for is not on this machine; the message is one line for the user."""
 
 
 FINDERS: dict[str, Callable[[], KernelBackend | str]] = {
@@ -58,11 +58,11 @@ class Session:
 
     Raises:
         ValueError: a case, variant or back end does not exist (the message says what does), or the limit is wrong.
-        NotHereError: the GPU or the back end that was asked for is not here.
+        NotHereError: the GPU that was asked for is not here.
     """
 
     backend: tuple[str, ...] = ()
-    only: tuple[str, ...] = ()  # case names, or parts of them
+    case: tuple[str, ...] = ()  # their names, or parts of them
     variant: tuple[str, ...] = ()
     seed: int = 0  # of the first round
     repeat: int = 1  # rounds, each with the next seed
@@ -85,8 +85,8 @@ class Session:
         replays = self.replays or (min(replays, QUICK_REPLAYS) if self.quick else replays)
         # A case or variant that is asked for by name runs, however long it takes.
         quick = self.quick or self.small
-        every = [case for case in cases(limit) if self.only or case.quick or not quick]
-        wanted = _chosen(self.only, [case.name for case in every], "--only", part=True)
+        every = [case for case in cases(limit) if self.case or case.quick or not quick]
+        wanted = _chosen(self.case, [case.name for case in every], "--case", part=True)
         kinds = variants(graphs, detect_platform().fp8, quick=quick and not self.variant)
         if self.weight == ("mxfp4",) and geometry.nope % formats.MXFP4_GROUP:
             raise ValueError(f"--weights mxfp4 --nope {geometry.nope}: a multiple of {formats.MXFP4_GROUP} expected")
@@ -95,8 +95,6 @@ class Session:
         chosen = _chosen(self.variant, [kind.name for kind in kinds], "--variant")
         found = {name: find(name) for name in _chosen(self.backend, list(FINDERS), "--backend")}
         self.missing = {name: reason for name, reason in found.items() if isinstance(reason, str)}
-        if self.device == "gpu" and set(self.backend) & set(self.missing):
-            raise NotHereError("; ".join(f"back end {name}: {reason}" for name, reason in self.missing.items()))
         self.items = [
             Item(name, case, variant, geometry, limit, seed, replays, self.small)
             for seed in range(self.seed, self.seed + self.repeat)
@@ -108,8 +106,13 @@ class Session:
     def run(self) -> Iterator[Result]:
         """Run it all; yield each result as it comes."""
         for item in self.items:
-            self.results.append(run(item, self.engine))
-            yield self.results[-1]
+            yield self.run_one(item)
+
+    def run_one(self, item: Item) -> Result:
+        """Run one item, note its result and return it with the command that repeats it."""
+        found = run(item, self.engine)
+        self.results.append(replace(found, command=self.command(found)))
+        return self.results[-1]
 
     @property
     def status(self) -> int:
@@ -134,15 +137,15 @@ class Session:
             engine=self.engine.name,
             sizes=asdict(self.items[0].geometry) if self.items else None,
             missing=self.missing,
-            results=tuple(replace(result, command=self.command(result)) for result in self.results),
+            results=tuple(self.results),
             emulated=self.emulated,
         )
 
     def command(self, result: Result) -> str:
         """Return the command that runs only this case, with the same data."""
         return " ".join((
-            f"vllm-aiter-mla verify --backend {result.backend} --only {result.case}",
-            f"--variant {result.variant} --seed {result.seed}", *self.again,
+            f"vllm-aiter-mla check --only kernels --backend {result.backend} --case {result.case}",
+            f"--variant {result.variant} --data-seed {result.seed}", *self.again,
         ))  # fmt: skip
 
 

@@ -102,8 +102,10 @@ def test_triton_gpu_shapes_are_clean_under_compute_sanitizer():
 @pytest.mark.skipif(INSIDE_SANITIZER in os.environ, reason="this is the run inside compute-sanitizer")
 def test_triton_gpu_measure_finds_no_wrong_kernel_and_finishes():
     pytest.importorskip("vllm")
-    from vllm_aiter_mla.commands import measure
+    from rich.console import Console
 
-    found = measure.run([1, 8, 64, 256], [16], ["fp8"], "bf16")
-    measure.show(found)
+    from vllm_aiter_mla.commands.check import timing
+
+    found = timing.run([1, 8, 64, 256], [16], ["fp8"], "bf16")
+    timing.show(found, Console())
     assert (found.wrong, found.stopped) == ({}, "")

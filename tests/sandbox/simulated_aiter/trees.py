@@ -17,7 +17,7 @@ from pathlib import Path
 VERSIONS = ("0.1.20", "0.1.19", "0.1.7", "0.1.20+future", "broken", "namespace", "pypi")
 
 CODE = "amdgcn-amd-amdhsa--gfx942 amdgcn-amd-amdhsa--gfx950"
-"""What a compiled module holds for doctor: the names of the architectures whose code is in it."""
+"""What a compiled module holds for the step machine: the names of the architectures whose code is in it."""
 _TENSORS = (
     "q_nope", "q_pe", "kv_c", "k_pe", "kv_cache", "q_out", "slot_mapping", "k_scale", "q_scale", "positions",
     "cos_cache", "sin_cache",

@@ -14,16 +14,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from vllm_aiter_mla import files, status
 from vllm_aiter_mla.commands import process
+from vllm_aiter_mla.commands.check.context import Side
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
 
 if TYPE_CHECKING:
     from vllm_aiter_mla.commands.compat.engine import Request, Step
 
-Side = Literal["off", "on"]
 TOP1, MAX_DLOGPROB = 0.95, 0.5
 """What rounding explains: kernels that add up in another order give other tokens where two are nearly as likely.
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from vllm_aiter_mla import files
 
-Status = Literal["passed", "failed", "warning", "skipped", "no gain"]
+Status = Literal["passed", "failed", "warning", "skipped", "unknown", "no gain", "cut off"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,18 +15,20 @@ class Step:
 
     name: str = field(default="", kw_only=True)  # filled in by ``run``
     # "failed" if the fast path must not be used as it is; "no gain" if nothing is wrong and vLLM's own kernels run;
-    # "skipped" if the step could not run here
+    # "skipped" if the step could not run here; "unknown" if it ran and could not tell; "cut off" if it had not ended
     status: Status
     detail: str  # the finding in one line
     lines: tuple[str, ...] = ()  # more lines for the reader
-    data: Any = None  # in a file as ``files.plain`` makes it; that of `plan`, `verify` and `measure` is their record
+    # In a file as ``files.plain`` makes it. That of `plan`, `kernels` and `timing` is a record of its own
+    data: Any = None
+    seconds: float = field(default=0.0, kw_only=True)  # filled in by ``run``
 
 
 @dataclass(frozen=True)
 class CheckRun:
     """Every step of a run."""
 
-    model: str  # as given
+    model: str | None  # as given
     exit: int | None  # the exit status; None if the run was cut off
     steps: tuple[Step, ...]
     evidence: files.Stamp = files.stamped("check")

@@ -2,171 +2,93 @@
 """The steps of ``check``: each takes what is asked and what earlier steps found, and returns how it ended."""
 
 import math
-import os
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from vllm_aiter_mla import status
-from vllm_aiter_mla.admission import OVERFLOW, REMEDIES
-from vllm_aiter_mla.commands import doctor, process
+from vllm_aiter_mla.admission import REMEDIES
+from vllm_aiter_mla.commands import machine as machines
+from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check import engine as runs
+from vllm_aiter_mla.commands.check.context import NO_GPU, Context, WrongOptionError, has_gpu
+from vllm_aiter_mla.commands.check.kernels import kernels
 from vllm_aiter_mla.commands.check.record import Status, Step
+from vllm_aiter_mla.commands.check.timing import timing
 from vllm_aiter_mla.commands.plan import formulas
 from vllm_aiter_mla.commands.plan import model as models
 from vllm_aiter_mla.commands.plan.issues import has_fp8_cache, without_a_shape
 from vllm_aiter_mla.commands.plan.record import Plan
 
 VLLM_FASTER = "vllm_faster"
-NO_GPU = "no GPU"
-
-
-@dataclass(slots=True)
-class Context:
-    """What was asked for, and the plan once it is made."""
-
-    source: models.Source  # the model's config
-    arguments: tuple[str, ...] = ()  # of ``vllm serve``
-    arch: str = ""  # card to plan for; "" for this machine's
-    variables: Mapping[str, Any] = field(default_factory=dict)  # value and origin of each variable that is set
-    on_cpu: bool = False  # run what a CPU can run too
-    strict: bool = False  # a known issue is a failure
-    verbose: bool = False  # vLLM's log goes to stderr
-    checkpoint: bool = False  # load the weights of the folder; otherwise a few layers of random weights
-    # Variables under which vLLM's engine runs on a CPU; empty outside a checkout
-    sandbox: Mapping[str, str] = field(default_factory=dict)
-    plan: Plan = field(init=False)  # of the model, once it is made
-    # Of the engines by side, as ``engine.run`` returns them
-    answers: dict[runs.Side, Any] = field(default_factory=dict)
-
-    def environment(self, assumed: bool = True) -> dict[str, str]:
-        """Return the server's variables: this process's, and over them --env and what the plan has ``assumed``."""
-        given = {name: value for name, (value, origin) in self.variables.items() if assumed or origin != "default"}
-        return {**os.environ, **given}
+NO_PLAN = "there is no plan"
 
 
 def machine(context: Context) -> Step:
-    """Run doctor's checks. A problem fails; what cannot be told from here does not."""
-    checks = doctor.examine(context.environment(assumed=False))
+    """Look at the machine. A problem fails; what cannot be told from here does not."""
+    checks = machines.examine(context.environment(assumed=False))
     found = {status: [check for check in checks if check.status == status] for status in ("problem", "unknown")}
     lines = tuple(f"{check.name}: {check.detail} -> {check.remedy}" for check in found["problem"])
-    detail = f"{len(found['problem'])} problem, {len(found['unknown'])} unknown of {len(checks)} checks"
-    data = [{"name": check.name, "status": check.status, "detail": check.detail} for check in checks]
-    return Step("failed" if found["problem"] else "passed", detail, lines, data)
+    if "machine" in context.only:
+        lines = tuple(machines.lines(checks))
+    counts = Counter(check.status for check in checks)
+    detail = ", ".join(f"{counts[name]} {name}" for name in ("ok", "warning", "problem", "unknown"))
+    # Of a whole check the later steps tell what is unknown here.
+    unknown = found["unknown"] and "machine" in context.only
+    return Step("failed" if found["problem"] else "unknown" if unknown else "passed", detail, lines, checks)
 
 
 def plan(context: Context) -> Step:
-    """Plan the model. It fails if no layer would engage, or if that is not known."""
-    found = models.ask(context.source, context.arguments, context.arch, context.variables, context.verbose)
-    context.plan = found
-    layers, outcome = found.layers, found.outcome
-    detail = f"{layers.engaged}/{layers.mla} MLA layers would engage on {found.arch}"
-    if outcome == "unknown":
-        detail = f"not known whether layers would engage on {found.arch}"
-    lines = tuple(f"{reason.code}: {reason.message} -> {REMEDIES[reason.code]}" for reason in found.reasons)
-    return Step("passed" if outcome in ("engaged", "some") else "failed", detail, lines, found)
+    """Plan the model. It fails if no layer would engage, or not each.
+
+    With several sizes of tensor parallelism, as in ``-tp 1,2,4,8``, each is planned, and nothing else is looked at.
+
+    Raises:
+        WrongOptionError: the model or an option is wrong.
+    """
+    assert context.source is not None, "there is a model"
+    sizes, deployments = models.deployments(context.arguments)
+    if len(sizes) > 1 and context.only != ("plan",):
+        raise WrongOptionError(f"-tp {','.join(sizes)}: several are planned by --only plan, and nothing else is done")
+    try:
+        found = models.ask(context.source, deployments, context.arch, context.variables, context.verbose)
+    except (LookupError, ValueError) as error:
+        raise WrongOptionError(str(error)) from error
+    except models.NotKnownError as error:
+        return Step("unknown", str(error))
+    if len(found) > 1:
+        outcomes = {made.outcome for made in found}
+        detail = ", ".join(
+            f"-tp {size}: {made.layers.engaged}/{made.layers.mla}" for size, made in zip(sizes, found, strict=True)
+        )
+        return Step(_planned(outcomes), detail, data=found)
+    context.plan = made = found[0]
+    detail = f"{made.layers.engaged}/{made.layers.mla} MLA layers would engage on {made.arch}"
+    if made.outcome == "unknown":
+        detail = f"not known whether layers would engage on {made.arch}"
+    lines = tuple(f"{reason.code}: {reason.message} -> {REMEDIES[reason.code]}" for reason in made.reasons)
+    return Step(_planned({made.outcome}), detail, lines, made)
 
 
-def known_issues(context: Context) -> Step:
+def _planned(outcomes: set[str]) -> Status:
+    """Return the status of a step with plans of these outcomes: of the worst."""
+    if "skipped" in outcomes or "some" in outcomes:
+        return "failed"
+    return "unknown" if "unknown" in outcomes else "passed"
+
+
+def issues(context: Context) -> Step:
     """Say which known faults concern this shape, which are not the plugin's."""
-    if why := without_a_shape(context.plan):
-        return Step("skipped", f"not looked up: {why}")
-    found = context.plan.known_issues
+    made = context.plan
+    if made is None or (why := without_a_shape(made)):
+        return Step("skipped", f"not looked up: {NO_PLAN if made is None else why}")
+    found = made.known_issues
     lines = tuple(f"{one.id}: {one.effect} ({one.state}) -> {one.remedy}: {one.link}" for one in found)
     if not found:
         return Step("passed", "none for this card, cache, number of heads, number of drafts and these versions")
     return Step("failed" if context.strict else "warning", f"{len(found)} for this shape", lines, found)
-
-
-def kernels(context: Context) -> Step:
-    """Verify the kernels at the model's shapes, up to its decode limit; small ones by eager replay on a CPU.
-
-    A kernel that turns an fp8 overflow into NaN fails the step if the plan says that it would serve.
-    """
-    from vllm_aiter_mla.commands.measure import Weights
-    from vllm_aiter_mla.kernels.platform import detect_platform
-    from vllm_aiter_mla.verify import NOTHING, cases, session
-
-    made, asked = context.plan, dict[str, Any](device="cpu", again=("--quick", "--device cpu"))
-    if not context.on_cpu:
-        sizes, (low, high) = made.model.kinds[0], cases.LIMITS
-        layer = {name: getattr(sizes, name) for name in ("nope", "rope", "latent", "v")} | {
-            "heads": made.heads_per_rank
-        }
-        limit, weights = min(max(made.limit, low), high), weights_of(made)
-        given = {"limit": limit, **{name: layer[name] for name in ("heads", "nope", "v")}, "weights": weights}
-        asked = {
-            "device": "gpu", "limit": limit, "weight": Weights(weights).key(detect_platform().fp8),
-            "geometry": replace(cases.REAL, **layer),
-            "again": ("--quick", *(f"--{name} {value}" for name, value in given.items())),
-        }  # fmt: skip
-    try:
-        run = session.Session(quick=True, **asked)
-    except session.NotHereError:
-        return Step("skipped", NO_GPU)
-    counts = {"passed": 0, "failed": 0, "skipped": 0}
-    for result in run.run():
-        counts[result.status] += 1
-    lines = tuple(
-        f"{result.backend} {result.case}: {result.findings[0].oracle}: {result.findings[0].message}; "
-        f"{run.command(result)}"
-        for result in run.results
-        if result.status == "failed"
-    )
-    # The cases have fp8 caches whatever the model's is, and on a CPU only the reference runs.
-    concerned = has_fp8_cache(made) and not context.on_cpu
-    overflowing = {result.backend for result in run.results if result.writes_nan and concerned}
-    serving = overflowing & {span.kernel for span in made.kernels or ()}
-    lines += tuple(
-        f"{name} {OVERFLOW}; " + ("it would serve" if name in serving else "start-up leaves it out")
-        for name in sorted(overflowing)
-    )
-    ran = ", ".join(dict.fromkeys(result.backend for result in run.results)) or "no back end"
-    detail = ", ".join(f"{count} {status}" for status, count in counts.items()) + f" ({run.engine.name}; {ran})"
-    failed = counts["failed"] or serving
-    status: Status = "failed" if failed else "skipped" if run.status == NOTHING else "passed"
-    return Step(status, detail, lines, run.record())
-
-
-TOKENS = (1, 8, 64, 256)
-
-
-def timing(context: Context) -> Step:
-    """Time every kernel and rival on this card, at the model's heads. It fails if nothing of ours was timed."""
-    if not has_gpu():
-        return Step("skipped", NO_GPU)
-    from vllm_aiter_mla.commands import measure
-
-    made = context.plan
-    tokens = [*(count for count in TOKENS if count < made.limit), min(made.limit, measure.MOST_TOKENS)]
-    kind, weights, sizes = "fp8" if has_fp8_cache(made) else "bf16", weights_of(made), made.model.kinds[0]
-    widths = {name: getattr(sizes, name) for name in ("nope", "rope", "latent")}
-    record = measure.run(tokens, [made.heads_per_rank], [kind], weights, act=made.model.dtype, **widths)
-    lines = tuple(
-        f"{row.tokens} tokens: " + ", ".join(f"{name} {us:.2f} us" for name, us in sorted(row.us.items()))
-        for row in record.rows
-    )
-    lines += tuple(f"{name}: {why}" for name, why in record.wrong.items())
-    ratios = {row.tokens: row.ratio for row in record.rows if row.ratio is not None}
-    if record.wrong or record.stopped or not ratios:
-        return Step("failed", record.stopped or "a kernel is wrong, or none of ours was timed", lines, record)
-    slower = [tokens for tokens, ratio in ratios.items() if ratio < 1]
-    which = f"vLLM or a rival is faster at {slower}" if slower else "one of ours is the fastest at each"
-    return Step("passed", f"{len(ratios)} token counts; {which}", lines, record)
-
-
-def weights_of(plan: Plan) -> str:
-    """Return the format of the absorb weights that were planned, by the name that `--weights` has for it."""
-    found = str(plan.absorb_weight)
-    return {"plain": "bf16"}.get(found, found)
-
-
-def has_gpu() -> bool:
-    """Return whether torch sees a GPU."""
-    from vllm_aiter_mla.kernels.device import card
-
-    return card().is_there()
 
 
 def too_few_gpus(plan: Plan) -> str:
@@ -185,6 +107,9 @@ def engine(context: Context) -> Step:
     """
     if not has_gpu() and not context.sandbox:
         return Step("skipped", NO_GPU)
+    assert context.plan is not None, "there is a shape"
+    assert context.source is not None, "there is a model"
+    source, limit = context.source, context.plan.limit
     if not context.sandbox and (short := too_few_gpus(context.plan)):
         return Step("skipped", short)
     layers = None if context.checkpoint else context.plan.layers.total
@@ -194,11 +119,11 @@ def engine(context: Context) -> Step:
     arguments = (*context.arguments, *(() if context.checkpoint else SMALL))
 
     def answer(side: runs.Side) -> Any:
-        print(f"  vLLM's engine, flag {side} ...", flush=True)  # each takes a minute or more
-        return runs.run(folder, arguments, side, variables, random_layers, context.plan.limit)
+        context.now(f"vLLM's engine, flag {side}")  # each takes a minute or more
+        return runs.run(folder, arguments, side, variables, random_layers, limit)
 
     # A GPU holds one engine at a time.
-    with context.source.folder() as folder, ThreadPoolExecutor(1 if has_gpu() else 2) as pool:
+    with source.folder() as folder, ThreadPoolExecutor(1 if has_gpu() else 2) as pool:
         on, off = pool.submit(answer, "on"), pool.submit(answer, "off")
         try:
             context.answers = {"off": off.result(), "on": on.result()}
@@ -305,6 +230,7 @@ def fewer_launches(context: Context) -> int:
     from vllm_aiter_mla.kernels.vllm_own import may_take_parts
 
     planned, records = context.plan, context.answers["on"]["status"]
+    assert planned is not None, "there is a plan"
     assert planned.figures is not None, "there is a shape"
     paths = {name: len(path.launches) for name, path in next(iter(planned.figures.by_tokens.values())).items()}
     strongest = min(count for name, count in paths.items() if name.startswith(formulas.VLLM))
@@ -326,16 +252,46 @@ def fewer_launches(context: Context) -> int:
 STEPS: dict[str, Callable[[Context], Step]] = {
     "machine": machine,
     "plan": plan,
-    "known issues": known_issues,
+    "issues": issues,
     "kernels": kernels,
     "timing": timing,
     "engine": engine,
-    "prefill rows": prefill_rows,
-    "decode against prefill": decode_against_prefill,
+    "prefill": prefill_rows,
+    "decode": decode_against_prefill,
     "launches": launches,
 }
 RANDOM_LAYERS = 4
 SMALL = ("--max-model-len", "512")  # of the engine over random weights
-IN_A_PROCESS = ("kernels", "timing")  # of their own; each engine has one anyway
 ON_THE_CARD = ("kernels", "timing", "engine")  # steps that say something about the card
+OF_IDLE_CARDS = ("timing", "engine")  # steps that another process on the cards would spoil
 OF_A_SHAPE = (*ON_THE_CARD, "launches")  # steps that need a layer's shape
+WITHOUT_A_MODEL = ("machine", "kernels", "timing")
+OF_AN_ENGINE = ("prefill", "decode", "launches")
+
+
+def chosen(only: Sequence[str], with_model: bool) -> tuple[str, ...]:
+    """Return the steps to run, in order: those asked for by name, all by default, and what they need.
+
+    Raises:
+        WrongOptionError: no such step, or one that needs a model where there is none.
+    """
+    if unknown := [name for name in only if name not in STEPS]:
+        raise WrongOptionError(f"--only {unknown[0]}: no such step; there are {', '.join(STEPS)}")
+    if not with_model:
+        if without := [name for name in only or STEPS if name not in WITHOUT_A_MODEL]:
+            asked = f"--only {without[0]}" if only else "every step"
+            raise WrongOptionError(f"{asked} needs MODEL; without one --only {','.join(WITHOUT_A_MODEL)} can run")
+        return tuple(name for name in STEPS if name in only)
+    needed = {"plan"} if set(only) - {"machine"} else set()
+    needed |= {"engine"} if set(only) & set(OF_AN_ENGINE) else set()
+    return tuple(name for name in STEPS if not only or name in only or name in needed)
+
+
+def why_without_a_shape(plan: Plan | None) -> str:
+    """Return why a step that needs a layer's shape cannot run, or ""."""
+    return NO_PLAN if plan is None else without_a_shape(plan)
+
+
+def ran_on_the_card(found: Sequence[Step]) -> bool:
+    """Return whether a step ran that says something about the card."""
+    return any(step.status != "skipped" for step in found if step.name in ON_THE_CARD)

@@ -14,14 +14,19 @@ The model has no weights. Its layers are built on torch's ``meta`` device, with 
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, NamedTuple
 from unittest import mock
 
 from vllm_aiter_mla.admission import LayerView, Skip
+from vllm_aiter_mla.commands.compat import offline
+from vllm_aiter_mla.compat import release
 from vllm_aiter_mla.compat.layer import layer_view, padded_heads
+
+AITER_MLA = "vllm.v1.attention.backends.mla.rocm_aiter_mla"
 
 
 def import_vllm() -> None:
@@ -48,6 +53,20 @@ def card_of_driver() -> str:
     from vllm.platforms import rocm
 
     return str(rocm._GCN_ARCH).partition(":")[0]
+
+
+def import_what_plans_need() -> None:
+    """Import vLLM's parser, the models and the quantisation of most plans, and ray if it is here."""
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+
+    offline.serve_options([])
+    for name in ("vllm.model_executor.models.deepseek_v2", "vllm_aiter_mla.passes.pipeline", AITER_MLA,
+                 release.FUSED_MODULE, "ray"):  # fmt: skip
+        with suppress(ImportError):
+            import_module(name)
+    for name in QUANTIZATION_METHODS:
+        with suppress(Exception):
+            get_quantization_config(name)
 
 
 def inspect_in_process() -> None:

@@ -2,10 +2,9 @@
 """The record of a plan, from what vLLM answers."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from vllm_aiter_mla import __version__, admission
@@ -13,7 +12,6 @@ from vllm_aiter_mla.admission import Skip, integration_of, why_not_passes
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.compat.offline import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
 from vllm_aiter_mla.commands.compat.rocm_config import LayerKind
-from vllm_aiter_mla.commands.plan import answer as answers
 from vllm_aiter_mla.commands.plan import formulas, kernels, record
 from vllm_aiter_mla.commands.plan import model as models
 from vllm_aiter_mla.commands.plan.answer import Answer
@@ -211,7 +209,7 @@ def _assumptions(
         (about["made_up"], f"this machine has no ROCm: vLLM ran with a driver, cards and libraries made up for {arch}"),
         *((True, default) for default in _defaults(answer, about, variables)),
         (not settings.enabled, f"pass_config.{FLAG_FIELD} is not given: planned as if it were true"),
-        (True, "ROCm 7 or newer, an AITER with the 15-argument op: `vllm-aiter-mla doctor` looks at the machine"),
+        (True, "ROCm 7 or newer, an AITER with the 15-argument op: `vllm-aiter-mla check --only machine` looks"),
         *((name not in VARIABLES, _passed_on(name, value, about["vllm"])) for name, (value, _) in variables.items()),
         (main and vllm_own.may_take_parts(arch, heads, main.fp8_cache), f"vLLM may decode {heads} heads by Gluon (a "
          "layer's cache up to 2 GiB), which needs no concat: vLLM then has a launch less than the figures say"),
@@ -246,15 +244,6 @@ def _defaults(answer: Answer, about: dict[str, Any], variables: Mapping[str, tup
         if name not in variables:
             state, other, value = ("on", "without", 0) if about["on"][name] else ("off", "with", 1)
             yield f"{name} is unset: {state}, the default of vLLM {release}; plan {other} it by --env {name}={value}"
-
-
-def answer(folder: Path, arguments: Sequence[str], arch: str, variables: Mapping[str, tuple[str, str]]) -> Any:
-    """Return the plan, made in this process, or the error that ``model.ask`` raises."""
-    try:
-        about = answers.start(arch)
-        return build(answers.answer(folder, arguments), about, variables)
-    except Exception as error:
-        return failure(error)
 
 
 def failure(error: BaseException) -> Exception:

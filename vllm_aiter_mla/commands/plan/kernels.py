@@ -23,7 +23,7 @@ from vllm_aiter_mla.serving.backends import AITER_KERNELS, FACTORIES, Backends, 
 from vllm_aiter_mla.serving.decision import VLLM, Checked, Decision, LayerFacts, decide
 from vllm_aiter_mla.settings import Settings
 
-# A plan is made for the ROCm release that the AITER path needs; doctor looks at the installed one.
+# A plan is made for the ROCm release that the AITER path needs; the step machine looks at the installed one.
 ROCM = (7, 0)
 
 

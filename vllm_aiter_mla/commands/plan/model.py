@@ -20,7 +20,7 @@ from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.settings import NAMESPACE
 
 EXAMPLES = Path(__file__).parent / "models"
-ANSWER = "vllm_aiter_mla.commands.plan.build:answer"
+ANSWER = "vllm_aiter_mla.commands.plan.several:answers"
 CONFIGS = ("config.json", "params.json")
 """Names of a model's config: the second is Mistral's."""
 # The plan makes no connection, leaves no file, and sees the plugin where VLLM_PLUGINS leaves it out.
@@ -110,7 +110,7 @@ def find(name: str) -> Source:
     meant = f"Did you mean {similar[0]}?" if similar else f"Or one of: {', '.join(bundled)}"
     raise LookupError(
         f"{name}: no such folder or file, no bundled example of that name, and {cached}; "
-        f"plan downloads nothing. Give the path of a config.json. {meant}"
+        f"nothing is downloaded. Give the path of a config.json. {meant}"
     )
 
 
@@ -167,8 +167,30 @@ def environment(given: Sequence[str], process: Mapping[str, str]) -> dict[str, t
     return found
 
 
-def ask(source: Source, arguments: Sequence[str], arch: str, variables: Mapping[str, Any], verbose: bool) -> Plan:
-    """Return the plan of ``source``, made by vLLM in a process of its own.
+TP = ("-tp", "--tensor-parallel-size")
+
+
+def deployments(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Return the sizes of tensor parallelism that are asked for, and the options of ``vllm serve`` for each.
+
+    ``-tp 1,2,4,8`` asks for four; vLLM's own options ask for one, whose size is given as it is.
+    """
+    for index, word in enumerate(arguments):
+        option, equals, value = word.partition("=")
+        if option.replace("_", "-") not in TP:
+            continue
+        rest = 1 if equals else 2
+        value = value if equals else next(iter(arguments[index + 1 : index + 2]), "")
+        sizes = [one.strip() for one in value.split(",")]
+        if len(sizes) > 1:
+            return sizes, [(*arguments[:index], option, one, *arguments[index + rest :]) for one in sizes]
+    return [""], [tuple(arguments)]
+
+
+def ask(
+    source: Source, asked: Sequence[Sequence[str]], arch: str, variables: Mapping[str, Any], verbose: bool
+) -> tuple[Plan, ...]:
+    """Return the plans of ``source`` with each of the options ``asked``, made by vLLM in a process of its own.
 
     ``arch`` is the card to plan for, "" for this machine's. ``variables`` has value and origin of each that is set.
 
@@ -183,12 +205,12 @@ def ask(source: Source, arguments: Sequence[str], arch: str, variables: Mapping[
     with process.workspace(), source.folder() as folder, tempfile.TemporaryDirectory() as cache:
         try:
             found = process.call(
-                ANSWER, folder, arguments, arch, variables, environment=child_environment(variables, cache),
+                ANSWER, folder, asked, arch, variables, environment=child_environment(variables, cache),
                 log=2 if verbose else subprocess.DEVNULL,  # 2 is stderr
             )  # fmt: skip
         except process.EndedError as error:
             raise ValueError(f"vLLM {error.args[0]}; --verbose shows its log") from error
-    return issues.looked_up(plan_of(source, found))
+    return tuple(issues.looked_up(plan_of(source, one)) for one in found)
 
 
 def plan_of(source: Source, found: Plan | Exception) -> Plan:

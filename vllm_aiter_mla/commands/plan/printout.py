@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan as lines of text."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from vllm_aiter_mla.admission import REMEDIES
 from vllm_aiter_mla.commands.outputs import line
@@ -20,6 +21,24 @@ WEIGHTS = {
 def text(plan: Plan) -> str:
     """Return the whole page. A text from a model's config is one line, without control characters."""
     return "\n".join(map(line, _lines(plan)))
+
+
+def table(plans: Sequence[Plan]) -> str:
+    """Return one row for each plan of a model with another size of tensor parallelism."""
+    first = plans[0]
+    rows = [("-tp", "heads per rank", "limit", "MLA layers", "integration", "kernel, untimed")]
+    for plan in plans:
+        groups = (list(group) for _, group in groupby(plan.kernels or (), lambda span: span.kernel))
+        spans = [f"{group[0].first}..{group[-1].last} {group[0].kernel or 'none'}" for group in groups]
+        engaged = "not known" if plan.outcome == "unknown" else f"{plan.layers.engaged}/{plan.layers.mla}"
+        why = f" ({', '.join(dict.fromkeys(reason.code for reason in plan.reasons))})" if plan.reasons else ""
+        size, heads, limit = plan.options.tp, plan.heads_per_rank, plan.limit
+        rows.append((str(size), str(heads), str(limit), engaged + why, plan.integration, ", ".join(spans) or "-"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    said = [f"{first.model.name} on {first.arch}, vLLM {first.vllm}, {first.options.kv_cache_dtype} cache"]
+    for *cells, last in rows:
+        said.append("  ".join((*(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)), last)))
+    return "\n".join(map(line, said))
 
 
 def _lines(plan: Plan) -> Iterator[str]:

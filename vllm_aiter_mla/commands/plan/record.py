@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a plan, which is what ``plan --json`` prints.
+"""The record of a plan, which the step ``plan`` has in JSON.
 
 Imports no torch. ``schemas.json`` says what the fields mean.
 """

@@ -18,7 +18,7 @@ from markupsafe import Markup
 from vllm_aiter_mla import __version__, files
 from vllm_aiter_mla.admission import OVERFLOW, REMEDIES
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
-from vllm_aiter_mla.commands.measure import Measurement
+from vllm_aiter_mla.commands.check.timing import Measurement
 from vllm_aiter_mla.commands.outputs import printable
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.commands.report import charts
@@ -29,12 +29,12 @@ from vllm_aiter_mla.verify.results import Verification
 # Section, and where its content comes from.
 SECTIONS = {
     "Check": "check --json",
-    "Plan": "plan --json",
+    "Plan": "check --json with a model",
     "Status": "a status file",
-    "Compile ranges": "a status file or plan --json",
-    "Launches": "verify --json on a GPU, or plan --json for formulas",
-    "Timing": "measure --json",
-    "Verify": "verify --json",
+    "Compile ranges": "a status file, or check --json with a model",
+    "Launches": "check --json on a GPU, or with a model for formulas",
+    "Timing": "check --json on a GPU",
+    "Verify": "check --json",
     "Versions": "any file",
 }
 
@@ -349,18 +349,19 @@ def check(page: Page, name: str, data: CheckRun) -> Glance:
         alarms.append(f"The run was cut off after the step {data.steps[-1].name}." if data.steps else "No step ended.")
     notes = [f"{step.name}: no gain: {step.detail}" for step in data.steps if step.status == "no gain"]
     columns = ("step", "outcome", "finding", "more")
-    page.add("Check", f"{name}, {data.model}: the steps", columns, rows, notes=notes, alarms=alarms)
+    page.add("Check", f"{name}, {data.model or 'no model'}: the steps", columns, rows, notes=notes, alarms=alarms)
     found = {step.name: step.data for step in data.steps}
     for what, schema in (("plan", "plan"), ("kernels", "verify"), ("timing", "measure")):
-        if found.get(what):
-            cls, reader = READERS[schema]
-            reader(page, name, files.part(cls, Path(what), found[what]))
+        for one in found[what] if isinstance(found.get(what), list) else filter(None, [found.get(what)]):
+            if files.stamp_in(one)[0] == schema:  # tiles that were tuned are not shown
+                cls, reader = READERS[schema]
+                reader(page, name, files.part(cls, Path(what), one))
     compared: Any = (found.get("engine") or {}).get("distances") or {}
     heads: tuple[str, ...] = ("scenario", "tokens", "equal", "compared", "agreed", "max |dlogprob|", "mean", "top-1")
     if compared:
         tokens = [(scenario, *figures.values()) for scenario, figures in compared.items()]
         page.add("Check", f"Flag off and on, token by token, {name}", heads, tokens)
-    prefill: Any = found.get("prefill rows") or {}
+    prefill: Any = found.get("prefill") or {}
     heads = ("step", "prompts", "equal bytes", "off, repeated", "max |dlogprob|", "off ms", "on ms")
     if prefill:
         rows = [(what, *figures.values()) for what, figures in prefill.items()]
@@ -382,7 +383,7 @@ MEANING = {
 
 
 def _of_check(data: CheckRun, found: Mapping[str, Any]) -> Glance:
-    """Return the glance of a check; doctor's findings, as it ran first, tell card and versions."""
+    """Return the glance of a check; what it found on the machine tells card and versions."""
     word, means = MEANING.get(data.exit, ("failed", f"exit status {data.exit}"))
     checks: Any = found.get("machine") or []
     here = {one["name"]: one["detail"] for one in checks if one["status"] in ("ok", "warning")}
@@ -391,7 +392,7 @@ def _of_check(data: CheckRun, found: Mapping[str, Any]) -> Glance:
     means += f": {', '.join(failed)}" if failed else f": {', '.join(ran)}" if word == "passed" else ""
     skipped = [f"{step.name}: {step.detail}" for step in data.steps if step.status == "skipped"]
     versions = {shown: here[name] for name, shown in (("torch", "torch"), ("rocm", "ROCm")) if name in here}
-    return Glance(word, f"check of {data.model}", here.get("gpu", NO_CARD), means, skipped, versions)
+    return Glance(word, f"check of {data.model or 'this machine'}", here.get("gpu", NO_CARD), means, skipped, versions)
 
 
 READERS: dict[str, tuple[type[Any], Callable[[Page, str, Any], Glance]]] = {

@@ -4,5 +4,5 @@
 ``op`` finds AITER without importing it, then imports it. ``contract`` says what AITER must never be given, ``route``
 which of its kernels will run, ``backend`` calls it. docs/kernels.md has the details.
 
-Nothing is imported here: `doctor` runs ``op`` on machines without torch.
+Nothing is imported here: ``check --only machine`` runs ``op`` on machines without torch.
 """

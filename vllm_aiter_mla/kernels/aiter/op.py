@@ -2,7 +2,7 @@
 """Find a usable AITER without importing it, then import it and hand out its fused op.
 
 ``import aiter`` wants a visible AMD card, runs rocminfo and may start a compiler. So ``locate_aiter`` finds the package
-through the import system and reads it as text. `doctor` runs it without torch, so this file imports torch late.
+through the import system and reads it as text. ``check --only machine`` runs it without torch, which comes late here.
 """
 
 import ast

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiles that `measure --tune` has timed on a card, in one file for each card and release of Triton."""
+"""The tiles that `check --only timing --tune` has timed on a card, in one file for each card and release of Triton."""
 
 import re
 from collections.abc import Mapping, Sequence

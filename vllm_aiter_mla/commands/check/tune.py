@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``measure --tune``: time the tiles of the Triton kernel on this GPU and keep the fastest for its starts."""
+"""The step ``timing`` with ``--tune``: time the tiles of the Triton kernel, and keep the fastest for its starts."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-
-import typer
+from itertools import product
+from typing import Any
 
 from vllm_aiter_mla import files
-from vllm_aiter_mla.commands import outputs
+from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.compat.offline import load_plugins
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.kernels import stopwatch
@@ -25,10 +25,23 @@ LIMIT = 1024
 """Up to how many tokens tiles are timed, unless the user names the counts."""
 
 
-def run(tokens: Sequence[int] | None, shapes: Iterable[LayerShape]) -> tuple[tuning.TunedTiles, int]:
-    """Tune each shape, print a line for each range and keep the file; return this run's record and the exit status.
+def tuned(options: Mapping[str, Any]) -> tuple[tuning.TunedTiles, str]:
+    """Tune what ``timing`` asks for, as it names its options, and tell each line; return record and what is wrong."""
+    from vllm_aiter_mla.commands.check.timing import shape_of
 
-    A shape that raises ends the run. What was tuned before is kept, next to what earlier runs have tuned.
+    given = dict(options)
+    tokens, heads, kinds, weights = (given.pop(name) for name in ("tokens", "heads", "kinds", "weights"))
+    return run(tokens, (shape_of(count, kind, weights, **given) for kind, count in product(kinds, heads)))
+
+
+def run(tokens: Sequence[int], shapes: Iterable[LayerShape]) -> tuple[tuning.TunedTiles, str]:
+    """Tune each shape, tell a line for each range and keep the file; return this run's record and what is wrong.
+
+    A shape that raises ends the run. What was tuned before is kept, next to what earlier runs have tuned. Without
+    ``tokens`` powers of two are timed.
+
+    Raises:
+        OSError: the file cannot be kept.
     """
     load_plugins()  # as in a server: they may bring the platform
     machine, counts = stopwatch.machine(), sorted(set(tokens or stopwatch.token_counts(LIMIT)))
@@ -43,20 +56,18 @@ def run(tokens: Sequence[int] | None, shapes: Iterable[LayerShape]) -> tuple[tun
                 break
             us[key] = stopwatch.medians(rounds)
             chosen[key] = decision.ranges(rounds, [*tiles.allowed(card().arch)], base)
-            typer.echo(f"{key}:")
+            process.tell(f"{key}:")
             for first, last, label in chosen[key]:
                 table = base(last)
                 beaten = f"; the table's {table} {us[key][last][table]:.2f}" if label != table else ", the table's"
-                typer.echo(f"  {first}..{last} tokens  {label}: {us[key][last][label]:.2f} us{beaten}")
+                process.tell(f"  {first}..{last} tokens  {label}: {us[key][last][label]:.2f} us{beaten}")
             card().give_back()
     for why in wrong:
-        typer.echo(outputs.line(f"WRONG, not timed: {why}"))
-    if stopped:
-        typer.echo(outputs.line(f"STOPPED at {stopped}"))
+        process.tell(f"WRONG, not timed: {why}")
     record = tuning.TunedTiles(machine["card"], machine["triton"], chosen, us)
     if chosen:
         keep(record)
-    return record, outputs.FINDING if wrong or stopped else outputs.FINE
+    return record, f"stopped at {stopped}" if stopped else "a tile is wrong" if wrong else ""
 
 
 def default(tokens: int, heads: int) -> str:
@@ -93,7 +104,11 @@ def spliced(new: stopwatch.Ranges, old: stopwatch.Ranges) -> stopwatch.Ranges:
 
 
 def keep(record: tuning.TunedTiles) -> None:
-    """Write the file, with what earlier runs have tuned besides; end with a line if that fails."""
+    """Write the file, with what earlier runs have tuned besides.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     folder = compat_config.cache_folder()
     path = tuning.path_of(folder, record.card, record.triton)
     with suppress(OSError, ValueError):  # none, or one that start-up leaves out as well
@@ -101,9 +116,6 @@ def keep(record: tuning.TunedTiles) -> None:
         chosen = {key: spliced(ranges, old.chosen.get(key, ())) for key, ranges in record.chosen.items()}
         us = {key: old.us.get(key, {}) | by_tokens for key, by_tokens in record.us.items()}
         record = replace(record, chosen=old.chosen | chosen, us=old.us | us)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        files.write(path, record)
-    except OSError as error:
-        outputs.fail(f"measure: {path}: {error.strerror or error}")
-    typer.echo(f"kept in {path}; the next start checks these tiles and names them in its status line")
+    folder.mkdir(parents=True, exist_ok=True)
+    files.write(path, record)
+    process.tell(f"kept in {path}; the next start checks these tiles and names them in its status line")

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from vllm_aiter_mla.commands import doctor as command
-from vllm_aiter_mla.commands.doctor import Check, Env, exit_status, name_of, run
+from vllm_aiter_mla.commands import machine as command
+from vllm_aiter_mla.commands.check import exit_status, steps
+from vllm_aiter_mla.commands.check.context import Context
+from vllm_aiter_mla.commands.machine import Check, Env, name_of, run
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.kernels.aiter.op import OP, REQUIRED
 
-RUN = "import sys; from vllm_aiter_mla.commands.main import app; app(['doctor', '--json', '-', *sys.argv[1:]])"
+RUN = "from vllm_aiter_mla.commands.main import app; app(['check', '--only', 'machine', '--json', '-'])"
 # A machine without torch and vLLM: neither can be found.
 BARE = (
     "import sys\n"
@@ -30,13 +32,13 @@ BARE = (
 )
 
 
-def doctor(code: str, *arguments: str, path: Path | None = None) -> dict[str, dict[str, str]]:
+def machine(code: str, *arguments: str, path: Path | None = None) -> dict[str, dict[str, str]]:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(path)] if path else sys.path)}
     done = subprocess.run([sys.executable, "-c", code, *arguments], env=env, capture_output=True, text=True)
     assert done.stdout, done.stderr
     record = json.loads(done.stdout)
     assert record["exit"] == done.returncode
-    return {check["name"]: check for check in record["checks"]}
+    return {check["name"]: check for check in record["steps"][0]["data"]}
 
 
 def simulated_aiter(folder: Path, marker: Path) -> None:
@@ -47,8 +49,8 @@ def simulated_aiter(folder: Path, marker: Path) -> None:
     (folder / "aiter" / "ops" / "cache.py").write_text(f"def {OP}({', '.join(REQUIRED)}): ...\n")
 
 
-def test_doctor_runs_without_torch_and_vllm() -> None:
-    checks = doctor(BARE + RUN)
+def test_the_machine_is_looked_at_without_torch_and_vllm() -> None:
+    checks = machine(BARE + RUN)
     statuses = {name: check["status"] for name, check in checks.items()}
     assert statuses["torch"] == statuses["vllm"] == "problem"
     for name in ("surface", "patches"):
@@ -56,16 +58,16 @@ def test_doctor_runs_without_torch_and_vllm() -> None:
     assert not [check for check in checks.values() if "the check failed" in check["detail"]]
 
 
-def test_doctor_on_this_machine_never_imports_aiter(tmp_path: Path) -> None:
+def test_the_look_at_this_machine_never_imports_aiter(tmp_path: Path) -> None:
     marker = tmp_path / "imported"
     simulated_aiter(tmp_path, marker)
     # Whatever a vLLM release may try while it is looked at.
-    eager = "from vllm_aiter_mla.commands import doctor as command\n"
+    eager = "from vllm_aiter_mla.commands import machine as command\n"
     eager += "def importing(given):\n    import aiter.ops.cache\n"
     eager += "command.CHECKS = (*command.CHECKS, importing)\n"
-    checks = doctor(eager + RUN, path=tmp_path)
+    checks = machine(eager + RUN, path=tmp_path)
     assert not marker.exists()
-    assert "doctor does not import aiter" in checks["importing"]["detail"]
+    assert "does not import aiter" in checks["importing"]["detail"]
     assert checks["aiter"]["status"] == "warning", "found, and not built"
     # Real vLLM, as installed here.
     for name in ("vllm", "plugin", "surface", "patches"):
@@ -89,14 +91,14 @@ def test_aiter_can_be_imported_again_afterwards(tmp_path: Path, monkeypatch: pyt
 
 def test_one_line_per_check_and_a_summary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "CHECKS", (command.checks.verified, command.checks.switches))
-    done = CliRunner().invoke(app, ["doctor"], env={"VLLM_MLA_DISABLE": "1"})
+    done = CliRunner().invoke(app, ["check", "--only", "machine"], env={"VLLM_MLA_DISABLE": "1"})
     assert done.exit_code == 1
     # What does not fit into a line goes on under its last column.
-    first, second, summary = re.sub(r"\n +", " ", done.stdout).splitlines()
+    first, second, *_ = re.sub(r"\n {3,}", " ", done.stdout).splitlines()
     assert first.split()[1] == "verified"
     assert second.split()[:2] == ["problem", "switches"]
     assert " -> " in second
-    assert summary.endswith("1 problem, 0 unknown")
+    assert "1 problem, 0 unknown" in done.stdout
 
 
 def test_the_names_of_the_checks_are_those_that_scripts_know() -> None:
@@ -106,10 +108,13 @@ def test_the_names_of_the_checks_are_those_that_scripts_know() -> None:
 
 @pytest.mark.parametrize(
     ("statuses", "status"),
-    [((), 0), (("ok", "warning"), 0), (("ok", "unknown"), 3), (("unknown", "problem"), 1), (("problem",), 1)],
+    [(("ok", "warning"), 0), (("ok", "unknown"), 3), (("unknown", "problem"), 1), (("problem",), 1)],
 )
-def test_a_problem_outweighs_an_unknown(statuses: tuple[Any, ...], status: int) -> None:
-    assert exit_status(Check(one, "") for one in statuses) == status
+def test_a_problem_outweighs_an_unknown(
+    monkeypatch: pytest.MonkeyPatch, statuses: tuple[Any, ...], status: int
+) -> None:
+    monkeypatch.setattr(command, "examine", lambda env: tuple(Check(one, "", name=one) for one in statuses))
+    assert exit_status([steps.machine(Context(only=("machine",)))], on_cpu=False, each=True) == status
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken\nbox"), SystemExit(3), ImportError("no")])

@@ -72,7 +72,7 @@ def checked(platform: Platform, shape: LayerShape, most: int, vllm_is_here: bool
 def _stand_in(shape: LayerShape, most: int) -> KernelBackend | str:
     """Return what takes the place of vLLM's kernels, or why it is not timed."""
     try:
-        from vllm_aiter_mla.commands.stand_in import StandInBackend
+        from vllm_aiter_mla.commands.check.stand_in import StandInBackend
     except ImportError as error:  # no Triton
         return str(error)
     backend = StandInBackend()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Doctor's checks of the machine, the packages on it, and vLLM's variables; each is named like its function."""
+"""Checks of the machine, the packages on it, and vLLM's variables; each is named like its function."""
 
 import importlib
 import importlib.metadata
@@ -70,7 +70,7 @@ def torch(env: Env) -> Check:
     kind = f"for {built_for}" if built_for else "a CPU build"
     if gpu_arch() is not None:
         return Check("problem", f"{found.__version__}, {kind}: the fast path needs ROCm", "use the ROCm build of torch")
-    return Check("warning", f"{found.__version__}, {kind}: `plan` and tests run, nothing else", SEE_GPU)
+    return Check("warning", f"{found.__version__}, {kind}: the plan and tests run, nothing else", SEE_GPU)
 
 
 def rocm(env: Env) -> Check:
@@ -113,7 +113,7 @@ def hip_python(env: Env) -> Check:
     if found == bindings.ABSENT and rocm is None:
         return Check("ok", "not installed, and not needed without ROCm")
     if isinstance(found, str):
-        return Check("warning", f"{found}: `verify` checks less", bindings.install(rocm))
+        return Check("warning", f"{found}: the step kernels checks less", bindings.install(rocm))
     if rocm is not None and version is not None and rocm.partition(".")[0] != bindings.made_for():
         detail = f"hip-python {version} is made for ROCm {bindings.made_for()}, and this is ROCm {rocm}"
         return Check("warning", detail, bindings.install(rocm))
@@ -315,7 +315,7 @@ def vllm_version() -> str | None:
             return None
     except (ImportError, ValueError):
         return None
-    return files.stamp("doctor").vllm or release.vllm_version()
+    return files.stamp("check").vllm or release.vllm_version()
 
 
 def _package(point: importlib.metadata.EntryPoint) -> str:

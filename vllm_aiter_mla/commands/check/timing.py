@@ -1,54 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-aiter-mla measure``: time the kernels on this machine's GPU, as start-up does."""
+"""The step ``timing``: time AITER's kernels, ours and vLLM's own on this machine's GPU, as start-up does.
+
+Each kernel is first compared with the reference; a wrong one is not timed. A row has median microseconds per call in a
+replayed graph, and how much faster than the fastest rival our fastest kernel is. Rivals are vLLM's own kernels and two
+that never serve: AITER's single launch, and its op behind an fp8 product on tiles for few rows. On a card without
+vLLM's kernels and AITER the rival is a stand-in for vLLM's three launches. A kernel that overflows to NaN is timed, and
+does not count as ours.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Annotated, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import OVERFLOW
-from vllm_aiter_mla.commands import outputs
+from vllm_aiter_mla.commands import process
+from vllm_aiter_mla.commands.check.context import NO_GPU, Context, Kind, Weights, has_gpu
+from vllm_aiter_mla.commands.check.kernels import weights_of
+from vllm_aiter_mla.commands.check.record import Step
+from vllm_aiter_mla.commands.plan.issues import has_fp8_cache
 
 if TYPE_CHECKING:
     from vllm_aiter_mla.kernels.inputs import LayerShape
     from vllm_aiter_mla.serving.backends import Backends
 
-TOKENS = (1, 8, 64, 256, 512)
+TOKENS, OF_A_MODEL = (1, 8, 64, 256, 512), (1, 8, 64, 256)
 HEADS = (8, 16, 128)
 # A larger operand fills a card by itself.
 MOST_TOKENS, MOST_HEADS = 65536, 1024
 VLLM, STAND_IN = "vllm", "vllm-stand-in"
 RIVALS = (VLLM, STAND_IN, "aiter-decode-tile", "aiter-one-launch")
-
-
-class Kind(StrEnum):
-    """Types of the query and the cache."""
-
-    fp8 = "fp8"
-    bf16 = "bf16"
-    both = "both"
-
-
-class Weights(StrEnum):
-    """Formats of the absorb weights."""
-
-    bf16 = "bf16"
-    fp8 = "fp8"
-    mxfp4 = "mxfp4"
-
-    def key(self, fp8: Any) -> tuple[Any, ...]:
-        """Return the format as ``AbsorbWeight.key`` names it; ``fp8`` is the card's type."""
-        return {"bf16": ("plain",), "fp8": ("fp8", fp8), "mxfp4": ("mxfp4",)}[self.value]
 
 
 @dataclass(frozen=True)
@@ -68,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A run of ``measure`` without ``--tune``; ``schemas.json`` says what the fields mean."""
+    """What was timed without ``--tune``; ``schemas.json`` says what the fields mean."""
 
     machine: dict[str, str]
     weights: str
@@ -78,59 +68,121 @@ class Measurement:
     evidence: files.Stamp = files.stamped("measure")
 
 
-def measure(
-    tokens: Annotated[
-        list[int] | None, typer.Option("--tokens", "-t", min=1, max=MOST_TOKENS, help="Tokens; may be repeated.")
-    ] = None,
-    heads: Annotated[
-        list[int] | None, typer.Option("--heads", "-n", min=1, max=MOST_HEADS, help="Heads; may be repeated.")
-    ] = None,
-    kind: Annotated[Kind, typer.Option("--type", help="Type of the query and the cache.")] = Kind.both,
-    weights: Annotated[Weights, typer.Option(help="Format of the absorb weights.")] = Weights.bf16,
-    tune: Annotated[
-        bool, typer.Option("--tune", help="Time the Triton kernel's tiles; starts take the fastest.")
-    ] = False,
-    json: outputs.Json = None,
-) -> None:
-    """Time AITER's kernels, ours and vLLM's own on this GPU.
+@dataclass(frozen=True)
+class Doing:
+    """What a process that times is about to do; ``kernel`` is empty if several run."""
 
-    Start-up does the same to choose between them. Each kernel is first compared with the reference; a wrong one is not
-    timed. The table shows median microseconds per call in a replayed graph, and how much faster than the fastest rival
-    our fastest kernel is. Rivals are vLLM's own kernels and two that never serve: AITER's single launch, and its op
-    behind an fp8 product on tiles for few rows. On a card without vLLM's kernels and AITER the rival is a stand-in for
-    vLLM's three launches, and the table says so. A kernel that overflows to NaN is timed, and does not count as ours.
+    kernel: str
+    text: str
 
-    With --tune: the tiles of the Triton kernel, at 1, 2, 4 ... 1024 tokens unless -t says others. What is fastest goes
-    to a file of this card and release of Triton, which the next start reads, checks and names in its status line.
 
-    Exit status: 0; 1 if a kernel was wrong or the run stopped early; 2 if an option is wrong; 3 without a GPU.
+def timing(context: Context) -> Step:
+    """Time every kernel and rival on this card: of a model its layer, else DeepSeek's at several numbers of heads.
+
+    It fails if a kernel is wrong, or if nothing of ours was timed for the model. With ``tune`` the Triton kernel's
+    tiles are timed, and the fastest are kept for its starts.
     """
-    import torch
+    if not has_gpu():
+        return Step("skipped", NO_GPU)
+    options = _options(context)
+    if context.timing.tune:
+        return _tuned(context, options)
+    left_out = dict[str, str]()
+    while True:  # each round leaves one more kernel out
+        told = list[Any]()
 
-    from vllm_aiter_mla.kernels.device import card
+        def heard(value: Any, told: list[Any] = told) -> None:
+            told.append(value)
+            if isinstance(value, Doing):
+                context.now(value.text)
+            else:
+                found = Measurement({}, options["weights"], _rows(told), dict(left_out), "cut off")
+                context.so_far(Step("cut off", f"{len(found.rows)} sizes", data=found))
 
-    kinds = [Kind.fp8, Kind.bf16] if kind is Kind.both else [kind]
-    if not card().is_there():
-        outputs.fail(
-            f"measure: a GPU is needed, torch {torch.__version__} sees none; nothing was timed", outputs.NOT_LOOKED
+        try:
+            found = process.call(
+                f"{__name__}:measured", options, left_out, environment=context.environment(), heard=heard
+            )
+        except process.EndedError as error:
+            how, *last = error.args
+            doing = next((one for one in reversed(told) if isinstance(one, Doing)), Doing("", "start"))
+            said = f"its process {how} in {doing.text}" + (f": {last[-1]}" if last else "")
+            if doing.kernel and doing.kernel not in left_out:
+                left_out[doing.kernel] = said
+                continue
+            found = Measurement({}, options["weights"], _rows(told), left_out, said)
+        return _judged(context, found)
+
+
+def _rows(told: Sequence[Any]) -> tuple[Row, ...]:
+    return tuple(one for one in told if isinstance(one, Row))
+
+
+def measured(options: Mapping[str, Any], left_out: Mapping[str, str]) -> Measurement:
+    """Time in this process what ``timing`` asks for, but for the kernels ``left_out``, each with its reason."""
+    given = dict(options)
+    tokens, heads, kinds, weights = (given.pop(name) for name in ("tokens", "heads", "kinds", "weights"))
+    return run(tokens, heads, kinds, weights, left_out=left_out, **given)
+
+
+def _options(context: Context) -> dict[str, Any]:
+    """Return what ``run`` takes, by name: of the plan's layer where there is one."""
+    asked, layer, made = context.timing, context.layer, context.plan
+    if made is None:
+        kinds = [Kind.fp8, Kind.bf16] if asked.kind is Kind.both else [asked.kind]
+        widths = {} if layer.nope is None else {"nope": layer.nope}
+        return {
+            "tokens": list(asked.tokens), "heads": [*(layer.heads or HEADS)], "kinds": [kind.value for kind in kinds],
+            "weights": (layer.weights or Weights.bf16).value, **widths,
+        } | ({} if asked.tokens or asked.tune else {"tokens": [*TOKENS]})  # fmt: skip
+    sizes = made.model.kinds[0]
+    tokens = [*(count for count in OF_A_MODEL if count < made.limit), min(made.limit, MOST_TOKENS)]
+    widths = {name: getattr(sizes, name) for name in ("nope", "rope", "latent")}
+    return {
+        "tokens": [*(asked.tokens or ([] if asked.tune else tokens))], "heads": [made.heads_per_rank],
+        "kinds": ["fp8" if has_fp8_cache(made) else "bf16"], "weights": weights_of(made), "act": made.model.dtype,
+        **widths,
+    }  # fmt: skip
+
+
+def _judged(context: Context, found: Measurement) -> Step:
+    lines = tuple(
+        f"{row.tokens} tokens: " + ", ".join(f"{name} {us:.2f} us" for name, us in sorted(row.us.items()))
+        for row in found.rows
+    )
+    lines += tuple(f"{name}: {why}" for name, why in found.wrong.items())
+    ratios = [(row.tokens, row.ratio) for row in found.rows if row.ratio is not None]
+    if found.wrong or found.stopped or (context.plan and not ratios):
+        return Step("failed", found.stopped or "a kernel is wrong, or none of ours was timed", lines, found)
+    slower = sorted({tokens for tokens, ratio in ratios if ratio < 1})
+    which = f"vLLM or a rival is faster at {slower}" if slower else "one of ours is the fastest at each"
+    return Step("passed", f"{len(ratios)} sizes; {which}", lines, found)
+
+
+def _tuned(context: Context, options: dict[str, Any]) -> Step:
+    """Tune, and return the lines that were said."""
+    lines = list[str]()
+
+    def heard(text: str) -> None:
+        lines.append(text)
+        context.now(text)
+        context.so_far(Step("cut off", "tiles of the Triton kernel", tuple(lines)))
+
+    try:
+        found, wrong = process.call(
+            "vllm_aiter_mla.commands.check.tune:tuned", options, environment=context.environment(), heard=heard
         )
-    with outputs.text_apart(json):
-        if tune:
-            from vllm_aiter_mla.commands import tune as tuning
-
-            sizes = product(kinds, heads or HEADS)
-            tiles, status = tuning.run(tokens, (shape_of(count, one.value, weights.value) for one, count in sizes))
-            text = files.text_of(tiles)
-        else:
-            record = run(tokens or TOKENS, heads or HEADS, [one.value for one in kinds], weights.value)
-            show(record)
-            text, status = files.text_of(record), int(bool(record.stopped or record.wrong))
-    if json is not None:
-        outputs.write(json, text)
-    raise typer.Exit(status)
+    except process.EndedError as error:
+        how, *last = error.args
+        return Step("failed", f"its process {how}", (*lines, *last))
+    shapes = f"{len(found.chosen)} shapes"
+    return Step("failed" if wrong else "passed", wrong or f"tiles are kept for {shapes}", tuple(lines), found)
 
 
-def run(tokens: Sequence[int], heads: Sequence[int], kinds: Sequence[str], weights: str, **widths: Any) -> Measurement:
+def run(
+    tokens: Sequence[int], heads: Sequence[int], kinds: Sequence[str], weights: str, *,
+    left_out: Mapping[str, str] = MappingProxyType({}), **widths: Any,
+) -> Measurement:  # fmt: skip
     """Time every size; return the record.
 
     A size that raises ends the run, and ``stopped`` says which and why. What was timed before is kept. ``wrong`` says
@@ -141,6 +193,7 @@ def run(tokens: Sequence[int], heads: Sequence[int], kinds: Sequence[str], weigh
         heads: of a rank.
         kinds: as ``Row.kind``.
         weights: the format of the absorb weights.
+        left_out: kernels that are wrong, each with its reason: they are not called.
         widths: of the layers and their activation dtype, as ``shape_of`` takes them.
     """
     from vllm_aiter_mla.commands.compat.offline import load_plugins
@@ -150,13 +203,14 @@ def run(tokens: Sequence[int], heads: Sequence[int], kinds: Sequence[str], weigh
     from vllm_aiter_mla.settings import Settings
 
     load_plugins()  # as in a server: they may bring the platform, or kernels
-    machine, rows, wrong, stopped = stopwatch.machine(), list[Row](), dict[str, str](), ""
+    machine, rows, wrong, stopped = stopwatch.machine(), list[Row](), dict(left_out), ""
     backends = Backends(Settings(enabled=True), current_platform())
     with compat_config.as_current():
         for kind, count in product(kinds, heads):
             try:
                 for row in rows_of(backends, shape_of(count, kind, weights, **widths), tokens, wrong):
                     rows.append(row)
+                    process.tell(row)
             except Exception as error:  # out of memory for a large size, or a build that fails
                 stopped = f"{count} heads, {kind}: {type(error).__name__}: {error}"
                 break
@@ -164,8 +218,11 @@ def run(tokens: Sequence[int], heads: Sequence[int], kinds: Sequence[str], weigh
 
 
 def rows_of(backends: Backends, shape: LayerShape, tokens: Sequence[int], wrong: dict[str, str]) -> Iterator[Row]:
-    """Check and time the contenders on one layer shape; a kernel that fails its check goes to ``wrong``."""
-    from vllm_aiter_mla.commands import rivals
+    """Check and time the contenders on one layer shape.
+
+    A kernel that fails its check goes to ``wrong``; one that is there before is not called.
+    """
+    from vllm_aiter_mla.commands.check import rivals
     from vllm_aiter_mla.compat import layer as compat_layer
     from vllm_aiter_mla.kernels import stopwatch
     from vllm_aiter_mla.kernels.device import card
@@ -175,31 +232,36 @@ def rows_of(backends: Backends, shape: LayerShape, tokens: Sequence[int], wrong:
     from vllm_aiter_mla.startup import checks
 
     kind, overflows = kind_of(shape), dict[str, Checked]()
-    found = {name: backends.get(name) for name in backends.names}
-    for name, backend in found.items():
+    where, left_out = f"{shape.heads} heads, {kind}", dict(wrong)
+    found: dict[str, Any] = {}
+    for name in backends.names:
+        process.tell(Doing(name, f"the check of {name} at {where}"))
+        backend = found[name] = left_out.get(name) or backends.get(name)
         if isinstance(backend, str) or backend.trusted:
             continue
         if (why := backend.refuse(synthetic_inputs(shape, 1))) is not None:
             found[name] = why
         elif not (checked := checks.self_check(name, backend, shape, (), max(tokens))).ok:
-            found[name], wrong[name] = checked.message, f"{shape.heads} heads, {kind}: {checked.message}"
+            found[name], wrong[name] = checked.message, f"{where}: {checked.message}"
         elif checked.writes_nan:
             overflows[name] = Checked(writes_nan=True)
     facts = decision.LayerFacts(None, dict.fromkeys(overflows, decision.Offer()))
     served = decision.usable(facts, overflows, backends.settings)
-    left_out = [name for name in overflows if name not in served]
+    not_ours = [name for name in overflows if name not in served]
+    process.tell(Doing("", f"the checks of the rivals at {where}"))
     found |= rivals.checked(backends.platform, shape, max(tokens), not isinstance(found.get(VLLM, ""), str))
     able = {name: backend for name, backend in found.items() if not isinstance(backend, str)}
     untimed = {name: why for name, why in found.items() if isinstance(why, str)}
     helper = compat_layer.padding_helper() if shape.out_heads else None
     pad = helper and partial(helper.get_mla_padded_q, shape.heads)
     for count in tokens:
+        process.tell(Doing("", f"the timing of {', '.join(able)} at {count} tokens, {where}"))
         calls = synthetic_inputs(shape, count)
         skipped = {name: why for name, backend in able.items() if (why := backend.refuse(calls)) is not None}
         weight, budget = synthetic_inputs(shape).weight, stopwatch.Budget(float("inf"))
         rounds = stopwatch.time_shape(able, shape, weight, [count], budget, pad=pad)[count]
         us = {name: statistics.median(one) for name, one in rounds.items()}
-        yield row_of(count, shape.heads, kind, us, untimed | skipped, left_out)
+        yield row_of(count, shape.heads, kind, us, untimed | skipped, not_ours)
         card().give_back()
 
 
@@ -247,9 +309,8 @@ def kind_of(shape: LayerShape) -> str:
     return {"bfloat16": "bf16", "float16": "fp16"}.get(name, "fp8")
 
 
-def show(record: Measurement) -> None:
+def show(record: Measurement, console: Console) -> None:
     """Print the table, and why kernels were not timed."""
-    console = Console(markup=False, highlight=False, soft_wrap=True)
     rows, wrong = record.rows, record.wrong
     names = list(dict.fromkeys(name for row in rows for name in row.us))
     title = f"{', '.join(record.machine.values())}; {record.weights} weights"
@@ -261,12 +322,16 @@ def show(record: Measurement) -> None:
         table.add_row(str(row.tokens), str(row.heads), row.kind, *us, ratio)
     console.print(table)
     if STAND_IN in names:
-        console.print(f"{STAND_IN}: in the place of vLLM's kernels, which are not here: as many launches, other code")
+        _say(console, f"{STAND_IN}: in the place of vLLM's kernels, which are not here: as many launches, other code")
     for name, why in dict.fromkeys(one for row in rows for one in row.untimed.items() if one[0] not in wrong):
-        console.print(f"{name}: not timed: {why}")
+        _say(console, f"{name}: not timed: {why}")
     for name in dict.fromkeys(name for row in rows for name in row.left_out):
-        console.print(f"{name}: it {OVERFLOW}; kernel=auto leaves it out, and the last column too")
+        _say(console, f"{name}: it {OVERFLOW}; kernel=auto leaves it out, and the last column too")
     for name, why in wrong.items():
-        console.print(f"WRONG, not timed: {name} at {why}")
+        _say(console, f"WRONG, not timed: {name} at {why}")
     if record.stopped:
-        console.print(f"STOPPED at {record.stopped}")
+        _say(console, f"STOPPED at {record.stopped}")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""``vllm-aiter-mla measure`` on a made-up card: real operands and checks, times by kernel from a made-up clock."""
+"""``check --only timing`` on a made-up card: real operands and checks, times by kernel from a made-up clock."""
 
 import json
 import sys
@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from tests.sandbox import gpu_ops
 from tests.sandbox.rehearsal_card import RehearsalCard
+from tests.support import in_process
 from tests.support.made_up_clock import MadeUpClock, Named, costs, named_kernels
-from vllm_aiter_mla.commands import measure, rivals, stand_in
+from vllm_aiter_mla.commands.check import rivals, stand_in, timing
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import reference, stopwatch
@@ -30,6 +31,7 @@ class Wrong(Named):
 @pytest.fixture
 def card(monkeypatch):
     """Kernels by name; every one is the reference."""
+    in_process.install(monkeypatch)
     kernels = named_kernels(monkeypatch)
     RehearsalCard().install(monkeypatch).arch = "gfx942"
     MadeUpClock(costs(aiter=8.0, triton=5.0, vllm=10.0)).install(monkeypatch)
@@ -37,14 +39,20 @@ def card(monkeypatch):
 
 
 def run(*options):
-    return CliRunner().invoke(app, ["measure", "-n", "2", *options])
+    return CliRunner().invoke(app, ["check", "--only", "timing", "--heads", "2", *options])
 
 
-def test_measure_times_what_start_up_chooses_between(card, tmp_path):
+def timed(folder):
+    """The record of the step, as JSON has it."""
+    (step,) = json.loads((folder / "check.json").read_text())["steps"]
+    return step["data"]
+
+
+def test_timing_times_what_start_up_chooses_between(card, tmp_path):
     card["aiter"] = Named("aiter", most=32)
-    done = run("-t", "1", "-t", "64", "--json", str(tmp_path / "measure.json"))
+    done = run("--tokens", "1", "--tokens", "64", "--json", str(tmp_path / "check.json"))
     assert done.exit_code == 0, done.output
-    rows = json.loads((tmp_path / "measure.json").read_text())["rows"]
+    rows = timed(tmp_path)["rows"]
     assert [(row["tokens"], row["kind"], set(row["us"])) for row in rows] == [
         (1, "fp8", {"aiter", "triton", "vllm"}),
         (64, "fp8", {"triton", "vllm"}),
@@ -62,8 +70,8 @@ def test_a_kernel_that_overflows_to_nan_is_timed_and_counts_as_none_of_ours(
 ):
     """Start-up would leave it out: a ratio over it would promise what no server runs."""
     MadeUpClock(costs(aiter=2.0, triton=5.0, vllm=10.0)).install(monkeypatch)
-    done = run("-t", "1", "--type", kind, "--json", str(tmp_path / "measure.json"))
-    (row,) = json.loads((tmp_path / "measure.json").read_text())["rows"]
+    done = run("--tokens", "1", "--type", kind, "--json", str(tmp_path / "check.json"))
+    (row,) = timed(tmp_path)["rows"]
     assert (row["us"]["aiter"], row["ratio"], row["left_out"]) == (2.0, ratio, left_out)
     assert ("aiter: it turns" in done.output) == bool(left_out)
 
@@ -71,21 +79,21 @@ def test_a_kernel_that_overflows_to_nan_is_timed_and_counts_as_none_of_ours(
 def test_a_rival_that_never_serves_is_timed_and_held_against_ours(card, monkeypatch, tmp_path):
     MadeUpClock(costs(aiter=8.0, triton=5.0, vllm=10.0, **{"aiter-one-launch": 6.0})).install(monkeypatch)
     monkeypatch.setattr(rivals, "checked", lambda *_: {"aiter-one-launch": Named("aiter-one-launch")})
-    assert run("-t", "1", "--type", "fp8", "--json", str(tmp_path / "measure.json")).exit_code == 0
-    (row,) = json.loads((tmp_path / "measure.json").read_text())["rows"]
+    assert run("--tokens", "1", "--type", "fp8", "--json", str(tmp_path / "check.json")).exit_code == 0
+    (row,) = timed(tmp_path)["rows"]
     assert (row["us"]["aiter-one-launch"], row["ratio"]) == (6.0, 1.2)
 
 
 @pytest.mark.parametrize("missing", [True, False])
-def test_measure_on_a_card_without_vllms_kernels_times_a_stand_in_and_says_so(card, monkeypatch, tmp_path, missing):
+def test_timing_on_a_card_without_vllms_kernels_times_a_stand_in_and_says_so(card, monkeypatch, tmp_path, missing):
     RehearsalCard().install(monkeypatch).arch = "sm90"
     made = MadeUpClock(costs(aiter=8.0, triton=5.0, vllm=10.0, **{"vllm-stand-in": 15.0}))
     made.install(monkeypatch)
     monkeypatch.setattr(stand_in, "StandInBackend", lambda: Named("vllm-stand-in"))
     if missing:
         monkeypatch.setitem(backends.FACTORIES, "vllm", lambda platform, settings: "no such kernel")
-    done = run("-t", "1", "--type", "fp8", "--json", str(tmp_path / "measure.json"))
-    (row,) = json.loads((tmp_path / "measure.json").read_text())["rows"]
+    done = run("--tokens", "1", "--type", "fp8", "--json", str(tmp_path / "check.json"))
+    (row,) = timed(tmp_path)["rows"]
     assert done.exit_code == 0, done.output
     assert row["ratio"] == (3.0 if missing else 2.0)
     assert set(row["us"]) == {"triton", "vllm-stand-in" if missing else "vllm"} | {"aiter"} & set(row["us"])
@@ -96,10 +104,10 @@ def test_measure_on_a_card_without_vllms_kernels_times_a_stand_in_and_says_so(ca
 
 def test_a_stand_in_that_fails_its_check_or_takes_no_such_weights_is_not_timed(card, monkeypatch):
     RehearsalCard().install(monkeypatch).arch = "sm90"
-    platform, shape = Platform("sm90", (9, 0)), measure.shape_of(2, "bf16", "fp8")
+    platform, shape = Platform("sm90", (9, 0)), timing.shape_of(2, "bf16", "fp8")
     assert "fp8 weights" in rivals.checked(platform, shape, 8, False)["vllm-stand-in"]
     monkeypatch.setattr(stand_in, "StandInBackend", lambda: Wrong("vllm-stand-in"))
-    assert "FAILED" in rivals.checked(platform, measure.shape_of(2, "bf16", "bf16"), 8, False)["vllm-stand-in"]
+    assert "FAILED" in rivals.checked(platform, timing.shape_of(2, "bf16", "bf16"), 8, False)["vllm-stand-in"]
 
 
 class VLLMOwn(Named):
@@ -115,14 +123,14 @@ class VLLMOwn(Named):
         return replace(bound, run=run)
 
 
-def test_vllm_numerics_are_no_reason_for_measure_to_call_vllm_wrong(card, tmp_path):
+def test_vllm_numerics_are_no_reason_for_timing_to_call_vllm_wrong(card, tmp_path):
     gpu_ops.register()
     card["vllm"] = VLLMOwn("vllm")
-    done = run("-t", "8", "--type", "bf16", "--json", str(tmp_path / "measure.json"))
-    found = json.loads((tmp_path / "measure.json").read_text())
+    done = run("--tokens", "8", "--type", "bf16", "--json", str(tmp_path / "check.json"))
+    found = timed(tmp_path)
     assert (done.exit_code, found["wrong"]) == (0, {}), done.output
     assert set(found["rows"][0]["us"]) == {"aiter", "triton", "vllm"}
-    inputs = synthetic_inputs(measure.shape_of(2, "bf16", "bf16"), 8)
+    inputs = synthetic_inputs(timing.shape_of(2, "bf16", "bf16"), 8)
     assert card["vllm"].numerics(inputs) == reference.VLLM_KERNEL
 
 
@@ -137,25 +145,25 @@ def test_a_query_that_vllm_pads_is_timed_with_that_copy(card, monkeypatch, arch,
     pad = helper.get_mla_padded_q
     monkeypatch.setattr(helper, "get_mla_padded_q", lambda n, q: padded.append((n, q.shape[1])) or pad(n, q))
     MadeUpClock(costs(aiter=8.0, triton=5.0, vllm=10.0)).install(monkeypatch)
-    found = measure.run([2], [heads], ["bf16"], "bf16", nope=192)
+    found = timing.run([2], [heads], ["bf16"], "bf16", nope=192)
     assert (found.stopped, found.rows[0].ratio, padded) == ("", 2.0, [(8, 8)] if copied else [])
 
 
 def test_a_vllm_that_pads_no_heads_is_timed_without_padding(card, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.mla.rocm_aiter_mla", None)
-    assert measure.shape_of(8, "bf16", "bf16").out_heads == 0
+    assert timing.shape_of(8, "bf16", "bf16").out_heads == 0
 
 
-def test_measure_does_not_time_a_wrong_kernel_and_exits_1(card, tmp_path):
+def test_timing_does_not_time_a_wrong_kernel_and_exits_1(card, tmp_path):
     card["triton"] = Wrong("triton")
-    done = run("-t", "1", "--type", "bf16", "--json", str(tmp_path / "measure.json"))
+    done = run("--tokens", "1", "--type", "bf16", "--json", str(tmp_path / "check.json"))
     assert done.exit_code == 1
-    (row,) = json.loads((tmp_path / "measure.json").read_text())["rows"]
+    (row,) = timed(tmp_path)["rows"]
     assert set(row["us"]) == {"aiter", "vllm"}
     assert "WRONG, not timed: triton at 2 heads, bf16" in done.output
 
 
-def test_measure_keeps_what_was_timed_when_a_size_fails(card, monkeypatch):
+def test_timing_keeps_what_was_timed_when_a_size_fails(card, monkeypatch):
     real = stopwatch.time_shape
 
     def fails(able, shape, weight, counts, budget, pad):
@@ -164,13 +172,13 @@ def test_measure_keeps_what_was_timed_when_a_size_fails(card, monkeypatch):
         return real(able, shape, weight, counts, budget, pad=pad)
 
     monkeypatch.setattr(stopwatch, "time_shape", fails)
-    done = run("-t", "1", "-t", "8", "-t", "64", "--type", "fp8")
+    done = run("--tokens", "1", "--tokens", "8", "--tokens", "64", "--type", "fp8")
     assert done.exit_code == 1
     assert "STOPPED at 2 heads, fp8: MemoryError: planted" in done.output
     assert " 1 │ 2 " in done.output
     assert " 64 │ 2 " not in done.output
 
 
-def test_measure_without_a_gpu_is_one_line():
+def test_timing_without_a_gpu_is_one_line():
     done = run()
     assert len(done.stderr.splitlines()) == 1

@@ -13,11 +13,10 @@ from unittest import mock
 
 import pytest
 
-from vllm_aiter_mla.commands.doctor import Check, name_of, run
-from vllm_aiter_mla.commands.doctor import checks as doctor
+from vllm_aiter_mla.commands.machine import Check, checks, name_of, run
 from vllm_aiter_mla.kernels.aiter import op as locate
 
-CHECKS = {name_of(check): check for check in doctor.CHECKS}
+CHECKS = {name_of(check): check for check in checks.CHECKS}
 
 
 def found(name: str, **env: str) -> Check:
@@ -30,8 +29,8 @@ def status(name: str, **env: str) -> str:
 
 @pytest.fixture
 def rocm_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "rocm_version", lambda: "7.0.2")
-    monkeypatch.setattr(doctor, "gpu_arch", lambda: "gfx950")
+    monkeypatch.setattr(checks, "rocm_version", lambda: "7.0.2")
+    monkeypatch.setattr(checks, "gpu_arch", lambda: "gfx950")
 
 
 @pytest.mark.usefixtures("rocm_card")
@@ -45,19 +44,19 @@ def test_a_module_without_code_for_this_card_is_a_problem(
 ) -> None:
     library = tmp_path / "module_cache.so"
     library.write_bytes(b"ELF" + b"".join(b"hipv4-amdgcn-amd-amdhsa--%b\0code" % name for name in bundles))
-    monkeypatch.setattr(doctor, "compiled_modules", lambda: [library])
+    monkeypatch.setattr(checks, "compiled_modules", lambda: [library])
     check = found("code-objects")
     assert check.status == expected
     assert ("module_cache.so" in check.detail) == (expected == "problem")
 
 
 def test_releases_that_this_project_has_run_are_ok_and_others_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.platform, "python_version", lambda: "3.11.7")
-    monkeypatch.setattr(doctor, "rocm_version", lambda: None)
-    monkeypatch.setattr(doctor, "vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr(checks.platform, "python_version", lambda: "3.11.7")
+    monkeypatch.setattr(checks, "rocm_version", lambda: None)
+    monkeypatch.setattr(checks, "vllm_version", lambda: "0.32.0")
     assert status("verified") == "ok"
-    monkeypatch.setattr(doctor, "rocm_version", lambda: "7.2.1")
-    monkeypatch.setattr(doctor, "vllm_version", lambda: "0.33.1+rocm")
+    monkeypatch.setattr(checks, "rocm_version", lambda: "7.2.1")
+    monkeypatch.setattr(checks, "vllm_version", lambda: "0.33.1+rocm")
     check = found("verified")
     assert check.status == "warning"
     assert "ROCm 7.2" in check.detail
@@ -66,7 +65,7 @@ def test_releases_that_this_project_has_run_are_ok_and_others_are_named(monkeypa
 
 def test_every_release_with_a_lock_is_among_the_verified_ones() -> None:
     locks = Path(__file__).resolve().parents[2] / "requirements" / "releases"
-    known = json.loads(doctor.VERIFIED.read_text())
+    known = json.loads(checks.VERIFIED.read_text())
     assert {path.stem for path in locks.glob("*.lock")} <= set(known["vLLM"])
     assert set(known) == {"vLLM", "torch", "Python", "ROCm", "AITER"}
 
@@ -121,14 +120,14 @@ def test_plugins_with_blanks_are_read_as_vllm_reads_them(allowed: str) -> None:
 
 @pytest.mark.mutation
 def test_mutation_plugins_with_blanks_that_are_stripped_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.offline, "plugins", lambda allowed: [name.strip() for name in allowed.split(",")])
+    monkeypatch.setattr(checks.offline, "plugins", lambda allowed: [name.strip() for name in allowed.split(",")])
     assert status("plugin", VLLM_PLUGINS="other, aiter_mla") == "ok"
     with pytest.raises(AssertionError, match="'ok' == 'problem'"):
         test_plugins_with_blanks_are_read_as_vllm_reads_them("other, aiter_mla")
 
 
 def test_field_without_rocm_the_switches_of_aiter_are_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "rocm_version", lambda: None)
+    monkeypatch.setattr(checks, "rocm_version", lambda: None)
     assert status("switches") == "warning", "AITER is off"
     assert status("switches", **AITER_ON) == "ok"
     assert status("switches", VLLM_MLA_DISABLE="1") == "problem"
@@ -140,21 +139,21 @@ def points(monkeypatch: pytest.MonkeyPatch, *installed: EntryPoint) -> None:
 
 
 def test_atom_is_a_problem_unless_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    points(monkeypatch, EntryPoint("atom", "atom.plugin.register:register", doctor.PLATFORM))
+    points(monkeypatch, EntryPoint("atom", "atom.plugin.register:register", checks.PLATFORM))
     assert (status("atom"), status("atom", ATOM_DISABLE_VLLM_PLUGIN="1")) == ("problem", "ok")
     points(monkeypatch)
     assert status("atom") == "ok"
 
 
 def test_the_plugins_entry_point_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = EntryPoint("aiter_mla", "vllm_aiter_mla.plugin:register", doctor.GENERAL)
-    other = EntryPoint("else", "someone.else:register", doctor.GENERAL)
+    ours = EntryPoint("aiter_mla", "vllm_aiter_mla.plugin:register", checks.GENERAL)
+    other = EntryPoint("else", "someone.else:register", checks.GENERAL)
     points(monkeypatch, other)
     assert status("plugin") == "problem"
     points(monkeypatch, ours, other)
     plugin = found("plugin")
     assert (plugin.status, plugin.detail.endswith(": else")) == ("ok", True)
-    points(monkeypatch, ours, EntryPoint("aiter_mla", "copy:register", doctor.GENERAL))
+    points(monkeypatch, ours, EntryPoint("aiter_mla", "copy:register", checks.GENERAL))
     assert status("plugin") == "warning"
 
 
@@ -164,7 +163,7 @@ def test_the_plugins_entry_point_is_looked_for(monkeypatch: pytest.MonkeyPatch) 
 def test_vllms_release_is_held_against_the_window(
     monkeypatch: pytest.MonkeyPatch, version: str | None, expected: str
 ) -> None:
-    monkeypatch.setattr(doctor, "vllm_version", lambda: version)
+    monkeypatch.setattr(checks, "vllm_version", lambda: version)
     assert status("vllm") == expected
     if version is None:
         assert {status(name) for name in ("surface", "patches")} == {"unknown"}
@@ -184,7 +183,7 @@ def test_vllms_release_is_held_against_the_window(
 def test_aiter_is_judged_by_its_files(
     monkeypatch: pytest.MonkeyPatch, install: tuple[Any, ...], rocm: str | None, expected: str
 ) -> None:
-    monkeypatch.setattr(doctor, "rocm_version", lambda: rocm)
+    monkeypatch.setattr(checks, "rocm_version", lambda: rocm)
     monkeypatch.setattr(locate, "locate_aiter", lambda: locate.AiterInstall(*install))
     check = found("aiter")
     assert check.status == expected
@@ -203,7 +202,7 @@ def test_aiter_is_judged_by_its_files(
 def test_a_triton_that_cannot_be_imported_is_not_called_absent(
     monkeypatch: pytest.MonkeyPatch, error: ImportError, absent: bool
 ) -> None:
-    monkeypatch.setattr(doctor, "module", lambda name: error)
+    monkeypatch.setattr(checks, "module", lambda name: error)
     check = found("triton")
     assert check.status == "warning"
     assert ("not installed" in check.detail, str(error) in check.detail) == (absent, not absent)
@@ -211,8 +210,8 @@ def test_a_triton_that_cannot_be_imported_is_not_called_absent(
 
 @pytest.mark.parametrize("build", ["", "CUDA 13.0"])
 def test_a_torch_without_rocm_beside_a_card_is_a_problem(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
-    monkeypatch.setattr(doctor, "module", lambda name: built_for(build))
-    monkeypatch.setattr(doctor, "gpu_arch", lambda: "gfx942")
+    monkeypatch.setattr(checks, "module", lambda name: built_for(build))
+    monkeypatch.setattr(checks, "gpu_arch", lambda: "gfx942")
     assert status("torch") == "problem"
 
 
@@ -229,8 +228,8 @@ def test_a_torch_without_rocm_beside_a_card_is_a_problem(monkeypatch: pytest.Mon
 def test_torch_and_rocm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, torch_module: Any, rocm_file: str | None, statuses: tuple[str, str]
 ) -> None:
-    monkeypatch.setattr(doctor, "module", lambda name: torch_module)
-    monkeypatch.setattr(doctor, "ROCM_VERSION", tmp_path / "version")
+    monkeypatch.setattr(checks, "module", lambda name: torch_module)
+    monkeypatch.setattr(checks, "ROCM_VERSION", tmp_path / "version")
     if rocm_file is not None:
         (tmp_path / "version").write_text(rocm_file + "\n")
     assert (status("torch"), status("rocm")) == statuses
@@ -244,8 +243,8 @@ def test_torch_and_rocm(
 def test_the_card_is_read_from_the_driver_if_torch_sees_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, versions: tuple[int, ...], expected: str, arch: str
 ) -> None:
-    monkeypatch.setattr(doctor, "module", lambda name: built_for(""))
-    monkeypatch.setattr(doctor, "KFD_NODES", tmp_path)
+    monkeypatch.setattr(checks, "module", lambda name: built_for(""))
+    monkeypatch.setattr(checks, "KFD_NODES", tmp_path)
     for node, version in enumerate(versions):
         (tmp_path / str(node)).mkdir()
         text = f"cpu_cores_count 0\ngfx_target_version {version}\n"

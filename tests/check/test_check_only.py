@@ -1,0 +1,291 @@
+"""``check --only``: which steps run, on idle cards, what a process that aborts leaves, and what long work says."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.sandbox.rehearsal_card import RehearsalCard, Scenario
+from tests.support import in_process, plans
+from tests.support.planted import raising
+from vllm_aiter_mla import files
+from vllm_aiter_mla.commands import check as command
+from vllm_aiter_mla.commands import outputs, process
+from vllm_aiter_mla.commands.check import idle, kernels, show, steps, timing
+from vllm_aiter_mla.commands.check.context import Context, WrongOptionError
+from vllm_aiter_mla.commands.check.record import CheckRun, Step
+from vllm_aiter_mla.commands.main import app
+from vllm_aiter_mla.commands.plan import model, printout
+from vllm_aiter_mla.verify.results import Verification
+
+ROOT = Path(__file__).parents[2]
+EVERY = tuple(steps.STEPS)
+CONFIG = model.examples()["deepseek-r1"]["config"]
+
+
+@pytest.mark.parametrize(
+    ("only", "with_model", "run"),
+    [
+        ((), True, EVERY),
+        (("machine",), True, ("machine",)),
+        (("machine",), False, ("machine",)),
+        (("timing", "kernels"), False, ("kernels", "timing")),
+        (("kernels",), True, ("plan", "kernels")),
+        (("issues",), True, ("plan", "issues")),
+        (("launches",), True, ("plan", "engine", "launches")),
+    ],
+)
+def test_only_runs_what_is_named_and_what_that_needs_in_order(only, with_model, run):
+    assert steps.chosen(only, with_model) == run
+
+
+@pytest.mark.parametrize(("only", "named"), [((), "every step"), (("engine",), "engine"), (("plan",), "plan")])
+def test_only_some_steps_run_without_a_model(only, named):
+    with pytest.raises(WrongOptionError, match=named):
+        steps.chosen(only, with_model=False)
+
+
+def test_only_what_was_asked_for_by_name_gives_3_where_it_could_not_look():
+    found = [Step("passed", "", name="machine"), Step("skipped", "no GPU", name="launches")]
+    assert command.exit_status([*found, Step("passed", "", name="engine")], on_cpu=False) == outputs.FINE
+    assert command.exit_status(found, on_cpu=True, each=True) == outputs.NOT_LOOKED
+
+
+# What ends a process in the middle of a case: two back ends, of which the first aborts in its second case.
+ABORTS = """
+import os, sys
+sys.path.insert(0, {root!r})
+from vllm_aiter_mla.verify import session
+found, run = session.FINDERS["reference"], session.run
+session.FINDERS.clear()
+session.FINDERS.update(first=found, second=found)
+def aborting(item, engine):
+    if (item.backend, item.case.name) == ("first", "other-slots"):
+        print("a check of a kernel's failed", flush=True)
+        os.abort()
+    return run(item, engine)
+session.run = aborting
+"""
+SOME = ("--case", "fresh-data", "--case", "other-slots", "--case", "scales-changed", "--variant", "bf16")
+
+
+@pytest.fixture
+def aborted(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(ABORTS.format(root=str(ROOT)))
+    path = tmp_path / "check.json"
+    line = ["check", "--only", "kernels", "--device", "cpu", "--quick", *SOME, "--json", str(path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_aiter_mla", *line], capture_output=True, text=True, cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "COLUMNS": "200"},
+    )  # fmt: skip
+    return done, files.read(CheckRun, path)
+
+
+@pytest.mark.slow
+def test_a_back_end_that_aborts_fails_in_its_case_and_the_next_one_runs(aborted):
+    done, found = aborted
+    (step,) = found.steps
+    assert (done.returncode, found.exit, step.status) == (1, 1, "failed"), done.stdout + done.stderr
+    results = {(one["backend"], one["case"]): one for one in step.data["results"]}
+    assert {name: one["status"] for name, one in results.items()} == {
+        ("first", "fresh-data"): "passed", ("first", "other-slots"): "failed",
+        **{("second", case): "passed" for case in ("fresh-data", "other-slots", "scales-changed")},
+    }  # fmt: skip
+    (finding,) = results["first", "other-slots"]["findings"]
+    assert "SIGABRT in other-slots: a check of a kernel's failed" in finding["message"]
+    assert "--case other-slots" in results["first", "other-slots"]["command"]
+    assert "FAILED first other-slots" in done.stdout
+
+
+@pytest.mark.mutation
+def test_mutation_a_case_that_aborted_and_is_left_out_is_caught(monkeypatch):
+    told = [kernels_result("passed"), kernels_result("started")]
+    error = process.EndedError("was ended by SIGABRT", "a check failed")
+    assert [one.status for one in kernels._aborted("first", told, error).results] == ["passed", "failed"]
+    monkeypatch.setattr(kernels, "STARTED", "nobody says so")
+    with pytest.raises(AssertionError, match="looking for the back end"):
+        assert "in fresh-data" in kernels._aborted("first", told, error).results[-1].findings[0].message
+
+
+def kernels_result(status):
+    from vllm_aiter_mla.verify.results import Result
+
+    return Result("fresh-data", "bf16", "first", "eager", status=status)
+
+
+def told_by_a_child(number):
+    """Tell two values, and abort if there is a third."""
+    process.tell(1)
+    process.tell({"two": [2]})
+    if number == 3:
+        os.abort()
+    return number
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_what_a_process_tells_is_heard_in_order_also_if_it_aborts_then(number):
+    heard = []
+    try:
+        assert process.call(f"{__name__}:told_by_a_child", number, heard=heard.append) == 2
+    except process.EndedError:
+        assert number == 3
+    assert heard == [1, {"two": [2]}]
+
+
+def test_what_is_told_is_heard_while_the_process_runs():
+    heard = []
+    process.call(f"{__name__}:told_by_a_slow_child", heard=lambda value: heard.append((value, time.monotonic())))
+    (_, first), (_, second) = heard
+    assert second - first > 1.0
+
+
+def told_by_a_slow_child():
+    process.tell(1)
+    time.sleep(2.5)
+    process.tell(2)
+
+
+@pytest.mark.mutation
+def test_mutation_what_is_told_and_heard_at_the_end_alone_is_caught(monkeypatch):
+    monkeypatch.setattr(process, "LOOK_S", 60)
+    with pytest.raises(AssertionError, match=r"> 1\.0"):
+        test_what_is_told_is_heard_while_the_process_runs()
+
+
+def of_a_card(monkeypatch, **scenario):
+    RehearsalCard(Scenario(**scenario)).install(monkeypatch)
+    in_process.install(monkeypatch)
+    monkeypatch.setattr(idle, "holders", lambda: iter(["vllm (process 4711)"]))
+    monkeypatch.setattr(timing, "measured", raising(RuntimeError("timed")))
+    return CliRunner().invoke(app, ["check", "--only", "timing"])
+
+
+def test_a_card_that_a_server_uses_is_said_before_anything_runs_on_it(monkeypatch):
+    done = of_a_card(monkeypatch, in_use_gib=170)
+    assert done.exit_code == outputs.NOT_LOOKED
+    said = re.sub(r"[\s|]+", " ", done.stdout)
+    assert "card 0 is not idle: 170 of 192 GiB are in use, by vllm (process 4711)" in said
+
+
+@pytest.mark.mutation
+def test_mutation_a_card_in_use_that_nobody_looks_at_is_caught(monkeypatch):
+    monkeypatch.setattr(steps, "OF_IDLE_CARDS", ())
+    with pytest.raises(AssertionError, match="1 == 3"):
+        test_a_card_that_a_server_uses_is_said_before_anything_runs_on_it(monkeypatch)
+
+
+def test_a_process_that_holds_a_cards_device_file_is_named_and_this_one_is_not(tmp_path, monkeypatch):
+    (tmp_path / "kfd").touch()
+    monkeypatch.setattr(idle, "DEVICE_FILES", re.compile(rf"{tmp_path}/kfd$"))
+    line = "import sys, time; held = open(sys.argv[1]); print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", line, tmp_path / "kfd"], stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        with open(tmp_path / "kfd"):
+            found = [*idle.holders()]
+        other.kill()
+    assert [one.rpartition("process ")[2] for one in found] == [f"{other.pid})"]
+
+
+def test_a_long_step_says_what_it_does_also_without_a_terminal(monkeypatch, capfd):
+    monkeypatch.setattr(show, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(steps, "STEPS", {"kernels": lambda context: context.now("the third case") or time.sleep(0.5)})
+    monkeypatch.setattr(command, "_ended", lambda asked, name: steps.STEPS[name](asked) or Step("passed", ""))
+    assert [step.status for step in command.run(Context(), ("kernels",))] == ["passed"]
+    first, *beats = capfd.readouterr().err.splitlines()
+    assert first == "1/1 kernels ..."
+    assert len(beats) >= 2
+    assert all(re.fullmatch(r"kernels, \d+ s: the third case", one) for one in beats)
+
+
+@pytest.mark.mutation
+def test_mutation_a_long_step_that_is_mute_is_caught(monkeypatch, capfd):
+    wait = show.threading.Event.wait
+    monkeypatch.setattr(show.threading.Event, "wait", lambda self, seconds=None: wait(self, 60))
+    with pytest.raises(AssertionError, match="0 >= 2"):
+        test_a_long_step_says_what_it_does_also_without_a_terminal(monkeypatch, capfd)
+
+
+def test_a_run_that_is_cut_off_keeps_the_cases_that_ended(monkeypatch, tmp_path):
+    """As by Ctrl-C in the second case: what a process has told is in the file before it ends."""
+    path = tmp_path / "check.json"
+
+    def call(function, options, backend, environment, heard):
+        heard(kernels_result("started"))
+        heard(kernels_result("passed"))
+        raise process.SignalError(process.signal.SIGINT)
+
+    monkeypatch.setattr(process, "call", call)
+    with pytest.raises(process.SignalError, match="0 of 1 steps ended"):
+        app(["check", "--only", "kernels", "--device", "cpu", "--json", str(path)], standalone_mode=False)
+    found = files.read(CheckRun, path)
+    (step,) = found.steps
+    assert (found.exit, step.status, [one["case"] for one in step.data["results"]]) == (None, "cut off", ["fresh-data"])
+
+
+@pytest.mark.parametrize("typed", [("-tp", "1,2,4,8"), ("--tensor-parallel-size=1,2,4,8",), ("-tp=1, 2,4,8",)])
+def test_several_sizes_of_tensor_parallelism_are_as_many_deployments(typed):
+    sizes, found = model.deployments(("--kv-cache-dtype", "fp8", *typed, "--port", "1"))
+    assert sizes == ["1", "2", "4", "8"]
+    name = typed[0].partition("=")[0]
+    assert found[3] == ("--kv-cache-dtype", "fp8", name, "8", "--port", "1")
+
+
+@pytest.mark.parametrize("typed", [("-tp", "8"), ("-tp",), (), ("--served-model-name", "a,b")])
+def test_one_deployment_keeps_its_options_as_they_are(typed):
+    assert model.deployments(typed) == ([""], [typed])
+
+
+def test_several_plans_are_a_table_with_a_row_for_each(monkeypatch):
+    def ask(source, asked, *_):
+        made = plans.made_up()
+        sizes = [options[options.index("-tp") + 1] for options in asked]
+        return tuple(replace(made, options=replace(made.options, tp=int(size))) for size in sizes)
+
+    monkeypatch.setattr(model, "ask", ask)
+    done = CliRunner().invoke(app, ["check", "deepseek-r1", "--only", "plan", "-tp", "1,2"])
+    rows = [line.split()[0] for line in done.stdout.splitlines() if re.match(r" *\d+ ", line)]
+    assert rows[:2] == ["1", "2"]
+    refused = CliRunner().invoke(app, ["check", "deepseek-r1", "-tp", "1,2", "--only", "plan,issues"])
+    assert (refused.exit_code, "-tp 1,2" in refused.stderr) == (2, True)
+
+
+COUNTING = """
+import os, sys
+if "vllm_aiter_mla.commands.process" in getattr(sys, "orig_argv", ()):
+    class Counting:
+        def find_spec(self, name, path=None, target=None):
+            if name == "vllm":
+                open({log!r}, "a").write("imported\\n")
+    sys.meta_path.insert(0, Counting())
+"""
+
+
+@pytest.mark.slow
+def test_several_plans_in_one_process_are_those_of_each_alone(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    log = tmp_path / "log"
+    (tmp_path / "sitecustomize.py").write_text(COUNTING.format(log=str(log)))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    source, variables = model.find(str(tmp_path)), model.environment((), {})
+    options = [("-tp", size, "--kv-cache-dtype", "fp8") for size in ("1", "4")]
+    together = model.ask(source, options, "gfx942", variables, False)
+    assert log.read_text().count("imported") == 1
+    alone = [model.ask(source, [one], "gfx942", variables, False)[0] for one in options]
+    assert [without_time(plan) for plan in together] == [without_time(plan) for plan in alone]
+    assert [plan.heads_per_rank for plan in together] == [128, 32]
+    assert printout.table(together)
+
+
+def without_time(plan):
+    return {name: value for name, value in json.loads(files.text_of(plan)).items() if name != "evidence"}
+
+
+def test_a_record_without_a_result_is_no_pass():
+    assert kernels._judged(Context(), Verification(3, {}, "eager", None, {}, ())).status == "skipped"

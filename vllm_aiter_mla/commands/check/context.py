@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run of ``check`` was asked for, and what its steps hand on to later ones."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+from vllm_aiter_mla.commands.check.record import Step
+from vllm_aiter_mla.commands.plan.model import Source
+from vllm_aiter_mla.commands.plan.record import Plan
+
+NO_GPU = "no GPU"
+Side = Literal["off", "on"]
+
+
+class WrongOptionError(ValueError):
+    """An option, or the model, is wrong: the message names it, and no later step can run."""
+
+
+class Device(StrEnum):
+    """Where something runs."""
+
+    gpu = "gpu"
+    cpu = "cpu"
+
+
+class Weights(StrEnum):
+    """Formats of the absorb weights."""
+
+    bf16 = "bf16"
+    fp8 = "fp8"
+    mxfp4 = "mxfp4"
+
+    def key(self, fp8: Any) -> tuple[Any, ...]:
+        """Return the format as ``AbsorbWeight.key`` names it; ``fp8`` is the card's type."""
+        return {"bf16": ("plain",), "fp8": ("fp8", fp8), "mxfp4": ("mxfp4",)}[self.value]
+
+
+class Kind(StrEnum):
+    """Types of the query and the cache."""
+
+    fp8 = "fp8"
+    bf16 = "bf16"
+    both = "both"
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The sizes of a layer that were asked for by hand; None or empty where a step's own default counts."""
+
+    heads: tuple[int, ...] = ()  # of a rank
+    nope: int | None = None
+    v: int | None = None
+    weights: Weights | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The options of the step ``kernels``, as ``verify.session.Session`` takes them."""
+
+    backend: tuple[str, ...] = ()
+    case: tuple[str, ...] = ()
+    variant: tuple[str, ...] = ()
+    seed: int = 0
+    repeat: int = 1
+    quick: bool = False
+    small: bool = False
+    emulated: bool = False
+    limit: int | None = None
+    replays: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The options of the step ``timing``."""
+
+    tokens: tuple[int, ...] = ()
+    kind: Kind = Kind.both
+    tune: bool = False
+
+
+@dataclass(slots=True)
+class Context:
+    """What was asked for, and what the steps found."""
+
+    source: Source | None = None  # the model's config; None without a model
+    arguments: tuple[str, ...] = ()  # of ``vllm serve``
+    arch: str = ""  # card to plan for; "" for this machine's
+    variables: Mapping[str, Any] = field(default_factory=dict)  # value and origin of each variable that is set
+    on_cpu: bool = False  # run what a CPU can run too
+    strict: bool = False  # a known issue is a failure
+    verbose: bool = False  # vLLM's log goes to stderr
+    checkpoint: bool = False  # load the weights of the folder; otherwise a few layers of random weights
+    only: tuple[str, ...] = ()  # steps that were asked for by name; empty for all
+    layer: Layer = Layer()
+    kernels: Kernels = Kernels()
+    timing: Timing = Timing()
+    # Variables under which vLLM's engine runs on a CPU; empty outside a checkout
+    sandbox: Mapping[str, str] = field(default_factory=dict)
+    plan: Plan | None = None  # of the model, once it is made
+    why_not_idle: str | None = None  # which card is in use by whom, "" if none; None before anybody has looked
+    # Of the engines by side, as ``engine.run`` returns them
+    answers: dict[Side, Any] = field(default_factory=dict)
+    # What the step that runs has found so far, and what it does now
+    so_far: Callable[[Step], None] = lambda step: None
+    now: Callable[[str], None] = lambda text: None
+
+    def environment(self, assumed: bool = True) -> dict[str, str]:
+        """Return the server's variables: this process's, and over them --env and what the plan has ``assumed``."""
+        given = {name: value for name, (value, origin) in self.variables.items() if assumed or origin != "default"}
+        return {**os.environ, **given}
+
+
+def has_gpu() -> bool:
+    """Return whether torch sees a GPU."""
+    from vllm_aiter_mla.kernels.device import card
+
+    return card().is_there()

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run of ``check`` prints: each step as it begins and ends, then a table and what a reader takes away."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from vllm_aiter_mla.commands import outputs
+from vllm_aiter_mla.commands.check import kernels, steps, timing
+from vllm_aiter_mla.commands.check.record import Step
+from vllm_aiter_mla.commands.check.timing import Measurement
+from vllm_aiter_mla.commands.plan import printout
+from vllm_aiter_mla.commands.plan.record import Plan
+from vllm_aiter_mla.verify.results import Verification
+
+HEARTBEAT_S = 30
+"""Where there is no terminal, a line says so often what a long step does."""
+STYLES = {"passed": "green", "failed": "bold red", "warning": "yellow", "skipped": "yellow", "unknown": "yellow"}
+
+
+@contextmanager
+def progress(name: str, number: int, of: int) -> Iterator[Callable[[str], None]]:
+    """Say that a step begins, and while it runs what it does; give what takes its words."""
+    began, doing, ended = time.monotonic(), [""], threading.Event()
+    console = Console(stderr=True, markup=False, highlight=False)
+    console.print(f"{number}/{of} {name} ...")
+
+    def text() -> str:
+        return f"{name}, {time.monotonic() - began:.0f} s" + (f": {doing[0]}" if doing[0] else "")
+
+    def beat() -> None:
+        while not ended.wait(HEARTBEAT_S):
+            console.print(outputs.line(text()), soft_wrap=True)
+
+    def show() -> None:
+        with console.status("") as status:
+            while not ended.wait(0.5):
+                status.update(Text(outputs.line(text())))
+
+    shown = threading.Thread(target=show if console.is_terminal else beat, daemon=True)
+    shown.start()
+    try:
+        yield lambda what: doing.__setitem__(0, what)
+    finally:
+        ended.set()
+        shown.join()
+
+
+def ended(step: Step, whole: bool) -> None:
+    """Print what a step found: its lines, or ``whole`` its record as the step alone would be read."""
+    console = Console(highlight=False)
+    if whole and isinstance(step.data, Verification):
+        kernels.show(step.data, console)
+    elif whole and isinstance(step.data, Measurement):
+        timing.show(step.data, console)
+    elif whole and isinstance(step.data, Plan):
+        print(outputs.folded(printout.text(step.data)))
+    elif isinstance(step.data, tuple) and all(isinstance(one, Plan) for one in step.data) and step.data:
+        print(outputs.folded(printout.table(step.data)))
+    else:
+        for text in step.lines:
+            print(outputs.folded(f"  {outputs.line(text)}"))
+
+
+def table(model: str | None, ended: Sequence[Step], last: str) -> None:
+    """Print the table of the steps and the last line."""
+    console = Console(markup=False, highlight=False, width=outputs.width())
+    title = f"check {outputs.line(model)}" if model else "check"
+    table = Table("step", "outcome", "s", "finding", title=title, title_justify="left", box=box.ASCII)
+    for step in ended:
+        outcome = Text(step.status, STYLES.get(step.status, ""))
+        table.add_row(step.name, outcome, f"{step.seconds:.0f}", outputs.line(step.detail))
+    console.print(table)
+    print(outputs.folded(f"check: {last}"))
+
+
+def last_line(found: Sequence[Step], status: int) -> str:
+    """Return what a reader takes away."""
+    count = sum(step.status == "skipped" for step in found)
+    if status == outputs.FINDING:
+        return "FAILED: do not switch the fast path on before the steps above pass"
+    if status == outputs.NO_GAIN:
+        return "the flag gains nothing on this card: vLLM's own kernels are the fastest for this model; leave it off"
+    if status == outputs.NOT_LOOKED:
+        if any(step.status == "unknown" for step in found):
+            return "not everything could be told; the steps above say why"
+        if steps.ran_on_the_card(found):
+            return f"{count} skipped, and each step was asked for"
+        return "nothing ran on a card: run this where vLLM serves (--device cpu runs what a CPU can run)"
+    return f"every step that ran passed; {count} skipped" if count else "every step passed"
