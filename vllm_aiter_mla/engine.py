@@ -147,14 +147,19 @@ class Engine:
         """
         self.strict, self.our_pass.key = self.settings.strict, None
         checked_to: int | None = None  # the decode limit, once every kernel is checked
+        ended = False
         try:
             with self.deciding(UNCHECKED):
                 backends = self.make_layers()
                 self.check(first_call.prepare(backends, compat_config.cache_folder(), self.worker.rank))
                 checked_to = self.limit
+        except SystemExit:  # a signal: this rank answers nobody any more
+            ended = True
+            raise
         finally:
             # Also after an error: the other ranks wait for this one's answer.
-            timing.time_kernels(self.config, self.settings, self.layers, checked_to, self.worker.rank)
+            if not ended:
+                timing.time_kernels(self.config, self.settings, self.layers, checked_to, self.worker.rank)
         with self.deciding(UNCHECKED):
             # Before the first graph is compiled: which layers the passes leave alone depends on it.
             key = self.cache_key()

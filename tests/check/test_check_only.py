@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +75,12 @@ def aborting(item, engine):
 session.run = aborting
 """
 SOME = ("--case", "fresh-data", "--case", "other-slots", "--case", "scales-changed", "--variant", "bf16")
+
+
+@pytest.fixture(autouse=True)
+def tests_can_be_imported(monkeypatch):
+    """A process looks for nothing in the folder that it is started in."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))))
 
 
 @pytest.fixture
@@ -226,7 +233,38 @@ def test_a_run_that_is_cut_off_keeps_the_cases_that_ended(monkeypatch, tmp_path)
         app(["check", "--only", "kernels", "--device", "cpu", "--json", str(path)], standalone_mode=False)
     found = files.read(CheckRun, path)
     (step,) = found.steps
-    assert (found.exit, step.status, [one["case"] for one in step.data["results"]]) == (None, "cut off", ["fresh-data"])
+    assert (found.exit, step.name, step.status) == (None, "kernels", "cut off")
+    assert [one["case"] for one in step.data["results"]] == ["fresh-data"]
+
+
+def test_a_run_that_is_cut_off_at_once_leaves_no_older_record(monkeypatch, tmp_path):
+    path = tmp_path / "check.json"
+    files.write(path, CheckRun("another", 0, (Step("passed", "", name="machine"),)))
+    monkeypatch.setattr(steps, "STEPS", steps.STEPS | {"machine": raising(process.SignalError(process.signal.SIGINT))})
+    with pytest.raises(process.SignalError, match="0 of 1 steps ended"):
+        app(["check", "--only", "machine", "--json", str(path)], standalone_mode=False)
+    found = files.read(CheckRun, path)
+    assert (found.model, found.exit, found.steps) == (None, None, ())
+
+
+def test_a_package_that_is_missing_fails_its_step_and_only_a_rocm_images_own_skips_it(monkeypatch):
+    for name, status in (("ray", "failed"), ("torch", "skipped")):
+        missing = raising(ModuleNotFoundError(f"No module named {name!r}", name=name))
+        monkeypatch.setattr(steps, "STEPS", {"machine": missing})
+        assert [step.status for step in command.run(Context(), ("machine",))] == [status]
+
+
+def test_a_side_that_fails_ends_the_other(monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(process, "end_calls", ended.set)
+
+    def answer(side):
+        if side == "on":
+            raise RuntimeError("planted")
+        assert ended.wait(30), "nobody ended it"
+
+    with pytest.raises(RuntimeError, match="planted"):
+        steps._both(answer)
 
 
 @pytest.mark.parametrize("typed", [("-tp", "1,2,4,8"), ("--tensor-parallel-size=1,2,4,8",), ("-tp=1, 2,4,8",)])

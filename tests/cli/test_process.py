@@ -1,5 +1,6 @@
 """A process of its own ends with its caller, its engine and workers with it, and its temporary files go."""
 
+import atexit
 import os
 import signal
 import subprocess
@@ -21,6 +22,14 @@ from vllm_aiter_mla.commands import main, process
 main.app = lambda: process.call("tests.cli.test_process:step", sys.argv[1])
 main.main()
 """
+
+
+@pytest.fixture(autouse=True)
+def tests_can_be_imported(monkeypatch):
+    """A process looks for nothing in the folder that it is started in."""
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join((str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")))
+    )
 
 
 def step(notes):
@@ -120,6 +129,39 @@ def test_mutation_a_folder_for_all_calls_is_caught(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "call", shared)
     with pytest.raises(FileNotFoundError, match="said"):
         test_calls_at_the_same_time_do_not_remove_each_others_files(tmp_path)
+
+
+def told_each_second(count):
+    for number in range(count):
+        time.sleep(1)
+        process.tell(number)
+    return count
+
+
+def test_a_process_that_tells_something_may_go_on(monkeypatch):
+    """The limit is one of silence: a soak of a kernel takes hours."""
+    monkeypatch.setattr(process, "TIMEOUT_S", 12)
+    assert process.call("tests.cli.test_process:told_each_second", 1) == 1
+    monkeypatch.setattr(process, "TIMEOUT_S", 0.2)
+    with pytest.raises(process.EndedError, match=r"0\.2 s"):
+        process.call("tests.cli.test_process:told_each_second", 30)
+
+
+def answers_and_stays():
+    atexit.register(time.sleep, 600)
+    return "answered"
+
+
+def test_a_process_that_has_answered_and_does_not_end_is_ended(monkeypatch):
+    monkeypatch.setattr(process, "GRACE_S", 0.2)
+    assert process.call("tests.cli.test_process:answers_and_stays") == "answered"
+
+
+def test_a_process_imports_nothing_from_the_folder_that_the_command_was_typed_in(tmp_path, monkeypatch):
+    """A checkout of vLLM has a folder of that name."""
+    (tmp_path / "pickle.py").write_text("raise SystemExit('of the folder')")
+    monkeypatch.chdir(tmp_path)
+    assert process.call("builtins:dict", {1: 2}) == {1: 2}
 
 
 def test_torchs_compile_cache_is_where_it_is_without_a_call(monkeypatch):

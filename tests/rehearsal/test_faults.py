@@ -57,7 +57,7 @@ def test_a_start_after_one_that_aborted_in_a_kernel_leaves_it_out_and_serves(mad
     day = made(broken(fault, us=AITER_FIRST))
     first = day.server_that_ends(*EAGER)
     assert faults.PLANTED in first.log.read_text()
-    assert first.lines()[-1].startswith(f"{family}'s kernels are called for the first time")
+    assert first.lines()[-1].startswith(f"{family}'s kernels are called now")
     with day.server(*EAGER) as second:
         assert second.ask("abcd")
         assert "aborted_before" in second.line(f"{family} is left out")
@@ -68,7 +68,7 @@ def test_a_start_after_one_that_aborted_in_a_kernel_leaves_it_out_and_serves(mad
 
 def test_a_start_that_somebody_ends_while_aiter_compiles_is_no_abort(made):
     day = made(broken(faults.aiter_compiles_for_minutes))
-    with day.server_that_is_ended("AITER's kernels are called for the first time", *EAGER) as server:
+    with day.server_that_is_ended("AITER's kernels are called now", *EAGER) as server:
         for _ in range(300):
             if not list((day.cache / "aiter_mla").glob("first-call-*")):
                 return

@@ -214,7 +214,7 @@ def begun(said, folder, rank=0):
     mark = first_call.prepare(Backends(Settings(enabled=True), MI300X, factories), folder, rank)
     for name in (*KERNELS, "vllm") * 2:
         with mark(name):
-            lines = [text for text in said.at(logging.INFO) if "for the first time" in text]
+            lines = [text for text in said.at(logging.INFO) if "are called now" in text]
             family = "Triton" if name in ("triton", "vllm") else "AITER"
             assert rank or lines[-1:] == [line for line in lines if line.startswith(family)][-1:] != [], (
                 f"the log ends with another kernel than {name}"

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from tests.support import in_process
 from tests.support.planted import raising
 from tests.verify.faults import stale
+from vllm_aiter_mla.commands.check import show
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.verify import runner, session
 
@@ -157,6 +158,7 @@ def test_a_back_end_that_breaks_while_it_is_looked_for_is_missing_not_a_crash(mo
 @pytest.mark.parametrize(("terminal", "told"), [("1", True), ("", False)])
 def test_a_terminal_shows_on_stderr_the_case_that_runs_and_a_file_does_not(monkeypatch, terminal, told):
     monkeypatch.setenv("FORCE_COLOR", terminal)
+    monkeypatch.setattr(show, "in_a_terminal", lambda: bool(terminal))
     run = session.run
     monkeypatch.setattr(session, "run", lambda *asked: time.sleep(1.5) or run(*asked))
     done = cli(*ONE)

@@ -48,7 +48,7 @@ def _renamed(word: str, renamed: Mapping[str, str]) -> str:
     if name in renamed:
         return renamed[name] + equals + value
     short, rest = word[:2], word[2:]
-    return f"{renamed[short]}={rest}" if short in renamed and not word.startswith("--") else word
+    return f"{renamed[short]}={rest}" if short in renamed and rest.isdigit() else word
 
 
 app = typer.Typer(

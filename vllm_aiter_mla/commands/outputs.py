@@ -66,9 +66,16 @@ def text_apart(path: Path | None) -> Iterator[None]:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file, or to standard output where ``path`` is "-"; end the command with one line if that fails."""
+    """Write a file, and end the command with one line if that fails; or to standard output where ``path`` is "-".
+
+    Raises:
+        OSError: standard output takes no more.
+    """
+    if path == STDOUT:
+        sys.stdout.write(text)
+        return
     try:
-        sys.stdout.write(text) if path == STDOUT else files.write_text(path, text)
+        files.write_text(path, text)
     except OSError as error:
         fail(f"{path}: {error.strerror or error}")
 

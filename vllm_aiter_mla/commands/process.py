@@ -23,7 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
-TIMEOUT_S = 3600  # a first start of AITER compiles for minutes
+TIMEOUT_S = 3600  # without a word that it tells: a first start of AITER compiles for minutes
+GRACE_S = 60  # for a process that has answered and does not end
 LOOK_S = 0.5  # how often ``call`` looks for what its process tells
 LAST_LINES = 12
 
@@ -122,40 +123,51 @@ def call(
         words, shared = (function, *map(str, (asked, answer, told))), tempfile.gettempdir()
         folder = shared if shared in _folders else work
         with said.open("wb") as out, told.open("rb") as values:
-            how = _run(words, folder, environment, out.fileno() if log is None else log, lambda: _hear(values, heard))
+            where = out.fileno() if log is None else log
+            how = _run(words, folder, environment, where, lambda: _hear(values, heard), answer)
         last = said.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
         if answer.is_file():
             return pickle.loads(answer.read_bytes())
     raise EndedError(how, *last)
 
 
-def _hear(values: BinaryIO, heard: Callable[[Any], None]) -> None:
-    """Hand on each value that is whole by now."""
+def _hear(values: BinaryIO, heard: Callable[[Any], None]) -> bool:
+    """Hand on each value that is whole by now, and return whether there was one."""
+    count = 0
     while True:
         at = values.tell()
         try:
             value = pickle.load(values)
         except (EOFError, pickle.UnpicklingError):  # none, or the process is about to write the rest
             values.seek(at)
-            return
+            return count > 0
         heard(value)
+        count += 1
 
 
 def _run(
-    words: tuple[str, ...], folder: str, environment: Mapping[str, str], log: int, hear: Callable[[], None]
+    words: tuple[str, ...],
+    folder: str,
+    environment: Mapping[str, str],
+    log: int,
+    hear: Callable[[], bool],
+    answer: Path,
 ) -> str:
     """Run the process to its end, and end what it leaves behind; return how it ended. ``hear`` runs now and then."""
     end, lifeline = os.pipe()
     child = subprocess.Popen(
-        [sys.executable, "-m", __name__, *words, str(end), folder], env=_with_folder(environment, folder),
+        [sys.executable, "-P", "-m", __name__, *words, str(end), folder], env=_with_folder(environment, folder),
         stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(end,),
     )  # fmt: skip
     os.close(end)
     _groups.add(child.pid)
-    until = time.monotonic() + TIMEOUT_S
+    until, answered = time.monotonic() + TIMEOUT_S, False
     try:
         while (code := _waited(child, min(LOOK_S, max(until - time.monotonic(), 0)))) is None:
-            hear()
+            if hear():
+                until = time.monotonic() + TIMEOUT_S
+            if not answered and answer.is_file():
+                answered, until = True, time.monotonic() + GRACE_S
             if time.monotonic() >= until:
                 return f"had not ended after {TIMEOUT_S} s"
         hear()
@@ -200,7 +212,9 @@ def main(function: str, asked: str, answer: str, told: str, lifeline: str, folde
     # This module is ``__main__`` here, and what it runs imports it by its name.
     pkgutil.resolve_name("vllm_aiter_mla.commands.process:_telling").append(partial(_write, Path(told)))
     arguments = pickle.loads(Path(asked).read_bytes())
-    Path(answer).write_bytes(pickle.dumps(pkgutil.resolve_name(function)(*arguments)))
+    whole = Path(f"{answer}.whole")
+    whole.write_bytes(pickle.dumps(pkgutil.resolve_name(function)(*arguments)))
+    whole.rename(answer)
 
 
 def _write(told: Path, value: Any) -> None:

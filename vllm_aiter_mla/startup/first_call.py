@@ -26,6 +26,7 @@ from vllm_aiter_mla import files, status
 from vllm_aiter_mla.admission import ABORTED
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import stopwatch
+from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving.backends import AITER_KERNELS, FAMILIES, Backends
 
@@ -63,8 +64,9 @@ def prepare(backends: Backends, folder: Path, rank: int) -> Callable[[str], Abst
     def mark(name: str) -> Iterator[None]:
         nonlocal last
         family, marker = marks.get(name, ("", ""))
-        if family and rank == 0 and family != last:
-            begins = f"{family}'s kernels are called for the first time, which may compile for minutes"
+        able = family != "AITER" or backends.platform.arch in ARCHITECTURES
+        if family and able and rank == 0 and family != last:
+            begins = f"{family}'s kernels are called now; a first build takes minutes"
             log.say(logging.INFO, f"{begins}; if the start ends here, the next start leaves them out")
         last = family or last
         with marked(folder, marker) if family else nullcontext():
@@ -111,25 +113,31 @@ def marked(folder: Path, marker: str) -> Iterator[None]:
     Each block has a file of its own, so that nobody takes one process's end for another's.
 
     Raises:
-        OSError: the marker cannot be written.
+        OSError: the marker cannot be written, or its lock tells nothing, as on a file system without locks.
         SystemExit: a signal asks the process to end.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{marker}-{secrets.token_hex(4)}.json"
     lock = _lock_of(path)
-    with _ended_by_signals() as heard:
-        files.hold(lock)
-        stays = False
-        try:
-            files.write(path, FirstCall(status.record.start_run()))
-            yield
-        except SystemExit:
-            stays = not heard  # a library has ended the process
-            raise
-        finally:
-            if not stays:
-                path.unlink(missing_ok=True)
-                files.release(lock)
+    if not files.hold(lock):
+        raise OSError(f"{lock}: somebody else holds it")
+    stays = False
+    try:
+        if not files.is_held(lock):
+            raise OSError(f"{lock}: nobody could tell that it is held")
+        with _ended_by_signals() as heard:
+            try:
+                files.write(path, FirstCall(status.record.start_run()))
+                yield
+            except SystemExit:
+                stays = not heard  # a library has ended the process
+                raise
+        if heard:  # a library took the first SystemExit for its own
+            raise SystemExit(128 + heard[-1])
+    finally:
+        if not stays:
+            path.unlink(missing_ok=True)
+            files.release(lock)
 
 
 @contextmanager

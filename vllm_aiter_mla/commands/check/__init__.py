@@ -81,7 +81,7 @@ def check(
         ),
     ] = None,
     only: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(metavar="STEP,...", help=f"Steps to run: {', '.join(steps.STEPS)}.", autocompletion=_step_names),
     ] = None,
     arch: Annotated[
@@ -157,15 +157,15 @@ def check(
     if listing:
         kernels.listing(Console(highlight=False))
         return
-    found, chosen = list[Step](), tuple[str, ...]()
     try:
         if html == outputs.STDOUT:
             raise WrongOptionError("--html -: a file is needed, standard output has the table")
         html_of = None if html is None else renderer()
-        names = tuple(one.strip() for one in only.split(",")) if only is not None else ()
+        names = tuple(one.strip() for words in only or () for one in words.split(","))
         chosen = steps.chosen(names, model is not None)
         _check_words(model, context)
         _check_options(context, chosen, model)
+        steps.check_deployments(context.args, chosen)
         asked = Context(
             models.find(model) if model else None, tuple(context.args), arch.architecture if arch else "",
             models.environment(env or [], os.environ), device is Device.cpu, strict, verbose, checkpoint, names,
@@ -176,12 +176,22 @@ def check(
             ),
             asking.Timing(tuple(tokens or ()), kind, tune),
         )  # fmt: skip
-        asked.so_far = lambda step: _keep(json, CheckRun(model, None, (*found, step)))
+    except (LookupError, ValueError) as error:
+        outputs.fail(f"check: {error}")
+    found = list[Step]()
+
+    def keep(*running: Step) -> None:
+        _keep(json, CheckRun(model, None, (*found, *(replace(step, name=chosen[len(found)]) for step in running))))
+
+    asked.so_far = keep
+    try:
         with outputs.text_apart(json), process.workspace():
+            keep()
             for step in run(asked, chosen):
                 found.append(step)
-                _keep(json, CheckRun(model, None, tuple(found)))
-    except (LookupError, ValueError) as error:
+                keep()
+    except WrongOptionError as error:
+        _keep(json, CheckRun(model, outputs.WRONG, tuple(found)))
         outputs.fail(f"check: {error}")
     except process.SignalError as error:
         where = "" if json in (None, outputs.STDOUT) else f", which {json} has"
@@ -194,8 +204,13 @@ def check(
         outputs.write(json, files.text_of(written))
     if html is not None and html_of is not None:
         with tempfile.TemporaryDirectory() as folder:
-            files.write(Path(folder) / "check.json", written)
-            outputs.write(html, html_of([Path(folder) / "check.json"]))
+            path = Path(folder) / "check.json"
+            try:
+                files.write(path, written)
+                page = html_of([path])
+            except (OSError, ValueError) as error:
+                outputs.fail(f"check: --html {html}: {str(error).replace(str(path), 'the record')}")
+            outputs.write(html, page)
     raise typer.Exit(status)
 
 
@@ -260,27 +275,25 @@ def _ended(asked: Context, name: str) -> Step:
     if asked.source is not None and name in steps.OF_A_SHAPE and (why := steps.why_without_a_shape(asked.plan)):
         return Step("skipped", why)
     try:
-        if name in steps.OF_IDLE_CARDS and asking.has_gpu() and (why := _why_not_idle(asked)):
+        if name in steps.OF_IDLE_CARDS and asking.has_gpu() and (why := _why_not_idle(asked, name)):
             return Step("unknown", why)
         return steps.STEPS[name](asked)
     except (WrongOptionError, process.SignalError):
         raise
-    except ModuleNotFoundError as error:
-        if error.name not in outputs.HOST:
-            raise
-        return Step("skipped", f"{error.name} is not installed here; run this where vLLM serves")
     except process.EndedError as error:
         how, *last = error.args
         return Step("failed", f"its process {how}", tuple(last))
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in outputs.HOST:
+            return Step("skipped", f"{error.name} is not installed here; run this where vLLM serves")
         return Step("failed", f"{type(error).__name__}: {error}")
 
 
-def _why_not_idle(asked: Context) -> str:
-    """Look once whether a server or another check is on the cards, before anything of ours is."""
-    if asked.why_not_idle is None:
-        asked.why_not_idle = str(process.call(f"{idle.__name__}:{idle.why_not.__name__}"))
-    return asked.why_not_idle
+def _why_not_idle(asked: Context, name: str) -> str:
+    """Return why the cards of a step are not idle: a server or another check is on one."""
+    needed = steps.cards_of(asked.plan) if name == "engine" and asked.plan is not None else 1
+    looks = f"{idle.__name__}:{idle.why_not.__name__}"
+    return str(process.call(looks, needed, environment=asked.environment()))
 
 
 def exit_status(found: Sequence[Step], on_cpu: bool, each: bool = False) -> int:

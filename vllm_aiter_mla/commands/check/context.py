@@ -100,7 +100,6 @@ class Context:
     # Variables under which vLLM's engine runs on a CPU; empty outside a checkout
     sandbox: Mapping[str, str] = field(default_factory=dict)
     plan: Plan | None = None  # of the model, once it is made
-    why_not_idle: str | None = None  # which card is in use by whom, "" if none; None before anybody has looked
     # Of the engines by side, as ``engine.run`` returns them
     answers: dict[Side, Any] = field(default_factory=dict)
     # What the step that runs has found so far, and what it does now

@@ -24,6 +24,8 @@ from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
 if TYPE_CHECKING:
     from vllm_aiter_mla.commands.compat.engine import Request, Step
 
+SIDES: tuple[Side, ...] = ("on", "off")
+"""In the order in which they run: what is new is the first to fail."""
 TOP1, MAX_DLOGPROB = 0.95, 0.5
 """What rounding explains: kernels that add up in another order give other tokens where two are nearly as likely.
 

@@ -13,11 +13,15 @@ DEVICE_FILES = re.compile(r"/dev/(kfd|nvidia\d+)$")
 GIB = 1 << 30
 
 
-def why_not() -> str:
-    """Return which card is in use, and by whom if that can be told, or "". To be called in a process of its own."""
+def why_not(needed: int) -> str:
+    """Return which of the first cards is in use, and by whom if that can be told, or "". For a process of its own."""
     from vllm_aiter_mla.kernels.device import card
 
-    for number, (used, total) in enumerate(card().in_use()):
+    try:
+        found = card().in_use()
+    except Exception as error:  # no memory is left for the question
+        return f"the cards cannot be asked for their memory: {type(error).__name__}: {error}"
+    for number, (used, total) in enumerate(found[:needed]):
         if used > MOST_IN_USE * total:
             who = ", ".join(holders()) or "a process that cannot be seen from here"
             return f"card {number} is not idle: {used / GIB:.0f} of {total / GIB:.0f} GiB are in use, by {who}"

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run of ``check`` prints: each step as it begins and ends, then a table and what a reader takes away."""
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich import box
 from rich.console import Console
@@ -21,6 +22,8 @@ from vllm_aiter_mla.verify.results import Verification
 
 HEARTBEAT_S = 30
 """Where there is no terminal, a line says so often what a long step does."""
+IN_A_FILE = 200
+"""Columns of a table that nobody looks at in a terminal."""
 STYLES = {"passed": "green", "failed": "bold red", "warning": "yellow", "skipped": "yellow", "unknown": "yellow"}
 
 
@@ -28,22 +31,21 @@ STYLES = {"passed": "green", "failed": "bold red", "warning": "yellow", "skipped
 def progress(name: str, number: int, of: int) -> Iterator[Callable[[str], None]]:
     """Say that a step begins, and while it runs what it does; give what takes its words."""
     began, doing, ended = time.monotonic(), [""], threading.Event()
-    console = Console(stderr=True, markup=False, highlight=False)
-    console.print(f"{number}/{of} {name} ...")
+    _say(f"{number}/{of} {name} ...")
 
     def text() -> str:
         return f"{name}, {time.monotonic() - began:.0f} s" + (f": {doing[0]}" if doing[0] else "")
 
     def beat() -> None:
         while not ended.wait(HEARTBEAT_S):
-            console.print(outputs.line(text()), soft_wrap=True)
+            _say(outputs.line(text()))
 
     def show() -> None:
-        with console.status("") as status:
+        with Console(stderr=True, highlight=False).status("") as status:
             while not ended.wait(0.5):
                 status.update(Text(outputs.line(text())))
 
-    shown = threading.Thread(target=show if console.is_terminal else beat, daemon=True)
+    shown = threading.Thread(target=show if in_a_terminal() else beat, daemon=True)
     shown.start()
     try:
         yield lambda what: doing.__setitem__(0, what)
@@ -52,9 +54,21 @@ def progress(name: str, number: int, of: int) -> Iterator[Callable[[str], None]]
         shown.join()
 
 
+def in_a_terminal() -> bool:
+    """Return whether somebody looks at stderr."""
+    return sys.stderr.isatty()
+
+
+def _say(text: str) -> None:
+    """Print on stderr; nobody may read it."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
 def ended(step: Step, whole: bool) -> None:
     """Print what a step found: its lines, or ``whole`` its record as the step alone would be read."""
-    console = Console(highlight=False)
+    # In a file no figure is cut.
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=IN_A_FILE)
     if whole and isinstance(step.data, Verification):
         kernels.show(step.data, console)
     elif whole and isinstance(step.data, Measurement):

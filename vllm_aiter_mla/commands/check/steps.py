@@ -4,7 +4,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -43,18 +43,16 @@ def machine(context: Context) -> Step:
 def plan(context: Context) -> Step:
     """Plan the model. It fails if no layer would engage, or not each.
 
-    With several sizes of tensor parallelism, as in ``-tp 1,2,4,8``, each is planned, and nothing else is looked at.
+    With several sizes of tensor parallelism, as in ``-tp 1,2,4,8``, each is planned.
 
     Raises:
         WrongOptionError: the model or an option is wrong.
     """
     assert context.source is not None, "there is a model"
     sizes, deployments = models.deployments(context.arguments)
-    if len(sizes) > 1 and context.only != ("plan",):
-        raise WrongOptionError(f"-tp {','.join(sizes)}: several are planned by --only plan, and nothing else is done")
     try:
         found = models.ask(context.source, deployments, context.arch, context.variables, context.verbose)
-    except (LookupError, ValueError) as error:
+    except ValueError as error:
         raise WrongOptionError(str(error)) from error
     except models.NotKnownError as error:
         return Step("unknown", str(error))
@@ -91,11 +89,16 @@ def issues(context: Context) -> Step:
     return Step("failed" if context.strict else "warning", f"{len(found)} for this shape", lines, found)
 
 
+def cards_of(plan: Plan) -> int:
+    """Return how many cards one engine of the plan takes."""
+    return math.prod(getattr(plan.options, name) for name in ("tp", "pp", "pcp"))
+
+
 def too_few_gpus(plan: Plan) -> str:
     """Return why this machine cannot hold one engine of the plan, or ""."""
     from vllm_aiter_mla.kernels.device import card
 
-    needed = math.prod(getattr(plan.options, name) for name in ("tp", "pp", "pcp"))
+    needed = cards_of(plan)
     here = card().count()
     return f"one engine needs {needed} GPUs; this machine has {here}" if here < needed else ""
 
@@ -122,22 +125,28 @@ def engine(context: Context) -> Step:
         context.now(f"vLLM's engine, flag {side}")  # each takes a minute or more
         return runs.run(folder, arguments, side, variables, random_layers, limit)
 
-    # A GPU holds one engine at a time.
-    with source.folder() as folder, ThreadPoolExecutor(1 if has_gpu() else 2) as pool:
-        on, off = pool.submit(answer, "on"), pool.submit(answer, "off")
-        try:
-            context.answers = {"off": off.result(), "on": on.result()}
-        except (
-            BaseException
-        ):  # of one side, a signal, Ctrl-C: nobody needs the other, which runs for minutes or starts now
-            process.end_calls()
-            pool.shutdown(cancel_futures=True)
-            raise
-    found = judge(context.answers, has_fp8_cache(context.plan))
-    if found.status == "failed" and context.plan.known_issues:
+    with source.folder() as folder:
+        # A GPU holds one engine at a time. The first to fail is told at once.
+        found = {side: answer(side) for side in runs.SIDES} if has_gpu() else _both(answer)
+    context.answers = {side: found[side] for side in reversed(runs.SIDES)}
+    judged = judge(context.answers, has_fp8_cache(context.plan))
+    if judged.status == "failed" and context.plan.known_issues:
         names = ", ".join(one.id for one in context.plan.known_issues)
-        return replace(found, detail=f"{found.detail}; known issues beside the plugin may be the cause: {names}")
-    return found
+        return replace(judged, detail=f"{judged.detail}; known issues beside the plugin may be the cause: {names}")
+    return judged
+
+
+def _both(answer: Callable[[runs.Side], Any]) -> dict[runs.Side, Any]:
+    """Return what both sides answer, at the same time; where one fails, the other is ended."""
+    with ThreadPoolExecutor(2) as pool:
+        sides = {side: pool.submit(answer, side) for side in runs.SIDES}
+        try:
+            for ended in wait(sides.values(), return_when=FIRST_EXCEPTION).done:
+                ended.result()
+        except BaseException:  # a signal too
+            process.end_calls()
+            raise
+        return {side: ended.result() for side, ended in sides.items()}  # type: ignore[misc]
 
 
 def judge(answers: Mapping[runs.Side, Any], fp8_cache: bool) -> Step:
@@ -267,6 +276,13 @@ OF_IDLE_CARDS = ("timing", "engine")  # steps that another process on the cards 
 OF_A_SHAPE = (*ON_THE_CARD, "launches")  # steps that need a layer's shape
 WITHOUT_A_MODEL = ("machine", "kernels", "timing")
 OF_AN_ENGINE = ("prefill", "decode", "launches")
+
+
+def check_deployments(arguments: Sequence[str], run: Sequence[str]) -> None:
+    """Raise WrongOptionError where several deployments are asked for and more than their plans."""
+    sizes, _ = models.deployments(arguments)
+    if len(sizes) > 1 and tuple(run) != ("plan",):
+        raise WrongOptionError(f"-tp {','.join(sizes)}: several are for --only plan alone")
 
 
 def chosen(only: Sequence[str], with_model: bool) -> tuple[str, ...]:

@@ -250,4 +250,4 @@ def failure(error: BaseException) -> Exception:
     """Return an error as it crosses from a process to another."""
     if isinstance(error, models.NotKnownError):
         return error
-    return ValueError(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
+    return ValueError(str(error)) if isinstance(error, ValueError) else RuntimeError(f"{type(error).__name__}: {error}")

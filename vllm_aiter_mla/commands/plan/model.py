@@ -196,8 +196,9 @@ def ask(
 
     Raises:
         ModuleNotFoundError: torch or vLLM is not installed.
-        ValueError: the source is not a config, vLLM ends, or it does not say enough for a plan.
+        ValueError: the source is not a config, an option is wrong, or vLLM does not say enough for a plan.
         NotKnownError: vLLM could not be asked on this machine.
+        RuntimeError: vLLM ends, or raises something else.
     """
     for package in ("torch", "vllm"):
         if find_spec(package) is None:
@@ -209,7 +210,7 @@ def ask(
                 log=2 if verbose else subprocess.DEVNULL,  # 2 is stderr
             )  # fmt: skip
         except process.EndedError as error:
-            raise ValueError(f"vLLM {error.args[0]}; --verbose shows its log") from error
+            raise RuntimeError(f"vLLM {error.args[0]}; --verbose shows its log") from error
     return tuple(issues.looked_up(plan_of(source, one)) for one in found)
 
 

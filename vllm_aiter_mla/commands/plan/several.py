@@ -52,7 +52,7 @@ def forked(make: Callable[[], Any]) -> Any:
     """Return what ``make`` returns in a fork of this process.
 
     Raises:
-        ValueError: the fork ended without an answer.
+        RuntimeError: the fork ended without an answer.
     """
     reads, writes = os.pipe()
     if (child := os.fork()) == 0:
@@ -63,6 +63,7 @@ def forked(make: Callable[[], Any]) -> Any:
     with os.fdopen(reads, "rb") as answer:
         said = answer.read()
     os.waitpid(child, 0)
-    if not said:
-        raise ValueError("vLLM ended without an answer; --verbose shows its log")
-    return pickle.loads(said)
+    try:
+        return pickle.loads(said)
+    except (EOFError, pickle.UnpicklingError) as error:
+        raise RuntimeError("vLLM ended without an answer; --verbose shows its log") from error
