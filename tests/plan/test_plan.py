@@ -326,7 +326,11 @@ def test_quoted_plans_run_in_a_process_of_their_own_that_opens_no_connection(tmp
     (tmp_path / "sitecustomize.py").write_text(NO_NETWORK.format(log=str(log)))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     lines = [command for page in PAGES.values() for command in quoted(page)]
-    typed = [words(line.partition(" check ")[2].partition(" >")[0]) for line in lines if "--only plan" in line]
+    typed = [
+        words(line.partition(" check ")[2].partition(" >")[0])
+        for line in lines
+        if " check deep" in line and "--only plan" in line
+    ]
     found = [[word for word in line if word not in ("--only", "plan")] for line in typed if "1,2" not in line]
     assert any("--speculative-config" in arguments for arguments in found)
     for arguments in found:
