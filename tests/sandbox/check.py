@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +61,9 @@ def run_steps(asked: Context, what: str, *names: str) -> list[Step]:
     found = []
     for name in names:
         print(f"{name}, {what} ...", flush=True)
-        found.append(replace(steps.STEPS[name](asked), name=f"{name}, {what}"))
+        began = time.monotonic()
+        ended = steps.STEPS[name](asked)
+        found.append(replace(ended, name=f"{name}, {what}", seconds=round(time.monotonic() - began, 1)))
     return found
 
 
