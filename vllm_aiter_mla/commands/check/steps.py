@@ -146,7 +146,7 @@ def _both(answer: Callable[[runs.Side], Any]) -> dict[runs.Side, Any]:
         except BaseException:  # a signal too
             process.end_calls()
             raise
-        return {side: ended.result() for side, ended in sides.items()}  # type: ignore[misc]
+        return {side: ended.result() for side, ended in sides.items()}
 
 
 def judge(answers: Mapping[runs.Side, Any], fp8_cache: bool) -> Step:
