@@ -32,7 +32,7 @@ from tools.common import Parser, UsageError, aligned, guarded  # noqa: E402
 from tools.first_card import dry, pack  # noqa: E402
 from vllm_aiter_mla.commands import outputs  # noqa: E402
 
-SECONDS = {"facts": 30, "verify": 70, "churn": 50, "times": 95, "prefill": 45, "order": 20, "tune": 20}
+SECONDS = {"facts": 20, "verify": 55, "churn": 85, "times": 95, "prefill": 35, "order": 20, "tune": 20}
 """By section: after how many seconds it starts nothing more. ``GRACE_S`` later it is ended."""
 GRACE_S, START_S, SLOWER_DRY = 10.0, 20.0, 10
 TOGETHER_S = 360.0

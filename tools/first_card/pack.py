@@ -68,7 +68,8 @@ def _cache(cache: Path, aiter: Path | None, python: str) -> None:
     """Fill Triton's cache by the dry run over the recording libcuda. Another release's kernels have other keys."""
     with tempfile.TemporaryDirectory() as out:
         line = [python, "-m", "tools.first_card", out, "--inside", dry.LAUNCHES]
-        more = dry.ENVIRONMENT[dry.LAUNCHES] | {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache), "TMPDIR": out}
+        mine = {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache), "TMPDIR": out, "VLLM_CACHE_ROOT": out}
+        more = dry.ENVIRONMENT[dry.LAUNCHES] | mine
         done = subprocess.run([*line, *(["--aiter", str(aiter)] if aiter else [])], cwd=ROOT, env=os.environ | more)
     if done.returncode or not cache.is_dir():
         raise RunError(f"{python}: the dry run ended with {done.returncode}; Triton's cache is not filled")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton back end: absorb BMM, RoPE, concat, fp8 quantisation and KV write in one launch.
 
-It is written for ROCm and CUDA and has run on neither: docs/kernels.md.
+It is written for ROCm and CUDA. It has run on an NVIDIA H200, and on no AMD card: docs/kernels.md.
 
 ``kernel`` is the kernel, ``launcher`` launches it, ``tiles`` chooses its tile, ``backend`` says which calls it takes.
 Nothing here imports vLLM. ``backend`` and ``tiles`` do not import Triton, so that `plan` runs without it.
