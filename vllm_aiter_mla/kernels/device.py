@@ -76,13 +76,19 @@ class Device:
         return torch.device(self.torch_device, torch.cuda.current_device())
 
     def memory(self) -> tuple[int, int]:
-        """Return the bytes of tensors, and the bytes that code, other libraries and other processes use."""
-        free, total = torch.cuda.mem_get_info()
-        return int(torch.cuda.memory_allocated()), int(total - free - torch.cuda.memory_reserved())
+        """Return the bytes of tensors, and the bytes that code, other libraries and other processes use.
 
-    def in_use(self) -> list[tuple[int, int]]:
-        """Return for each card the bytes that all processes use, and what it has. The question takes some itself."""
-        found = [torch.cuda.mem_get_info(number) for number in range(self.count())]
+        Tensors count with what was asked for. torch's ``memory_allocated`` counts blocks, and a block that is handed
+        out again may be nearly 1 MiB larger than the tensor: the same tensors then take more (torch 2.11, an H200).
+        """
+        (free, total), found = torch.cuda.mem_get_info(), torch.cuda.memory_stats()
+        # The allocator ``cudaMallocAsync`` does not count what was asked for.
+        tensors = found.get("requested_bytes.all.current") or found.get("allocated_bytes.all.current", 0)
+        return int(tensors), int(total - free - torch.cuda.memory_reserved())
+
+    def in_use(self, cards: int) -> list[tuple[int, int]]:
+        """Return for each of the first cards the bytes that all processes use, and what it has; this takes some too."""
+        found = [torch.cuda.mem_get_info(number) for number in range(min(cards, self.count()))]
         return [(int(total - free), int(total)) for free, total in found]
 
     def allocations(self) -> int:
