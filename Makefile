@@ -33,7 +33,7 @@ AMX_TESTS := tests/gate/test_gate.py tests/passes/test_pipeline.py tests/serving
 # Processes that share the tests of `make test`; each imports torch and vLLM. A file stays in one for its fixtures.
 WORKERS ?= 2
 
-.PHONY: setup extras demo test test-all test-rest slow rehearsals test-wide test-bare test-torch test-release over-release test-triton mutants lint types quick orders alone docs unit test-avx2 avx2-quick amx-quick format lock clean
+.PHONY: setup extras demo test test-all test-rest engines slow rehearsals test-wide test-bare test-torch test-release over-release test-triton mutants lint types quick orders alone docs unit test-avx2 avx2-quick amx-quick format lock clean
 
 setup: $(LOCK_STAMP) $(PKG_STAMP)
 
@@ -71,13 +71,16 @@ test: lint quick
 
 test-all: test test-rest test-wide
 
-# What `make test` leaves out, two at a time: bit-exact tests without AVX-512, configs with and without AMX, servers, which
-# wait more than they compute, and the slow tests while engines run.
+# What `make test` leaves out, two at a time, the longest first: engines, slow tests, servers, which wait more than they
+# compute, bit-exact tests without AVX-512, and configs with and without AMX.
 test-rest: extras
-	$(MAKE) -j 2 slow avx2-quick amx-quick types rehearsals
+	$(MAKE) -j 2 engines slow rehearsals avx2-quick types amx-quick
+
+engines: extras
+	$(BIN)/python -m pytest --durations=10 -m "engine and not wide and not rehearsal"
 
 slow: extras
-	$(BIN)/python -m pytest -m "(engine or slow) and not wide and not rehearsal"
+	$(BIN)/python -m pytest --durations=10 -m "slow and not engine and not wide and not rehearsal"
 
 rehearsals: extras
 	$(BIN)/python -m pytest -m "rehearsal and not wide"
@@ -89,9 +92,9 @@ test-wide: extras
 	$(MAKE) test-triton
 	$(MAKE) test-bare
 
-# A bare card's environment: torch and Triton as a GPU machine has them, no vLLM. Kernels, `verify` and `measure` run
-# there, and every test is collected; those of a GPU are skipped for want of one. torch from PyPI is its CUDA build,
-# 5 GB, which wants no card; PyTorch's CPU index has a small one. Triton 3.6's interpreter lacks gfx942's fp8 type.
+# A bare card's environment: torch and Triton as a GPU machine has them, no vLLM. `check --only kernels,timing` runs there,
+# and every test is collected; those of a GPU are skipped for want of one. torch from PyPI is its CUDA build, 5 GB, which
+# wants no card; PyTorch's CPU index has a small one. Triton 3.6's interpreter lacks gfx942's fp8 type.
 BARE_PYTHON ?= $(shell python3.12 -c '' 2>/dev/null && echo python3.12 || echo $(PYTHON))
 BARE := $(VENV)-bare
 BARE_STAMP := $(BARE)/.lock-$(shell sha256sum pyproject.toml | cut -c1-16)
@@ -108,7 +111,7 @@ test-bare: $(BARE_STAMP)
 	$(BARE)/bin/pytest -q -n0 -m gpu tests
 	$(BARE)/bin/pytest -q -n $(WORKERS) --dist loadfile -m "not engine and not slow and not gpu" \
 	    --ignore tests/kernels/triton/test_triton_aiter_vectors.py tests/test_without_vllm.py tests/test_imports.py \
-	    tests/kernels tests/measure tests/verify tests/tools/test_first_card.py
+	    tests/kernels tests/timing tests/verify tests/tools/test_first_card.py
 
 # The tests without an engine on another torch, in an environment of its own. vLLM's compiled ops load on the torch
 # they were built for alone: a stub that only declares them lies in their place. Wants PyTorch's CPU index, as setup does.
@@ -146,7 +149,8 @@ over-release: $(LANE_STAMP)
 # The Triton kernel as another release of Triton compiles and launches it, and its code executed for both cards: a
 # quarter of an hour. The release lies beside the environment and comes first in Python's path.
 TRITON ?= 3.7.1
-TRITON_TESTS := $(addprefix tests/kernels/triton/test_triton_,compiled.py launcher.py cuda_launcher.py backend.py) \
+TRITON_TESTS := tests/kernels/triton/test_triton_compiled.py tests/kernels/triton/test_triton_launcher.py \
+    tests/kernels/triton/test_triton_cuda_launcher.py tests/kernels/triton/test_triton_backend.py \
     tests/tools/gfx9/test_kernel_cost.py
 TRITON_LANE := $(VENV)-triton-$(TRITON)
 TRITON_PATH := PYTHONPATH=$(CURDIR)/$(TRITON_LANE):$(CURDIR):$$PYTHONPATH TRITON_CACHE_DIR=$(CURDIR)/$(TRITON_LANE)/cache

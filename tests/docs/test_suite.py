@@ -41,10 +41,16 @@ def test_make_test_plants_a_bug_for_each_invariant(suite: list[pytest.Item]) -> 
 
 def test_each_test_is_run_by_one_target_of_the_makefile(suite: list[pytest.Item]) -> None:
     expressions = [Expression.compile(chosen) for chosen in selections("test-all")]
-    assert len(expressions) == 4
+    assert len(expressions) == 5
     for names in {markers(item) for item in suite}:
         assert sum(expression.evaluate(lambda name: name in names) for expression in expressions) == 1, names  # noqa: B023
     assert selections("test") + selections("test-rest") + selections("test-wide") == selections("test-all")
+
+
+def test_each_path_that_the_makefile_names_is_there() -> None:
+    named = re.findall(r"(?<![\w/-])(?:tests|tools)/[\w./-]+\w", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert len(named) > 5
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 def selections(target: str) -> list[str]:
