@@ -92,8 +92,8 @@ RECORDS = {
     "tuned": records(TunedTiles, chosen=st.dictionaries(TEXT, TEXT.map(lambda tile: ((1, 4, tile), (5, 9, tile))))),
     "first-call": records(first_call.FirstCall),
     "check": records(CheckRun),
-    "verify": records(Verification),
-    "measure": records(Measurement),
+    "kernels": records(Verification),
+    "timing": records(Measurement),
     "plan": records(Plan),
     "engines": records(Engines),
 }

@@ -40,7 +40,7 @@ LEVELS = {
 LEDGER = """The ledger: what one attention layer costs in each kind of batch
 
 Each cell is `launches / allocations / bytes`, counted on a CPU: four rows, 16 heads, gfx950, 16-bit weights, kernel
-`aiter`; with decode attention and value projection, unlike `plan`'s table. `off` and `on` are the flag over vLLM's
+`aiter`; with decode attention and value projection, unlike the plan's table. `off` and `on` are the flag over vLLM's
 default options; `fused` adds graph partition, and so vLLM's own RoPE + KV fusion. [The rules](../evidence.md)."""
 
 

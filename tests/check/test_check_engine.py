@@ -18,7 +18,7 @@ NAMES = ("plan", "engine", "prefill", "decode")
 def outcomes(folder: Path, mutation: str = "", ranks: int = 1, *typed: str) -> dict[str, Step]:
     asked = check.context(folder / "model", check.environment(folder / "inductor", mutation, ranks))
     asked.arguments += ("-tp", str(ranks), *typed)
-    return {name: steps.STEPS[name](asked) for name in NAMES}
+    return {name: steps.STEPS[name].run(asked) for name in NAMES}
 
 
 @pytest.mark.wide

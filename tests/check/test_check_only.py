@@ -17,9 +17,9 @@ from tests.sandbox.rehearsal_card import RehearsalCard, Scenario
 from tests.support import in_process, plans
 from tests.support.planted import raising
 from vllm_aiter_mla import files
-from vllm_aiter_mla.commands import check as command
 from vllm_aiter_mla.commands import outputs, process
 from vllm_aiter_mla.commands.check import idle, kernels, show, steps, timing
+from vllm_aiter_mla.commands.check import run as command
 from vllm_aiter_mla.commands.check.context import Context, WrongOptionError
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.main import app
@@ -47,7 +47,7 @@ def test_only_runs_what_is_named_and_what_that_needs_in_order(only, with_model, 
     assert steps.chosen(only, with_model) == run
 
 
-@pytest.mark.parametrize(("only", "named"), [((), "every step"), (("engine",), "engine"), (("plan",), "plan")])
+@pytest.mark.parametrize(("only", "named"), [((), "MODEL is missing"), (("engine",), "engine"), (("plan",), "plan")])
 def test_only_some_steps_run_without_a_model(only, named):
     with pytest.raises(WrongOptionError, match=named):
         steps.chosen(only, with_model=False)
@@ -113,12 +113,16 @@ def test_a_back_end_that_aborts_fails_in_its_case_and_the_next_one_runs(aborted)
 
 @pytest.mark.mutation
 def test_mutation_a_case_that_aborted_and_is_left_out_is_caught(monkeypatch):
-    told = [kernels_result("passed"), kernels_result("started")]
+    ended, running = Verification(0, {}, "eager", None, {}, (kernels_result("passed"),)), [kernels_result("started")]
     error = process.EndedError("was ended by SIGABRT", "a check failed")
-    assert [one.status for one in kernels._aborted("first", told, error).results] == ["passed", "failed"]
-    monkeypatch.setattr(kernels, "STARTED", "nobody says so")
-    with pytest.raises(AssertionError, match="looking for the back end"):
-        assert "in fresh-data" in kernels._aborted("first", told, error).results[-1].findings[0].message
+
+    def found():
+        return [one.status for one in kernels._with_failure(ended, "first", running, error).results]
+
+    assert found() == ["passed", "failed"]
+    monkeypatch.setattr(kernels, "_with_failure", lambda record, *_: record)
+    with pytest.raises(AssertionError, match="'passed'"):
+        assert found() == ["passed", "failed"]
 
 
 def kernels_result(status):
@@ -170,7 +174,7 @@ def of_a_card(monkeypatch, **scenario):
     RehearsalCard(Scenario(**scenario)).install(monkeypatch)
     in_process.install(monkeypatch)
     monkeypatch.setattr(idle, "holders", lambda: iter(["vllm (process 4711)"]))
-    monkeypatch.setattr(timing, "measured", raising(RuntimeError("timed")))
+    monkeypatch.setattr(timing, "run", raising(RuntimeError("timed")))
     return CliRunner().invoke(app, ["check", "--only", "timing"])
 
 
@@ -178,12 +182,12 @@ def test_a_card_that_a_server_uses_is_said_before_anything_runs_on_it(monkeypatc
     done = of_a_card(monkeypatch, in_use_gib=170)
     assert done.exit_code == outputs.NOT_LOOKED
     said = re.sub(r"[\s|]+", " ", done.stdout)
-    assert "card 0 is not idle: 170 of 192 GiB are in use, by vllm (process 4711)" in said
+    assert "card 0 is not idle: 170 of 192 GiB are in use; processes that have a card open: vllm (process 4711)" in said
 
 
 @pytest.mark.mutation
 def test_mutation_a_card_in_use_that_nobody_looks_at_is_caught(monkeypatch):
-    monkeypatch.setattr(steps, "OF_IDLE_CARDS", ())
+    monkeypatch.setitem(steps.STEPS, "timing", replace(steps.STEPS["timing"], needs_idle_cards=False))
     with pytest.raises(AssertionError, match="1 == 3"):
         test_a_card_that_a_server_uses_is_said_before_anything_runs_on_it(monkeypatch)
 
@@ -200,11 +204,16 @@ def test_a_process_that_holds_a_cards_device_file_is_named_and_this_one_is_not(t
     assert [one.rpartition("process ")[2] for one in found] == [f"{other.pid})"]
 
 
+def says_what_it_does(context):
+    context.now("the third case")
+    time.sleep(0.5)
+    return Step("passed", "")
+
+
 def test_a_long_step_says_what_it_does_also_without_a_terminal(monkeypatch, capfd):
     monkeypatch.setattr(show, "HEARTBEAT_S", 0.1)
-    monkeypatch.setattr(steps, "STEPS", {"kernels": lambda context: context.now("the third case") or time.sleep(0.5)})
-    monkeypatch.setattr(command, "_ended", lambda asked, name: steps.STEPS[name](asked) or Step("passed", ""))
-    assert [step.status for step in command.run(Context(), ("kernels",))] == ["passed"]
+    monkeypatch.setitem(steps.STEPS, "kernels", steps.Entry(says_what_it_does))
+    assert [step.status for step in command.carried_out(Context(), ("kernels",))] == ["passed"]
     first, *beats = capfd.readouterr().err.splitlines()
     assert first == "1/1 kernels ..."
     assert len(beats) >= 2
@@ -240,7 +249,8 @@ def test_a_run_that_is_cut_off_keeps_the_cases_that_ended(monkeypatch, tmp_path)
 def test_a_run_that_is_cut_off_at_once_leaves_no_older_record(monkeypatch, tmp_path):
     path = tmp_path / "check.json"
     files.write(path, CheckRun("another", 0, (Step("passed", "", name="machine"),)))
-    monkeypatch.setattr(steps, "STEPS", steps.STEPS | {"machine": raising(process.SignalError(process.signal.SIGINT))})
+    interrupted = steps.Entry(raising(process.SignalError(process.signal.SIGINT)), needs_model=False)
+    monkeypatch.setitem(steps.STEPS, "machine", interrupted)
     with pytest.raises(process.SignalError, match="0 of 1 steps ended"):
         app(["check", "--only", "machine", "--json", str(path)], standalone_mode=False)
     found = files.read(CheckRun, path)
@@ -250,8 +260,8 @@ def test_a_run_that_is_cut_off_at_once_leaves_no_older_record(monkeypatch, tmp_p
 def test_a_package_that_is_missing_fails_its_step_and_only_a_rocm_images_own_skips_it(monkeypatch):
     for name, status in (("ray", "failed"), ("torch", "skipped")):
         missing = raising(ModuleNotFoundError(f"No module named {name!r}", name=name))
-        monkeypatch.setattr(steps, "STEPS", {"machine": missing})
-        assert [step.status for step in command.run(Context(), ("machine",))] == [status]
+        monkeypatch.setitem(steps.STEPS, "machine", steps.Entry(missing))
+        assert [step.status for step in command.carried_out(Context(), ("machine",))] == [status]
 
 
 def test_a_side_that_fails_ends_the_other(monkeypatch):

@@ -24,9 +24,9 @@ from tests.support.planted import raising
 from tests.support.statuses import record_of
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import Skip
-from vllm_aiter_mla.commands import check as command
 from vllm_aiter_mla.commands import machine, outputs, process
 from vllm_aiter_mla.commands.check import engine, kernels, steps, timing
+from vllm_aiter_mla.commands.check import run as command
 from vllm_aiter_mla.commands.check.context import Context
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.machine import Check
@@ -81,12 +81,13 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(session, "FINDERS", {"aiter": lambda: "of a made-up card"})
     monkeypatch.setattr(kernels, "run", lambda options, _: made.update(asked=options) or verified(made["results"]))
     RehearsalCard().install(monkeypatch)
-    monkeypatch.setattr(timing, "run", lambda *_, left_out, **layer: made.update(timed=layer) or made["measured"])
+    monkeypatch.setattr(timing, "run", lambda asked: made.update(timed=asked) or made["measured"])
     monkeypatch.setattr(engine, "run", lambda *asked: made.update({asked[2]: asked[3]}) or made["answers"][asked[2]])
     return made
 
 
-CALLED = {f"{kernels.__name__}:run": "kernels", f"{timing.__name__}:measured": "timing"}
+OF_A_SHAPE = ("kernels", "timing", "engine", "launches")
+CALLED = {f"{kernels.__name__}:run": "kernels", f"{timing.__name__}:run": "timing"}
 
 
 def verified(results: list[Result]) -> Verification:
@@ -95,7 +96,7 @@ def verified(results: list[Result]) -> Verification:
 
 
 def outcomes(**options: Any) -> dict[str, Step]:
-    found = {step.name: step for step in command.run(Context(model.find("deepseek-r1"), **options))}
+    found = {step.name: step for step in command.carried_out(Context(model.find("deepseek-r1"), **options))}
     return {name: replace(step, seconds=0.0) for name, step in found.items()}
 
 
@@ -273,8 +274,9 @@ def test_the_timing_is_of_the_models_own_layer(card: dict[str, Any]) -> None:
     card["plan"]["model"]["kinds"][0].update(widths)
     card["plan"]["model"]["dtype"] = "float16"
     outcomes()
-    assert card["timed"] == widths | {"act": "float16"}
-    shape = timing.shape_of(16, "bf16", "bf16", **card["timed"])
+    asked = {name: card["timed"][name] for name in (*widths, "act")}
+    assert asked == widths | {"act": "float16"}
+    shape = timing.shape_of(16, "bf16", "bf16", **asked)
     assert (shape.nope_dim, shape.rope, shape.latent, shape.act) == (*widths.values(), torch.float16)
     assert timing.kind_of(shape) == "fp16"
 
@@ -364,7 +366,7 @@ def test_a_slower_step_with_prefill_rows_is_a_warning_on_a_card_and_no_failure(
     card["answers"]["on"]["seconds"] |= {name: [0.01, median_s, 0.5]}
     asked = Context(model.find("deepseek-r1"))
     asked.answers = card["answers"]
-    monkeypatch.setattr(steps, "has_gpu", lambda: on_card)
+    monkeypatch.setattr(device.card(), "is_there", lambda: on_card)
     found = steps.prefill_rows(asked)
     assert (found.status, name in found.detail) == (status, status == "warning")
     assert found.data[name]["on_ms"] == pytest.approx(1e3 * median_s)
@@ -489,7 +491,7 @@ def test_a_model_without_mla_fails_its_plan_and_runs_nothing_on_the_card(card: d
     card["plan"]["model"]["kinds"] = []
     found = outcomes()
     assert failed(found) == ["plan"]
-    assert {found[name].status for name in (*steps.ON_THE_CARD, "launches")} == {"skipped"}
+    assert {found[name].status for name in OF_A_SHAPE} == {"skipped"}
 
 
 def test_field_f5_a_plan_that_is_not_known_is_no_all_clear(card: dict[str, Any]) -> None:
@@ -502,7 +504,7 @@ def test_field_f5_a_plan_that_is_not_known_is_no_all_clear(card: dict[str, Any])
     assert (card["plan"]["outcome"], found["plan"].status, failed(found)) == ("unknown", "unknown", [])
     assert command.exit_status([*found.values()], on_cpu=True) == outputs.NOT_LOOKED
     assert found["issues"] == Step("skipped", "not looked up: the plan is not known", name="issues")
-    others = {found[name].detail for name in steps.OF_A_SHAPE}
+    others = {found[name].detail for name in OF_A_SHAPE}
     assert others == {"the plan is not known"}
     assert found["decode"].status == "skipped"
 

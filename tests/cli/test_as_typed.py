@@ -181,9 +181,9 @@ OLD_AND_NEW = [
     (["doctor", "--json", "-"], ["--only", "machine", "--json", "-"]),
     (["plan", "M", "-tp", "8", "--seed", "3"], ["--only", "plan", "M", "-tp", "8", "--seed", "3"]),
     (
-        ["verify", "-b", "triton", "--only", "fresh", "-k=x", "--seed", "7", "--heads", "8", "--quick"],
-        ["--only", "kernels", "--backend", "triton", "--case", "fresh", "--case=x", "--data-seed", "7", "--heads", "8",
-         "--quick"],
+        ["verify", "-btriton", "--only=fresh", "-k", "x", "--replays=8", "--seed", "7", "--heads", "8", "--quick"],
+        ["--only", "kernels", "--backend=triton", "--case=fresh", "--case", "x", "--long-run=8", "--data-seed", "7",
+         "--heads", "8", "--quick"],
     ),
     (
         ["measure", "-n", "16", "-n8", "-t", "1", "--tune", "--type", "fp8"],

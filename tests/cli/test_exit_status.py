@@ -15,8 +15,9 @@ from tests.support import plans
 from tests.support.statuses import record_of
 from vllm_aiter_mla import __version__, files, status
 from vllm_aiter_mla.commands import machine, outputs
+from vllm_aiter_mla.commands.check.context import Arch
 from vllm_aiter_mla.commands.main import COMMANDS, app
-from vllm_aiter_mla.commands.plan import Arch, model
+from vllm_aiter_mla.commands.plan import model
 from vllm_aiter_mla.kernels import device
 
 KERNELS = ("--only", "kernels", "--device", "cpu")

@@ -14,8 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_aiter_mla.commands import machine as command
-from vllm_aiter_mla.commands.check import exit_status, steps
+from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.check.context import Context
+from vllm_aiter_mla.commands.check.run import exit_status
 from vllm_aiter_mla.commands.machine import Check, Env, name_of, run
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.kernels.aiter.op import OP, REQUIRED

@@ -11,9 +11,9 @@ import typer.main
 from typer.testing import CliRunner
 
 from tests.support import plans
-from vllm_aiter_mla.commands import check as check_command
 from vllm_aiter_mla.commands import options, outputs
 from vllm_aiter_mla.commands.check.record import Step
+from vllm_aiter_mla.commands.check.run import exit_status
 from vllm_aiter_mla.commands.check.steps import STEPS
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.main import COMMANDS, app
@@ -191,6 +191,6 @@ def test_field_o11_a_gate_can_ask_for_every_step(skipped: bool, asked: bool, sta
     found = [Step("passed", "", name=name) for name in STEPS]
     if skipped:
         found[-1] = Step("skipped", "no GPU", name=found[-1].name)
-    assert check_command.exit_status(found, False, each=asked) == status
+    assert exit_status(found, False, each=asked) == status
     parameters = typer.main.get_command(app).commands["check"].params  # type: ignore[attr-defined]
     assert "--require-all" in [name for one in parameters for name in one.opts]

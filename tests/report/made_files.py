@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 from tests.support import plans
 from tests.support.statuses import record_of
 from vllm_aiter_mla import files
+from vllm_aiter_mla.commands.check.record import CheckRun, Step
+from vllm_aiter_mla.commands.check.timing import Measurement, row_of
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.status.record import Timed
 
@@ -32,31 +34,33 @@ def measured() -> Timed:
     return Timed("16 heads", tuple(LAYERS), ((1, 64, "triton"), (65, 256, "aiter")), us)
 
 
-def run_verify(folder: Path) -> Path:
-    """The record of a real run of the kernels' cases on this CPU: one case."""
-    out = folder / "verify.json"
+def checked(path: Path, name: str, data: Any, status: int) -> Path:
+    """Write a check of one step."""
+    state: Any = {0: "passed", 1: "failed"}[status]
+    files.write(path, CheckRun(None, status, (Step(state, "made up", data=data, name=name),)))
+    return path
+
+
+def run_kernels(folder: Path) -> Path:
+    """A real run of the kernels' cases on this CPU: one case."""
+    out = folder / "kernels.json"
     options = ["--backend", "reference", "--case", "fresh-data", "--quick", "--device", "cpu", "--json", str(out)]
     assert CliRunner().invoke(app, ["check", "--only", "kernels", *options]).exit_code == 0
-    out.write_text(json.dumps(json.loads(out.read_text())["steps"][0]["data"]))
     return out
 
 
 def write_plan(folder: Path) -> Path:
     """A plan of an engine that is skipped for two reasons, from an answer of vLLM's that is made up."""
     plan = plans.made_up(dcp=2, kv_cache_dtype="fp8_e5m2")
-    files.write(folder / "plan.json", replace(plan, model=replace(plan.model, name="a model")))
-    return folder / "plan.json"
+    return checked(folder / "plan.json", "plan", replace(plan, model=replace(plan.model, name="a model")), 1)
 
 
-def write_measure(folder: Path) -> Path:
-    """The record of made-up timings: one size is slower, one kernel was wrong, the run stopped early."""
-    from vllm_aiter_mla.commands.check.timing import Measurement, row_of
-
+def write_timing(folder: Path) -> Path:
+    """Made-up timings: one size is slower, one kernel was wrong, the run stopped early."""
     wrong, rows = {"aiter": "16 heads, fp8: aiter: self-check FAILED"}, []
     for heads in (16, 128):
         for tokens in (1, 64, 256):
             us = {"triton": 4.0 + tokens / 30, "vllm": 8.0, "aiter-opt": 1.0}
             rows.append(row_of(tokens, heads, "fp8", us, {"aiter": "self-check FAILED"}, ["aiter-opt"]))
     machine, stopped = {"card": "made up for a test"}, "16 heads, bf16: OutOfMemoryError"
-    files.write(folder / "measure.json", Measurement(machine, "fp8", tuple(rows), wrong, stopped))
-    return folder / "measure.json"
+    return checked(folder / "timing.json", "timing", Measurement(machine, "fp8", tuple(rows), wrong, stopped), 1)

@@ -26,7 +26,8 @@ from vllm_aiter_mla import files as our_files
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.commands.report.page import SECTIONS, VERSIONS, html_of
+from vllm_aiter_mla.commands.report.page import SECTIONS, html_of
+from vllm_aiter_mla.commands.report.readers import VERSIONS
 from vllm_aiter_mla.kernels import device, stopwatch
 from vllm_aiter_mla.startup.first_call import marked
 
@@ -40,9 +41,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (folder / "status-1-0.json").write_text(json.dumps(made_files.status(measured=[made_files.measured()])))
     return {
         "status": folder / "status-1-0.json",
-        "verify": made_files.run_verify(folder),
+        "kernels": made_files.run_kernels(folder),
         "plan": made_files.write_plan(folder),
-        "measure": made_files.write_measure(folder),
+        "timing": made_files.write_timing(folder),
     }
 
 
@@ -68,10 +69,10 @@ def rows_of(page: str) -> list[list[str]]:
     return [[html.unescape(re.sub(r"<[^>]+>", "", cell)) for cell in row] for row in cells]
 
 
-def not_measured(page: str) -> set[str]:
-    """Titles of the sections without content."""
-    found = re.findall(r"<h2>([^<]+)</h2>\s*<p>Not measured", page)
-    return set(found)
+def filled(page: str) -> set[str]:
+    """Titles of the sections with content."""
+    return {title for title, rest in re.findall(r"<h2>([\w ]+)</h2>(.*?)</section>", page, re.DOTALL)
+            if "Not measured" not in rest}  # fmt: skip
 
 
 def test_each_chart_of_the_whole_page_is_named(page: str) -> None:
@@ -84,15 +85,18 @@ def test_each_chart_of_the_whole_page_is_named(page: str) -> None:
     ("name", "sections"),
     [
         ("status", {"Status", "Compile ranges", "Versions"}),
-        ("plan", {"Plan", "Compile ranges", "Launches", "Versions"}),
-        ("verify", {"Launches", "Verify", "Versions"}),
-        ("measure", {"Timing", "Versions"}),
+        ("plan", {"Check", "Plan", "Compile ranges", "Launches", "Versions"}),
+        ("kernels", {"Check", "Launches", "Kernels", "Versions"}),
+        ("timing", {"Check", "Timing", "Versions"}),
     ],
 )
-def test_a_file_fills_its_sections_and_the_others_say_what_they_need(
-    files: dict[str, Path], name: str, sections: set[str]
-) -> None:
-    assert not_measured(html_of([files[name]])) == set(SECTIONS) - sections
+def test_a_file_fills_its_own_sections(files: dict[str, Path], name: str, sections: set[str]) -> None:
+    assert filled(html_of([files[name]])) == sections
+
+
+def test_a_page_without_a_check_says_what_its_empty_sections_need(files: dict[str, Path]) -> None:
+    page = html_of([files["status"]])
+    assert page.count("Not measured. Give the report") == len(SECTIONS) - len(filled(page))
 
 
 def glances(page: str) -> list[tuple[str, str, dict[str, str]]]:
@@ -108,8 +112,8 @@ def glances(page: str) -> list[tuple[str, str, dict[str, str]]]:
     [
         ("status", "engaged", "a CPU"),
         ("plan", "planned, nothing ran", "none"),
-        ("verify", "passed", "none"),
-        ("measure", "failed", "made up for a test"),
+        ("kernels", "passed", "none"),
+        ("timing", "failed", "made up for a test"),
     ],
 )
 def test_field_o14_the_first_screen_answers(files: dict[str, Path], name: str, word: str, card: str) -> None:
@@ -127,9 +131,9 @@ def test_field_o14_the_first_screen_answers(files: dict[str, Path], name: str, w
 def test_field_o14_a_promise_never_looks_like_what_ran(files: dict[str, Path]) -> None:
     page = html_of([files["plan"]])
     assert "badge" not in page
-    plans, rest = page.partition("<h2>Plan</h2>")[2].partition("<h2>Status</h2>")[::2]
+    plans = page.partition("<h2>Plan</h2>")[2].partition("</section>")[0]
     assert "planned, nothing ran" in plans
-    assert "Not measured" in rest.partition("<section")[0], "a plan is no status"
+    assert "<h2>Status</h2>" not in page, "a plan is no status"
     assert not re.search(r'class="word good', page), "nothing that a plan says is green"
 
 
@@ -185,21 +189,31 @@ def test_ranks_that_measured_the_same_share_one_table(written: Write) -> None:
     assert [row for row in rows_of(page) if row[0] == "64"] == [["64", "4.27", "2.91", "6.56", "triton"]]
 
 
+def data_of(read: Any) -> Any:
+    """The record in the only step of a check."""
+    (step,) = read["steps"]
+    return step["data"]
+
+
 def twins(files: dict[str, Path]) -> dict[str, tuple[Any, Any]]:
     """Two inputs of each kind that say much the same, as two cards, servers or sets of options do."""
     read = {kind: json.loads(path.read_text()) for kind, path in files.items()}
     other = {kind: json.loads(json.dumps(data)) for kind, data in read.items()}
     other["status"] |= {"run": "2-b", "capture_sizes": [3]}
     other["status"]["measured"][0]["us"]["64"]["triton"] = 1.0
-    other["measure"]["machine"]["card"], other["measure"]["rows"][0]["us"]["triton"] = "another card", 1.0
-    other["verify"]["results"][0]["replays"] += 1
+    data_of(other["timing"])["machine"]["card"], data_of(other["timing"])["rows"][0]["us"]["triton"] = (
+        "another card",
+        1.0,
+    )
+    data_of(other["kernels"])["results"][0]["replays"] += 1
     issue = dict.fromkeys(("effect", "state", "remedy", "link"), "v")
-    read["plan"]["known_issues"], other["plan"]["known_issues"] = [issue | {"id": "v#1"}], [issue | {"id": "v#2"}]
-    other["plan"] |= {"arch": "gfx950", "limit": 128}
-    other["plan"]["options"] |= {"tp": 16, "kv_cache_dtype": "auto"}
+    for one, known in ((read, "v#1"), (other, "v#2")):
+        data_of(one["plan"])["known_issues"] = [issue | {"id": known}]
+    data_of(other["plan"]).update(arch="gfx950", limit=128)
+    data_of(other["plan"])["options"] |= {"tp": 16, "kv_cache_dtype": "auto"}
     found = {kind: (read[kind], other[kind]) for kind in read}
     parts = [
-        {"plan": one["plan"], "kernels": one["verify"], "timing": one["measure"], "launches": {"off": count},
+        {**{name: data_of(one[name]) for name in ("plan", "kernels", "timing")}, "launches": {"off": count},
          "engine": {"distances": {"short": {"tokens": count}}}, "prefill": {"mixed": {"tokens": count}}}
         for one, count in ((read, 7), (other, 8))
     ]  # fmt: skip
@@ -213,7 +227,7 @@ def tables(page: str) -> list[tuple[str, list[list[str]]]]:
     return [(html.unescape(re.sub(r"<[^>]+>", "", title)), rows_of(text)) for title, _, text in parts]
 
 
-@pytest.mark.parametrize("kind", ["status", "verify", "measure", "plan", "check"])
+@pytest.mark.parametrize("kind", ["status", "kernels", "timing", "plan", "check"])
 def test_two_inputs_of_a_kind_are_shown_as_each_is_alone(files: dict[str, Path], tmp_path: Path, kind: str) -> None:
     paths = [tmp_path / folder / "v.json" for folder in "ab"]
     for path, data in zip(paths, twins(files)[kind], strict=True):
@@ -257,7 +271,7 @@ def test_the_ranks_of_a_server_share_a_glance_that_says_what_each_says(written: 
 
 
 def test_a_plan_shows_every_reason_its_ranges_and_its_launches(files: dict[str, Path]) -> None:
-    plan = json.loads(files["plan"].read_text())
+    plan = data_of(json.loads(files["plan"].read_text()))
     page = html_of([files["plan"]])
     codes = {reason["code"] for reason in plan["reasons"]}
     assert len(codes) > 1
@@ -269,22 +283,23 @@ def test_a_plan_shows_every_reason_its_ranges_and_its_launches(files: dict[str, 
 
 
 def test_timing_shows_ratios_what_was_slower_and_what_was_not_timed(files: dict[str, Path]) -> None:
-    page = html_of([files["measure"]])
+    page = html_of([files["timing"]])
     assert ["64", "6.13", "8.00", "1.00", "1.30"] in rows_of(page)
     for text in (
         "at 256 tokens",
         "aiter: not timed: self-check",
         "aiter-opt does not count as ours: it turns",
-        "aiter at 16 heads, fp8",
+        "aiter: 16 heads, fp8",
         "stopped at 16 heads, bf16",
     ):
         assert text in page
 
 
-def test_verify_on_a_cpu_claims_no_launches_and_repeats_a_failure(files: dict[str, Path], written: Write) -> None:
-    data = json.loads(files["verify"].read_text())
+def test_kernels_on_a_cpu_claim_no_launches_and_repeat_a_failure(files: dict[str, Path], written: Write) -> None:
+    read = json.loads(files["kernels"].read_text())
+    data = data_of(read)
     data["results"][0] |= {"status": "failed", "findings": [{"oracle": "runs", "message": "broke", "step": "replay 2"}]}
-    page = html_of([written("verify.json", data)])
+    page = html_of([written("kernels.json", read)])
     assert "No graph was captured" in page
     assert "PyTorch ops of a replayed step, no GPU" in page
     assert "Launches in captured graphs" not in page
@@ -354,7 +369,7 @@ def test_mutation_without_escaping_hostile_strings_are_seen(
     assert "<script" in strays(html_of(hostile))
 
 
-@pytest.mark.parametrize("kind", ["status", "verify", "measure"])
+@pytest.mark.parametrize("kind", ["status", "kernels", "timing"])
 @pytest.mark.parametrize("value", [None, "8", 10**400], ids=["null", "text", "huge"])
 def test_a_value_of_a_wrong_type_is_shown_or_names_its_file(
     files: dict[str, Path], written: Write, kind: str, value: Any
@@ -392,7 +407,7 @@ def report(*arguments: object) -> Result:
 
 def test_report_writes_one_file(files: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "page.html"
-    done = report(files["status"].parent, files["measure"], "--out", out)
+    done = report(files["status"].parent, files["timing"], "--out", out)
     assert (done.exit_code, str(out) in done.output) == (0, True), done.output
     assert out.read_text().startswith("<!doctype html>")
 
@@ -402,7 +417,7 @@ def test_report_writes_one_file(files: dict[str, Path], tmp_path: Path) -> None:
     [
         ("list.json", [1, 2], "not recognised"),
         ("other.json", {"evidence": {"schema": "vllm-aiter-mla/apples"}}, "not recognised (apples)"),
-        ("old.json", {"evidence": {"schema": "vllm-aiter-mla/verify"}, "results": []}, "of no version"),
+        ("old.json", {"evidence": {"schema": "vllm-aiter-mla/check"}, "steps": []}, "of no version"),
         ("broken.json", "{", "no JSON"),
         ("deep.json", "[" * 200_000, "no JSON"),
         ("nan.json", '{"a": NaN}', "no JSON"),
@@ -435,7 +450,7 @@ def test_without_its_packages_the_command_names_the_extra(
     for name in [name for name in sys.modules if name.startswith("vllm_aiter_mla.commands.report")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    done = report(files["measure"], "--out", tmp_path / "page.html")
+    done = report(files["timing"], "--out", tmp_path / "page.html")
     assert (done.exit_code, f"{package} is not installed" in done.output) == (2, True), done.output
     assert "'.[report]'" in done.output
 
@@ -453,7 +468,7 @@ def test_packages_of_the_page_that_cannot_be_imported_are_named_with_their_versi
     break_import(monkeypatch, "jinja2", error)
     monkeypatch.delitem(sys.modules, html_of.__module__)
     given = {
-        "report": ["report", str(files["measure"]), "--out", str(tmp_path / "page.html")],
+        "report": ["report", str(files["timing"]), "--out", str(tmp_path / "page.html")],
         "check": ["check", "deepseek-r1", "--html", str(tmp_path / "page.html")],
     }
     done = CliRunner().invoke(app, given[command])

@@ -12,8 +12,7 @@ from pathlib import Path
 from tests.sandbox import plugin, worker
 from tests.sandbox.model import TinyDeepseek, save_config
 from vllm_aiter_mla import files
-from vllm_aiter_mla.commands import check as command
-from vllm_aiter_mla.commands.check import show, steps
+from vllm_aiter_mla.commands.check import run, show, steps
 from vllm_aiter_mla.commands.check.context import Context
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.plan import model as models
@@ -62,7 +61,7 @@ def run_steps(asked: Context, what: str, *names: str) -> list[Step]:
     for name in names:
         print(f"{name}, {what} ...", flush=True)
         began = time.monotonic()
-        ended = steps.STEPS[name](asked)
+        ended = steps.STEPS[name].run(asked)
         found.append(replace(ended, name=f"{name}, {what}", seconds=round(time.monotonic() - began, 1)))
     return found
 
@@ -75,7 +74,7 @@ def main(html: Path | None = None) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="aiter-mla-") as work:
         asked = context(Path(work) / "model", environment(Path(work) / "inductor"))
-        found = list(command.run(asked))
+        found = list(run.carried_out(asked))
         fp8 = with_arguments(asked, *FP8)
         found += run_steps(fp8, "fp8 cache", "plan", *ENGINE)
         # A plan of the passes would say the same of the same layers, and costs half a minute.
@@ -83,7 +82,7 @@ def main(html: Path | None = None) -> int:
             passes = with_arguments(planned, *PASSES)
             passes.plan = planned.plan
             found += run_steps(passes, f"passes, {cache}", *ENGINE)
-        status = command.exit_status(found, asked.on_cpu)
+        status = run.exit_status(found, asked.on_cpu)
         show.table(TITLE, found, show.last_line(found, status))
         if html is not None:
             files.write(Path(work) / "check.json", CheckRun(TITLE, status, tuple(found)))

@@ -167,8 +167,8 @@ class RehearsalCard(Device):
     def memory(self) -> tuple[int, int]:
         return 5, 1
 
-    def in_use(self) -> list[tuple[int, int]]:
-        return [(self.scenario.in_use_gib << 30, 192 << 30)] * self.count()
+    def in_use(self, cards: int) -> list[tuple[int, int]]:
+        return [(self.scenario.in_use_gib << 30, 192 << 30)] * min(cards, self.count())
 
     def allocations(self) -> int:
         return 0

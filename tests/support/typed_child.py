@@ -39,7 +39,7 @@ def main(bug: str = "") -> None:
         reached.append(list(asked[0]))
         raise ValueError("asked")
 
-    steps.STEPS = {"plan": steps.plan}  # the others do not read the command line
+    steps.STEPS = {"plan": steps.Entry(steps.plan, needs=())}  # the others do not read the command line
     model.ask = ask
     for line in sys.stdin:
         reached: list[list[str]] = []

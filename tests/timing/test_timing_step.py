@@ -145,7 +145,7 @@ def test_a_query_that_vllm_pads_is_timed_with_that_copy(card, monkeypatch, arch,
     pad = helper.get_mla_padded_q
     monkeypatch.setattr(helper, "get_mla_padded_q", lambda n, q: padded.append((n, q.shape[1])) or pad(n, q))
     MadeUpClock(costs(aiter=8.0, triton=5.0, vllm=10.0)).install(monkeypatch)
-    found = timing.run([2], [heads], ["bf16"], "bf16", nope=192)
+    found = timing.run({"tokens": [2], "heads": [heads], "kinds": ["bf16"], "weights": "bf16", "nope": 192})
     assert (found.stopped, found.rows[0].ratio, padded) == ("", 2.0, [(8, 8)] if copied else [])
 
 
@@ -160,7 +160,7 @@ def test_timing_does_not_time_a_wrong_kernel_and_exits_1(card, tmp_path):
     assert done.exit_code == 1
     (row,) = timed(tmp_path)["rows"]
     assert set(row["us"]) == {"aiter", "vllm"}
-    assert "WRONG, not timed: triton at 2 heads, bf16" in done.output
+    assert "WRONG, not timed: triton: 2 heads, bf16" in done.output
 
 
 def test_timing_keeps_what_was_timed_when_a_size_fails(card, monkeypatch):

@@ -27,11 +27,11 @@ ALIASES: dict[str, tuple[str, dict[str, str]]] = {
     "verify": ("kernels", OF_KERNELS),
     "measure": ("timing", {"-t": "--tokens", "-n": "--heads"}),
 }
-"""Commands of before: the step of ``check`` that each is now, and options that have another name there. Until 0.3."""
+"""Former commands: the step of ``check`` that each is now, and options that have another name there. Until 0.3."""
 
 
 class WithAliases(TyperGroup):
-    """The commands, and those of before."""
+    """The commands, and the former ones."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line, and say the new spelling of an old one on stderr."""
@@ -43,12 +43,12 @@ class WithAliases(TyperGroup):
 
 
 def _renamed(word: str, renamed: Mapping[str, str]) -> str:
-    """Return an option by its new name: ``-n2`` and ``-n=2`` too."""
-    name, equals, value = word.partition("=")
-    if name in renamed:
-        return renamed[name] + equals + value
-    short, rest = word[:2], word[2:]
-    return f"{renamed[short]}={rest}" if short in renamed and rest.isdigit() else word
+    """Return an option by its new name: ``-n2`` too."""
+    if word.startswith("--"):
+        name, equals, value = word.partition("=")
+        return renamed.get(name, name) + equals + value
+    short, value = word[:2], word[2:]
+    return renamed[short] + f"={value}" * bool(value) if short in renamed else word
 
 
 app = typer.Typer(

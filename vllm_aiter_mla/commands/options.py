@@ -24,8 +24,11 @@ def check(words: Sequence[str], own: Iterable[str] = ()) -> None:
     Raises:
         ValueError: an option is neither vLLM's nor the command's and looks like one that is; names both.
     """
+    asked = [word for word in (words[: words.index("--")] if "--" in words else words) if word.startswith("--")]
+    if not asked:
+        return
     known = {*names(), *own}
-    for word in words[: words.index("--")] if "--" in words else words:
+    for word in asked:
         given = word.partition("=")[0].partition(".")[0].replace("_", "-")
         if not re.match(r"--[a-z]", given) or any(name.startswith(given) for name in known):
             continue

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
+from rich.console import Console
 
 from vllm_aiter_mla import files
 
@@ -37,6 +38,14 @@ WIDTH, NARROWEST, COLUMN = 80, 60, 32
 """Columns where there is no terminal; of the narrowest that is looked at; where a line's last column starts at the
 latest.
 """
+
+
+class Stdout(Console):
+    """rich's console on standard output; where nobody reads that, it raises, as ``print`` does."""
+
+    def on_broken_pipe(self) -> None:
+        """Let ``main`` say it; rich would end the command with 1."""
+        raise
 
 
 def width() -> int:

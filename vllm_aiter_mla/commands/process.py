@@ -39,7 +39,20 @@ _telling: list[Callable[[Any], None]] = []
 
 
 class EndedError(RuntimeError):
-    """A process ended without an answer: its arguments are how, and the last lines that it said."""
+    """A process ended without an answer.
+
+    Args:
+        how: as in "was ended by SIGABRT".
+        lines: the last that it said.
+    """
+
+    def __init__(self, how: str, *lines: str) -> None:
+        super().__init__(how, *lines)
+        self.how, self.lines = how, lines
+
+    def said(self, doing: str = "") -> str:
+        """Return in one sentence how it ended, while it was ``doing`` what, and its last line."""
+        return f"its process {self.how}" + f" in {doing}" * bool(doing) + f": {self.lines[-1]}" * bool(self.lines)
 
 
 class SignalError(BaseException):
@@ -169,7 +182,9 @@ def _run(
             if not answered and answer.is_file():
                 answered, until = True, time.monotonic() + GRACE_S
             if time.monotonic() >= until:
-                return f"had not ended after {TIMEOUT_S} s"
+                return (
+                    f"was silent for {TIMEOUT_S} s" if not answered else f"had not ended {GRACE_S} s after its answer"
+                )
         hear()
     finally:
         _kill(child.pid)

@@ -34,7 +34,7 @@ OP_ARGUMENTS: dict[str, str] = {
 
 
 def is_installed() -> bool:
-    """Return whether there is a vLLM here. Kernels, ``verify`` and ``measure`` also run where there is none."""
+    """Return whether there is a vLLM here. The steps ``kernels`` and ``timing`` also run where there is none."""
     return find_spec("vllm") is not None
 
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``verify`` finds: a broken oracle, the outcome of a case, and the record of a run. Imports no torch."""
+"""What the step ``kernels`` finds: a broken oracle, the outcome of a case, the record of a run. Imports no torch."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from vllm_aiter_mla import files
+from vllm_aiter_mla.verify import FAILED, NOTHING, PASSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +45,15 @@ class Result:
             self.status = "failed"
 
 
+def status_of(results: Iterable[Result]) -> int:
+    """Return the exit status of these results."""
+    states = {result.status for result in results}
+    return FAILED if "failed" in states else PASSED if "passed" in states else NOTHING
+
+
 @dataclass(frozen=True)
 class Verification:
-    """A run of ``verify``; ``schemas.json`` says what the fields mean."""
+    """What the step ``kernels`` found; ``schemas.json`` says what the fields mean."""
 
     status: int
     machine: dict[str, str]
@@ -54,4 +62,4 @@ class Verification:
     missing: dict[str, str]
     results: tuple[Result, ...]
     emulated: bool = False  # the user says that an emulator stood in the card's place
-    evidence: files.Stamp = files.stamped("verify")
+    evidence: files.Stamp = files.stamped("kernels")

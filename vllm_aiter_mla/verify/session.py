@@ -14,10 +14,9 @@ from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.platform import detect_platform
 from vllm_aiter_mla.serving.backends import AITER_KERNELS, Backends
 from vllm_aiter_mla.settings import Settings
-from vllm_aiter_mla.verify import FAILED, NOTHING, PASSED
 from vllm_aiter_mla.verify.cases import LIMITS, REAL, SMALL, TINY, Geometry, Item, cases, variants
 from vllm_aiter_mla.verify.engine import EagerEngine, GraphEngine
-from vllm_aiter_mla.verify.results import Result, Verification
+from vllm_aiter_mla.verify.results import Result, Verification, status_of
 from vllm_aiter_mla.verify.runner import run_case
 
 # What runs where nothing else is asked for: a layer, the last capture size, and replays of a long run. 1024 is vLLM's
@@ -86,20 +85,20 @@ class Session:
         # A case or variant that is asked for by name runs, however long it takes.
         quick = self.quick or self.small
         every = [case for case in cases(limit) if self.case or case.quick or not quick]
-        wanted = _chosen(self.case, [case.name for case in every], "--case", part=True)
+        wanted = chosen(self.case, [case.name for case in every], "--case", part=True)
         kinds = variants(graphs, detect_platform().fp8, quick=quick and not self.variant)
         if self.weight == ("mxfp4",) and geometry.nope % formats.MXFP4_GROUP:
             raise ValueError(f"--weights mxfp4 --nope {geometry.nope}: a multiple of {formats.MXFP4_GROUP} expected")
         if self.weight is not None:
             kinds = tuple(replace(kind, weight=self.weight) for kind in kinds if kind.name != "fp8-weight")
-        chosen = _chosen(self.variant, [kind.name for kind in kinds], "--variant")
-        found = {name: find(name) for name in _chosen(self.backend, list(FINDERS), "--backend")}
+        wanted_kinds = chosen(self.variant, [kind.name for kind in kinds], "--variant")
+        found = {name: find(name) for name in chosen(self.backend, list(FINDERS), "--backend")}
         self.missing = {name: reason for name, reason in found.items() if isinstance(reason, str)}
         self.items = [
             Item(name, case, variant, geometry, limit, seed, replays, self.small)
             for seed in range(self.seed, self.seed + self.repeat)
             for name in found if name not in self.missing
-            for variant in kinds if variant.name in chosen
+            for variant in kinds if variant.name in wanted_kinds
             for case in every if case.name in wanted
         ]  # fmt: skip
 
@@ -117,10 +116,7 @@ class Session:
     @property
     def status(self) -> int:
         """Exit status: 0 all passed, 1 something failed, 3 nothing could be run."""
-        states = {result.status for result in self.results}
-        if "failed" in states:
-            return FAILED
-        return PASSED if "passed" in states else NOTHING
+        return status_of(self.results)
 
     @property
     def machine(self) -> dict[str, str]:
@@ -165,12 +161,16 @@ def engine_here(device: str | None = None) -> EagerEngine:
     return EagerEngine()
 
 
-def _chosen(asked: tuple[str, ...], known: list[str], option: str, part: bool = False) -> list[str]:
-    """Return the names that were asked for, all by default; ``part`` lets a text select every name that holds it."""
-    chosen = set() if asked else set(known)
+def chosen(asked: tuple[str, ...], known: list[str], option: str, part: bool = False) -> list[str]:
+    """Return the names that were asked for, all by default; ``part`` lets a text select every name that holds it.
+
+    Raises:
+        ValueError: one is not known; names ``option``.
+    """
+    wanted = set() if asked else set(known)
     for text in asked:
         found = {text} & set(known) or {name for name in known if part and text in name}
         if not found:
             raise ValueError(f"{option} {text}: no such name; there are {', '.join(known)}")
-        chosen |= found
-    return [name for name in known if name in chosen]
+        wanted |= found
+    return [name for name in known if name in wanted]

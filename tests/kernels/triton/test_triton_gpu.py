@@ -106,6 +106,6 @@ def test_triton_gpu_measure_finds_no_wrong_kernel_and_finishes():
 
     from vllm_aiter_mla.commands.check import timing
 
-    found = timing.run([1, 8, 64, 256], [16], ["fp8"], "bf16")
+    found = timing.run({"tokens": [1, 8, 64, 256], "heads": [16], "kinds": ["fp8"], "weights": "bf16"})
     timing.show(found, Console())
     assert (found.wrong, found.stopped) == ({}, "")

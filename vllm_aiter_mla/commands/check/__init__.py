@@ -1,43 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-aiter-mla check [MODEL]``: every check of the fast path, or those named by ``--only``, in one run.
 
-``steps`` has the steps, ``context`` what they are asked and hand on, ``show`` what is printed, ``record`` what is
-written.
+``run`` goes through ``steps``. ``context`` is what they are asked and hand on, ``show`` what is printed, ``record``
+what is written.
 """
 
 import os
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperCommand
 
-from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import options, outputs, process
 from vllm_aiter_mla.commands.check import context as asking
-from vllm_aiter_mla.commands.check import idle, kernels, show, steps
-from vllm_aiter_mla.commands.check.context import Context, Device, Kind, Weights, WrongOptionError
-from vllm_aiter_mla.commands.check.record import CheckRun, Step
-from vllm_aiter_mla.commands.plan import Arch
+from vllm_aiter_mla.commands.check import kernels, show, steps
+from vllm_aiter_mla.commands.check.context import Arch, Context, Device, Kind, Weights, WrongOptionError
+from vllm_aiter_mla.commands.check.run import Run, exit_status
+from vllm_aiter_mla.commands.check.timing import MOST_TOKENS
 from vllm_aiter_mla.commands.plan import model as models
 from vllm_aiter_mla.commands.report import renderer
 
-MOST_TOKENS, MOST_HEADS = 65536, 1024  # a larger operand fills a card by itself
+MOST_HEADS = 1024
 OPTIONS_OF = {
-    ("kernels",): ("backend", "case", "variant", "data_seed", "repeat", "quick", "small", "emulated", "limit",
-                   "long_run", "v"),
-    ("timing",): ("tokens", "type", "tune"),
-    ("kernels", "timing"): ("heads", "nope", "weights"),
+    ("plan",): ("--arch",),
+    ("issues",): ("--strict",),
+    ("kernels",): ("--backend", "--case", "--variant", "--data-seed", "--repeat", "--quick", "--small", "--emulated",
+                   "--limit", "--long-run", "--v", "--list"),
+    ("timing",): ("--tokens", "--type", "--tune"),
+    ("kernels", "timing"): ("--heads", "--nope", "--weights"),
+    ("engine",): ("--checkpoint",),
 }  # fmt: skip
-"""Options that speak of some steps alone, by those steps."""
-OF_A_LAYER = ("heads", "nope", "v", "weights", "type")
-"""Options that MODEL answers."""
+"""Options that some steps alone take, by those steps."""
+OF_A_LAYER = ("--heads", "--nope", "--v", "--weights", "--type")
+"""Options whose answer MODEL has."""
 
 
 class PassesOn(TyperCommand):
@@ -115,7 +112,7 @@ def check(
     data_seed: Annotated[int, typer.Option(help="kernels: seed of the data.")] = 0,
     repeat: Annotated[int, typer.Option(min=1, help="kernels: rounds, each with the next seed.")] = 1,
     quick: Annotated[
-        bool, typer.Option("--quick", help="kernels: two variants, fewer cases, short long runs. So it is with MODEL.")
+        bool, typer.Option("--quick", help="kernels: two variants, fewer cases, short long runs. MODEL implies it.")
     ] = False,
     small: Annotated[
         bool, typer.Option("--small", help="kernels: the quick cases at sizes that an emulator finishes, with digests.")
@@ -141,7 +138,10 @@ def check(
     ] = None,
     nope: Annotated[int | None, typer.Option(min=1, max=4096, help="Un-rotated width of a query head.")] = None,
     v: Annotated[int | None, typer.Option("--v", min=1, max=4096, help="Width of a value head.")] = None,
-    weights: Annotated[Weights | None, typer.Option(help="Format of the absorb weights. Default: several.")] = None,
+    weights: Annotated[
+        Weights | None,
+        typer.Option(help="Format of the absorb weights; by default several, of timing bf16."),
+    ] = None,
 ) -> None:
     """Check one model on this card, or single steps by --only.
 
@@ -149,79 +149,66 @@ def check(
     kernels replays captured graphs and compares bytes, timing times the kernels. engine runs vLLM with the flag off and
     on and compares tokens; prefill, decode and launches look at what it did. What a named step needs runs too. Without
     MODEL machine, kernels and timing can run, at DeepSeek's sizes; with it at the model's.
-    Exit status: 0 if every step that ran passed, 1 if one failed, 2 if an option or the model is wrong, 3 if nothing
-    ran on a card and --device cpu was not given, or if a step that was asked for by --only or --require-all could not
-    look, 4 if vLLM's own kernels are faster on this card: the flag gains nothing.
+    Exit status: 0 if every step that ran passed, 1 if one failed, 2 if an option or the model is wrong, 3 if something
+    could not be told, if a step was skipped that --only or --require-all asks for, or if neither is given and nothing
+    ran on a card without --device cpu, 4 if vLLM's own kernels are faster on this card: the flag gains nothing.
     """
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    if listing:
-        kernels.listing(Console(highlight=False))
-        return
     try:
         if html == outputs.STDOUT:
             raise WrongOptionError("--html -: a file is needed, standard output has the table")
         html_of = None if html is None else renderer()
         names = tuple(one.strip() for words in only or () for one in words.split(","))
         chosen = steps.chosen(names, model is not None)
-        _check_words(model, context)
+        _check_words(model, context, chosen)
         _check_options(context, chosen, model)
-        steps.check_deployments(context.args, chosen)
+        if listing:
+            kernels.listing(outputs.Stdout(highlight=False))
+            return
         asked = Context(
-            models.find(model) if model else None, tuple(context.args), arch.architecture if arch else "",
-            models.environment(env or [], os.environ), device is Device.cpu, strict, verbose, checkpoint, names,
-            asking.Layer(tuple(heads or ()), nope, v, weights),
-            asking.Kernels(
-                tuple(backend or ()), tuple(case or ()), tuple(variant or ()), data_seed, repeat, quick, small,
-                emulated, limit, long_run,
+            source=models.find(model) if model else None,
+            arguments=tuple(context.args),
+            arch=arch.architecture if arch else "",
+            variables=models.environment(env or [], os.environ),
+            on_cpu=device is Device.cpu,
+            strict=strict,
+            verbose=verbose,
+            checkpoint=checkpoint,
+            only=names,
+            layer=asking.Layer(heads=tuple(heads or ()), nope=nope, v=v, weights=weights),
+            kernels=asking.Kernels(
+                backend=tuple(backend or ()), case=tuple(case or ()), variant=tuple(variant or ()), seed=data_seed,
+                repeat=repeat, quick=quick, small=small, emulated=emulated, limit=limit, replays=long_run,
             ),
-            asking.Timing(tuple(tokens or ()), kind, tune),
+            timing=asking.Timing(tokens=tuple(tokens or ()), kind=kind, tune=tune),
         )  # fmt: skip
     except (LookupError, ValueError) as error:
         outputs.fail(f"check: {error}")
-    found = list[Step]()
-
-    def keep(*running: Step) -> None:
-        _keep(json, CheckRun(model, None, (*found, *(replace(step, name=chosen[len(found)]) for step in running))))
-
-    asked.so_far = keep
+    made = Run(asked, chosen, model, json)
     try:
         with outputs.text_apart(json), process.workspace():
-            keep()
-            for step in run(asked, chosen):
-                found.append(step)
-                keep()
+            made.carry_out()
     except WrongOptionError as error:
-        _keep(json, CheckRun(model, outputs.WRONG, tuple(found)))
         outputs.fail(f"check: {error}")
-    except process.SignalError as error:
-        where = "" if json in (None, outputs.STDOUT) else f", which {json} has"
-        raise process.SignalError(*error.args, f"check: {len(found)} of {len(chosen)} steps ended{where}") from None
-    status = exit_status(found, asked.on_cpu, require_all or bool(names))
+    status = exit_status(made.ended, asked.on_cpu, require_all or bool(names))
     with outputs.text_apart(json):
-        show.table(model, found, show.last_line(found, status))
-    written = CheckRun(model, status, tuple(found))
-    if json is not None:
-        outputs.write(json, files.text_of(written))
-    if html is not None and html_of is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "check.json"
-            try:
-                files.write(path, written)
-                page = html_of([path])
-            except (OSError, ValueError) as error:
-                outputs.fail(f"check: --html {html}: {str(error).replace(str(path), 'the record')}")
-            outputs.write(html, page)
+        show.table(model, made.ended, show.last_line(made.ended, status))
+    made.write(status, html, html_of)
     raise typer.Exit(status)
 
 
-def _check_words(model: str | None, context: typer.Context) -> None:
-    """Raise WrongOptionError where MODEL is an option, as it is when options come first, where a second one is named,
-    where there is none for vLLM's options, or where an option is misspelt.
+def _check_words(model: str | None, context: typer.Context, chosen: Sequence[str]) -> None:
+    """Check what vLLM will get.
+
+    Raises:
+        ValueError: MODEL is an option, as it is when options come first; a second one is named; there is none for
+            vLLM's options; an option is misspelt; or several deployments are asked for and more than their plans.
     """
-    arguments = context.args
+    arguments, own = context.args, [name for one in context.command.params for name in one.opts]
+    options.check([*([model] if model else []), *arguments], own)
     if model is None:
         if arguments:
-            raise WrongOptionError(f"{arguments[0]}: no such option without MODEL, which comes first")
+            raise WrongOptionError(f"{arguments[0]}: an option of vLLM's needs MODEL, which comes first")
         return
     if model.startswith("-"):
         raise WrongOptionError(f"{model} in the place of MODEL: MODEL comes first, then the options of `vllm serve`")
@@ -230,82 +217,29 @@ def _check_words(model: str | None, context: typer.Context) -> None:
         if option == "--model":
             other = value if equals else next(iter(arguments[index + 1 : index + 2]), "")
             raise WrongOptionError(f"--model {other} and MODEL {model}: give the model once, as MODEL")
-    options.check(arguments, [name for own in context.command.params for name in own.opts])
+    sizes, _ = models.deployments(arguments)
+    if len(sizes) > 1 and tuple(chosen) != ("plan",):
+        raise WrongOptionError(f"-tp {','.join(sizes)}: several sizes work only with --only plan")
 
 
 def _check_options(context: typer.Context, chosen: Sequence[str], model: str | None) -> None:
     """Raise WrongOptionError for an option of a step that does not run, or of a layer that MODEL has."""
-    spelt = {name: own.opts[0] for own in context.command.params for name in (own.name, own.opts[0].lstrip("-"))}
     typed = {
-        own.opts[0].lstrip("-").replace("-", "_") for own in context.command.params
-        if own.name and getattr(context.get_parameter_source(own.name), "name", "") == "COMMANDLINE"
+        own.opts[0]: context.params.get(own.name or "") for own in context.command.params
+        if getattr(context.get_parameter_source(own.name or ""), "name", "") == "COMMANDLINE"
     }  # fmt: skip
     for of, names in OPTIONS_OF.items():
         for name in names:
-            option = spelt.get(name, f"--{name}")
             if name in typed and not set(of) & set(chosen):
-                raise WrongOptionError(f"{option}: it is for --only {' or '.join(of)}")
+                raise WrongOptionError(
+                    f"{_shown(name, typed[name])}: only the step {' or '.join(of)} takes this option"
+                )
     for name in OF_A_LAYER:
         if name in typed and model is not None:
-            raise WrongOptionError(f"--{name}: {model} says it; leave it out, or leave MODEL out")
+            raise WrongOptionError(f"{_shown(name, typed[name])}: the sizes are those of MODEL {model}; leave one out")
 
 
-def _keep(json: Path | None, so_far: CheckRun) -> None:
-    """Write what there is so far, where a later whole one can replace it."""
-    if json is not None and json != outputs.STDOUT and not files.is_device(json):
-        with suppress(OSError):  # a full disk ends no run: the last write says it
-            files.write(json, so_far)
-
-
-def run(asked: Context, chosen: Sequence[str] = tuple(steps.STEPS)) -> Iterator[Step]:
-    """Run the steps in order, and print and yield how each ended. A step that raises has failed.
-
-    Raises:
-        WrongOptionError: the model or an option is wrong, so no later step can run.
-    """
-    for number, name in enumerate(chosen, 1):
-        began = time.monotonic()
-        with show.progress(name, number, len(chosen)) as asked.now:
-            ended = _ended(asked, name)
-        show.ended(ended, name in asked.only)
-        yield replace(ended, name=name, seconds=round(time.monotonic() - began, 1))
-
-
-def _ended(asked: Context, name: str) -> Step:
-    if asked.source is not None and name in steps.OF_A_SHAPE and (why := steps.why_without_a_shape(asked.plan)):
-        return Step("skipped", why)
-    try:
-        if name in steps.OF_IDLE_CARDS and asking.has_gpu() and (why := _why_not_idle(asked, name)):
-            return Step("unknown", why)
-        return steps.STEPS[name](asked)
-    except (WrongOptionError, process.SignalError):
-        raise
-    except process.EndedError as error:
-        how, *last = error.args
-        return Step("failed", f"its process {how}", tuple(last))
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and error.name in outputs.HOST:
-            return Step("skipped", f"{error.name} is not installed here; run this where vLLM serves")
-        return Step("failed", f"{type(error).__name__}: {error}")
-
-
-def _why_not_idle(asked: Context, name: str) -> str:
-    """Return why the cards of a step are not idle: a server or another check is on one."""
-    needed = steps.cards_of(asked.plan) if name == "engine" and asked.plan is not None else 1
-    looks = f"{idle.__name__}:{idle.why_not.__name__}"
-    return str(process.call(looks, needed, environment=asked.environment()))
-
-
-def exit_status(found: Sequence[Step], on_cpu: bool, each: bool = False) -> int:
-    """Return 1 if a step failed, else 4 if one gains nothing, else 3 if nothing ran on a card as it should, else 0.
-
-    ``each``: 3 also if one of the steps was skipped, as where it was asked for by name.
-    """
-    states = {step.status for step in found}
-    if "failed" in states:
-        return outputs.FINDING
-    if "no gain" in states:
-        return outputs.NO_GAIN
-    if "unknown" in states or (each and "skipped" in states):
-        return outputs.NOT_LOOKED
-    return outputs.FINE if each or on_cpu or steps.ran_on_the_card(found) else outputs.NOT_LOOKED
+def _shown(name: str, value: Any) -> str:
+    """Return an option as it was typed."""
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return name if value is True else " ".join((name, *map(str, values)))

@@ -38,6 +38,26 @@ class Weights(StrEnum):
         return {"bf16": ("plain",), "fp8": ("fp8", fp8), "mxfp4": ("mxfp4",)}[self.value]
 
 
+class Arch(StrEnum):
+    """Cards a plan can be made for, by architecture or by the name that is sold."""
+
+    gfx942 = "gfx942"
+    gfx950 = "gfx950"
+    mi300x = "mi300x"
+    mi325x = "mi325x"
+    mi350p = "mi350p"
+    mi350x = "mi350x"
+    mi355x = "mi355x"
+
+    @property
+    def architecture(self) -> str:
+        """gfx942 or gfx950."""
+        return SOLD_AS.get(self.value, self.value)
+
+
+SOLD_AS = {"mi300x": "gfx942", "mi325x": "gfx942", "mi350p": "gfx950", "mi350x": "gfx950", "mi355x": "gfx950"}
+
+
 class Kind(StrEnum):
     """Types of the query and the cache."""
 
@@ -106,14 +126,14 @@ class Context:
     so_far: Callable[[Step], None] = lambda step: None
     now: Callable[[str], None] = lambda text: None
 
+    @property
+    def on_a_card(self) -> bool:
+        """Whether steps may use a GPU: torch sees one, and nobody asked for a CPU."""
+        from vllm_aiter_mla.kernels.device import card
+
+        return not self.on_cpu and card().is_there()
+
     def environment(self, assumed: bool = True) -> dict[str, str]:
         """Return the server's variables: this process's, and over them --env and what the plan has ``assumed``."""
         given = {name: value for name, (value, origin) in self.variables.items() if assumed or origin != "default"}
         return {**os.environ, **given}
-
-
-def has_gpu() -> bool:
-    """Return whether torch sees a GPU."""
-    from vllm_aiter_mla.kernels.device import card
-
-    return card().is_there()

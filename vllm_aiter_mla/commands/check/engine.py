@@ -230,8 +230,7 @@ def run(
         try:
             found = process.call(f"{__name__}:answer", *asked, environment=full)
         except process.EndedError as error:
-            how, *last = error.args
-            said = "\n".join((f"vLLM's engine, {side}: its process {how}; its last lines:", *last))
+            said = "\n".join((f"vLLM's engine, {side}: its process {error.how}; its last lines:", *error.lines))
             raise RuntimeError(said) from error
         bad = list[str]()
         found["status"] = status.record.read_all(cache / "aiter_mla", "*", bad.append)

@@ -14,26 +14,27 @@ GIB = 1 << 30
 
 
 def why_not(needed: int) -> str:
-    """Return which of the first cards is in use, and by whom if that can be told, or "". For a process of its own."""
+    """Return which of the first ``needed`` cards is in use, and who has one open, or "". For a process of its own."""
     from vllm_aiter_mla.kernels.device import card
 
     try:
-        found = card().in_use()
+        found = card().in_use(needed)
     except Exception as error:  # no memory is left for the question
-        return f"the cards cannot be asked for their memory: {type(error).__name__}: {error}"
-    for number, (used, total) in enumerate(found[:needed]):
+        return f"the memory of the cards could not be read: {type(error).__name__}: {error}"
+    for number, (used, total) in enumerate(found):
         if used > MOST_IN_USE * total:
-            who = ", ".join(holders()) or "a process that cannot be seen from here"
-            return f"card {number} is not idle: {used / GIB:.0f} of {total / GIB:.0f} GiB are in use, by {who}"
+            who = ", ".join(holders()) or "none that can be seen from here"
+            sizes = f"{used / GIB:.0f} of {total / GIB:.0f} GiB are in use"
+            return f"card {number} is not idle: {sizes}; processes that have a card open: {who}"
     return ""
 
 
 def holders() -> Iterator[str]:
-    """Yield the processes with a card's device file open, but for this one and its parents."""
-    own, pid = set[str](), str(os.getpid())
-    while pid not in ("0", ""):
-        own.add(pid)
-        pid = _parent(pid)
+    """Yield the processes that have a card's device file open, but for this one and the one that called it.
+
+    On AMD all cards have one such file.
+    """
+    own = {str(os.getpid()), str(os.getppid())}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's
             if path.name not in own and any(_is_device(one) for one in (path / "fd").iterdir()):
@@ -44,9 +45,3 @@ def _is_device(path: Path) -> bool:
     with suppress(OSError):
         return bool(DEVICE_FILES.match(os.readlink(path)))
     return False
-
-
-def _parent(pid: str) -> str:
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-    return ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -40,43 +40,56 @@ def kernels(context: Context) -> Step:
     Raises:
         WrongOptionError: a case, variant, back end or size does not exist.
     """
-    from vllm_aiter_mla.verify.session import FINDERS, NotHereError
+    from vllm_aiter_mla.verify.session import FINDERS, NotHereError, chosen
 
-    options = _options(context)
-    parts, results = list[Any](), list[Any]()
-    for name in context.kernels.backend or FINDERS:
-        found = _in_a_process(context, options, name, results)
+    try:
+        backends = chosen(context.kernels.backend, list(FINDERS), "--backend")
+    except ValueError as error:
+        raise WrongOptionError(str(error)) from error
+    options, parts = _options(context), list[Any]()
+    for name in backends:
+        found = _in_a_process(context, options, name, parts)
         if isinstance(found, NotHereError):
             return Step("skipped", NO_GPU if context.plan else str(found))
         if isinstance(found, Exception):
             raise WrongOptionError(str(found))
         parts.append(found)
-        results += found.results
     return _judged(context, _merged(parts))
 
 
-def _in_a_process(context: Context, options: Mapping[str, Any], backend: str, before: Sequence[Result]) -> Any:
-    """Return what ``run`` returns, or the record of a process that ended before; ``before`` are others' results."""
-    told = list[Any]()
+def _in_a_process(
+    context: Context, options: Mapping[str, Any], backend: str, before: Sequence[Verification]
+) -> Verification | Exception:
+    """Return what ``run`` returns, or the record of a process that ended before; ``before`` are the others' records."""
+    from vllm_aiter_mla.verify.results import Verification
 
-    def heard(result: Result) -> None:
-        told.append(result)
-        results = [*before, *_ended(told)]
-        if result.status == STARTED:
-            context.now(f"{backend} {result.variant} {result.case}, {len(results)} cases done")
+    told, running = [Verification(NOTHING, {}, "no engine", None, {}, ())], list[Any]()
+
+    def heard(value: Verification | Result) -> None:
+        if isinstance(value, Verification):  # what all results of this process share
+            told[0] = value
+        elif value.status == STARTED:
+            running[:] = [value]
+            done = sum(len(part.results) for part in (*before, *told))
+            context.now(f"{backend} {value.variant} {value.case}, {done} cases done")
         else:
-            context.so_far(_so_far(results))
+            running.clear()
+            told[0] = replace(told[0], results=(*told[0].results, value))
+            found = _merged([*before, *told])
+            context.so_far(Step("cut off", _counted(found.results), data=found))
 
     try:
-        return process.call(f"{__name__}:run", options, backend, environment=context.environment(), heard=heard)
+        found = process.call(f"{__name__}:run", options, backend, environment=context.environment(), heard=heard)
+        return cast("Verification | Exception", found)
     except process.EndedError as error:
-        return _aborted(backend, told, error)
+        return _with_failure(told[0], backend, running, error)
 
 
 def run(options: Mapping[str, Any], backend: str) -> Any:
-    """Run one back end in this process, and tell each case before it and its result after it; return the record.
+    """Run one back end in this process; return the record.
 
-    A ``NotHereError`` or ``ValueError`` of the session is returned.
+    Before the first case its record without results is told, before each case a result that is ``STARTED``, and after
+    it the result. A ``NotHereError`` or ``ValueError`` of the session is returned.
     """
     from vllm_aiter_mla.kernels.platform import detect_platform
     from vllm_aiter_mla.verify import session
@@ -94,6 +107,7 @@ def run(options: Mapping[str, Any], backend: str) -> Any:
         )
     except (ValueError, session.NotHereError) as error:
         return error
+    process.tell(made.record())
     for item in made.items:
         started = Result(item.case.name, item.variant.name, item.backend, made.engine.name, item.seed, STARTED)
         process.tell(replace(started, command=made.command(started)))
@@ -103,30 +117,26 @@ def run(options: Mapping[str, Any], backend: str) -> Any:
 
 def _options(context: Context) -> dict[str, Any]:
     """Return what ``run`` takes: as asked, and from the plan where there is one."""
-    asked, layer = asdict(context.kernels), context.layer
+    from vllm_aiter_mla.verify.cases import LIMITS
+
+    asked, layer, plan = asdict(context.kernels), context.layer, context.plan
     del asked["backend"]
     if len(layer.heads) > 1:
         raise WrongOptionError(f"--heads {layer.heads[1]}: the step kernels takes one number of heads")
     given = {"heads": next(iter(layer.heads), None), "nope": layer.nope, "v": layer.v}
     sizes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     weights = layer.weights.value if layer.weights else None
-    asked["device"] = "cpu" if context.on_cpu else "gpu"
-    typed: dict[str, Any] = {}
-    if context.plan is not None:
-        asked["quick"] = True
-        if not context.on_cpu:
-            from vllm_aiter_mla.verify.cases import LIMITS
-
-            sizes, weights = _sizes(context.plan), weights_of(context.plan)
-            asked["limit"] = asked["limit"] or min(max(context.plan.limit, LIMITS[0]), LIMITS[1])
-            typed = {name: sizes[name] for name in ("heads", "nope", "v")}
-    typed = typed or sizes
-    asked["again"] = _as_typed({
+    asked["quick"] = asked["quick"] or plan is not None
+    if plan is not None and not context.on_cpu:
+        sizes, weights = _sizes(plan), weights_of(plan)
+        asked["limit"] = asked["limit"] or min(max(plan.limit, LIMITS[0]), LIMITS[1])
+    again = _as_typed({
         "quick": asked["quick"] and not asked["replays"], "small": asked["small"], "emulated": asked["emulated"],
-        "limit": asked["limit"], "long-run": asked["replays"], "device": "cpu" if context.on_cpu else None, **typed,
-        "weights": weights,
+        "limit": asked["limit"], "long-run": asked["replays"], "device": "cpu" if context.on_cpu else None,
+        **{name: sizes[name] for name in given if name in sizes}, "weights": weights,
     })  # fmt: skip
-    return asked | {"sizes": sizes, "weights": weights}
+    device = "cpu" if context.on_cpu else "gpu"
+    return asked | {"sizes": sizes, "weights": weights, "device": device, "again": again}
 
 
 def _sizes(plan: Plan) -> dict[str, Any]:
@@ -147,44 +157,26 @@ def _as_typed(options: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(f"--{name}" if value is True else f"--{name} {value}" for name, value in given)
 
 
-def _ended(told: Sequence[Result]) -> list[Result]:
-    return [one for one in told if one.status != STARTED]
+def _with_failure(
+    record: Verification, backend: str, running: Sequence[Result], error: process.EndedError
+) -> Verification:
+    """Return the record of a process that ended before it could answer: the case that ran has failed."""
+    from vllm_aiter_mla.verify.results import Finding, Result
 
-
-def _aborted(backend: str, told: Sequence[Result], error: process.EndedError) -> Verification:
-    """Return the record of a process that ended before it could: the case that ran has failed."""
-    from vllm_aiter_mla.verify.results import Finding, Result, Verification
-
-    how, *last = error.args
-    ran = told[-1] if told and told[-1].status == STARTED else Result("", "", backend, "")
-    message = f"its process {how} in {ran.case or 'looking for the back end'}"
-    message += f": {last[-1]}" if last else ""
-    failed = replace(ran, case=ran.case or "-", status="failed", findings=[Finding("runs", message, "its process")])
-    return Verification(FAILED, {}, ran.engine, None, {}, (*_ended(told), failed))
+    case = running[0] if running else Result("start", "none", backend, record.engine)
+    failed = replace(case, status="failed", findings=[Finding("runs", error.said(case.case), "its process")])
+    return replace(record, status=FAILED, results=(*record.results, failed))
 
 
 def _merged(parts: Sequence[Verification]) -> Verification:
     """Return one record of all back ends."""
-    from vllm_aiter_mla.verify.results import Verification
+    from vllm_aiter_mla.verify.results import status_of
 
     results = tuple(result for part in parts for result in part.results)
-    states = {result.status for result in results}
-    return Verification(
-        FAILED if "failed" in states else PASSED if "passed" in states else NOTHING,
-        next((part.machine for part in parts if part.machine), {}),
-        next((part.engine for part in parts if part.engine), "no engine"),
-        next((part.sizes for part in parts if part.sizes), None),
-        {name: why for part in parts for name, why in part.missing.items()},
-        results,
-        any(part.emulated for part in parts),
-    )
-
-
-def _so_far(results: Sequence[Result]) -> Step:
-    from vllm_aiter_mla.verify.results import Verification
-
-    found = Verification(NOTHING, {}, "cut off", None, {}, tuple(results))
-    return Step("cut off", _counted(results), data=found)
+    first = next((part for part in parts if part.machine), parts[0])
+    sizes = next((part.sizes for part in parts if part.sizes), None)
+    missing = {name: why for part in parts for name, why in part.missing.items()}
+    return replace(first, status=status_of(results), sizes=sizes, missing=missing, results=results)
 
 
 def _counted(results: Sequence[Result]) -> str:
@@ -195,7 +187,8 @@ def _counted(results: Sequence[Result]) -> str:
 def _judged(context: Context, found: Verification) -> Step:
     failed = [result for result in found.results if result.status == "failed"]
     lines = tuple(
-        f"{result.backend} {result.case}: {result.findings[0].oracle}: {result.findings[0].message}; {result.command}"
+        f"{result.backend} {result.case}: {result.findings[0].oracle}: {result.findings[0].message}"
+        + f"; {result.command}" * bool(result.command)
         for result in failed
     )
     serving = set[str]()
@@ -229,7 +222,8 @@ def listing(console: Console) -> None:
 
 def show(found: Verification, console: Console) -> None:
     """Print a table for each back end, and each failure with the command that repeats it."""
-    console.print("machine: " + escape(", ".join(f"{name} {value}" for name, value in found.machine.items())))
+    if found.machine:
+        console.print("machine: " + escape(", ".join(f"{name} {value}" for name, value in found.machine.items())))
     if "eager" in found.engine:
         console.print(
             "[bold]graph capture: not available on this machine[/]: torch sees no GPU. What follows is eager replay: "
@@ -268,7 +262,8 @@ def _outcome(found: Verification) -> Iterator[str]:
             yield f"  {finding.oracle}: {escape(finding.message)}"
             yield f"    must hold: {ORACLES[finding.oracle]}"
             yield f"    at {escape(finding.step)}"
-        yield f"  reproduce: {result.command}"
+        if result.command:
+            yield f"  reproduce: {result.command}"
     yield from dict.fromkeys(f"{r.backend} {r.case}: {escape(r.reason)}" for r in found.results if r.reason)
     for result in found.results:
         if result.case == "kernel-status" and result.launches:

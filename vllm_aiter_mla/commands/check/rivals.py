@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that ``measure`` times beside ours, and that never serve.
+"""Kernels that the step ``timing`` times beside ours, and that never serve.
 
 Where neither vLLM's kernels nor AITER are, the only one is ``stand_in``. On AMD's cards there are two. One is AITER's
 op behind vLLM's fp8 product on another tile. The other is AITER's own single launch,

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 
 from rich import box
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -30,28 +31,38 @@ STYLES = {"passed": "green", "failed": "bold red", "warning": "yellow", "skipped
 @contextmanager
 def progress(name: str, number: int, of: int) -> Iterator[Callable[[str], None]]:
     """Say that a step begins, and while it runs what it does; give what takes its words."""
-    began, doing, ended = time.monotonic(), [""], threading.Event()
     _say(f"{number}/{of} {name} ...")
+    with _in_a_terminal(name) if in_a_terminal() else _by_lines(name) as now:
+        yield now
 
-    def text() -> str:
-        return f"{name}, {time.monotonic() - began:.0f} s" + (f": {doing[0]}" if doing[0] else "")
+
+@contextmanager
+def _in_a_terminal(name: str) -> Iterator[Callable[[str], None]]:
+    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task(name)
+        yield lambda what: shown.update(task, description=f"{name}: {outputs.line(what)}")
+
+
+@contextmanager
+def _by_lines(name: str) -> Iterator[Callable[[str], None]]:
+    began, doing, ended = time.monotonic(), "", threading.Event()
+
+    def now(what: str) -> None:
+        nonlocal doing
+        doing = f": {outputs.line(what)}"
 
     def beat() -> None:
         while not ended.wait(HEARTBEAT_S):
-            _say(outputs.line(text()))
+            _say(f"{name}, {time.monotonic() - began:.0f} s{doing}")
 
-    def show() -> None:
-        with Console(stderr=True, highlight=False).status("") as status:
-            while not ended.wait(0.5):
-                status.update(Text(outputs.line(text())))
-
-    shown = threading.Thread(target=show if in_a_terminal() else beat, daemon=True)
-    shown.start()
+    beats = threading.Thread(target=beat, daemon=True)
+    beats.start()
     try:
-        yield lambda what: doing.__setitem__(0, what)
+        yield now
     finally:
         ended.set()
-        shown.join()
+        beats.join()
 
 
 def in_a_terminal() -> bool:
@@ -68,7 +79,7 @@ def _say(text: str) -> None:
 def ended(step: Step, whole: bool) -> None:
     """Print what a step found: its lines, or ``whole`` its record as the step alone would be read."""
     # In a file no figure is cut.
-    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=IN_A_FILE)
+    console = outputs.Stdout(highlight=False, width=None if sys.stdout.isatty() else IN_A_FILE)
     if whole and isinstance(step.data, Verification):
         kernels.show(step.data, console)
     elif whole and isinstance(step.data, Measurement):
@@ -84,7 +95,7 @@ def ended(step: Step, whole: bool) -> None:
 
 def table(model: str | None, ended: Sequence[Step], last: str) -> None:
     """Print the table of the steps and the last line."""
-    console = Console(markup=False, highlight=False, width=outputs.width())
+    console = outputs.Stdout(markup=False, highlight=False, width=outputs.width())
     title = f"check {outputs.line(model)}" if model else "check"
     table = Table("step", "outcome", "s", "finding", title=title, title_justify="left", box=box.ASCII)
     for step in ended:
@@ -105,6 +116,6 @@ def last_line(found: Sequence[Step], status: int) -> str:
         if any(step.status == "unknown" for step in found):
             return "not everything could be told; the steps above say why"
         if steps.ran_on_the_card(found):
-            return f"{count} skipped, and each step was asked for"
+            return f"{count} skipped of the steps that were asked for"
         return "nothing ran on a card: run this where vLLM serves (--device cpu runs what a CPU can run)"
     return f"every step that ran passed; {count} skipped" if count else "every step passed"

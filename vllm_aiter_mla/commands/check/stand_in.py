@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for vLLM's kernels on a card where neither they nor AITER are: ``measure`` times it, and it never serves.
+"""A stand-in for vLLM's kernels where neither they nor AITER are: the step ``timing`` times it, and it never serves.
 
 It makes three launches, as vLLM does: RoPE with the KV write, the absorb product by torch, then concat with the
 quantisation. The two kernels are not vLLM's code. Like vLLM's, the first has a program for each token.

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vllm_aiter_mla import status
@@ -13,7 +13,7 @@ from vllm_aiter_mla.admission import REMEDIES
 from vllm_aiter_mla.commands import machine as machines
 from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check import engine as runs
-from vllm_aiter_mla.commands.check.context import NO_GPU, Context, WrongOptionError, has_gpu
+from vllm_aiter_mla.commands.check.context import NO_GPU, Context, WrongOptionError
 from vllm_aiter_mla.commands.check.kernels import kernels
 from vllm_aiter_mla.commands.check.record import Status, Step
 from vllm_aiter_mla.commands.check.timing import timing
@@ -79,10 +79,10 @@ def _planned(outcomes: set[str]) -> Status:
 
 def issues(context: Context) -> Step:
     """Say which known faults concern this shape, which are not the plugin's."""
-    made = context.plan
-    if made is None or (why := without_a_shape(made)):
-        return Step("skipped", f"not looked up: {NO_PLAN if made is None else why}")
-    found = made.known_issues
+    if why := why_without_a_shape(context.plan):
+        return Step("skipped", f"not looked up: {why}")
+    assert context.plan is not None, "there is a shape"
+    found = context.plan.known_issues
     lines = tuple(f"{one.id}: {one.effect} ({one.state}) -> {one.remedy}: {one.link}" for one in found)
     if not found:
         return Step("passed", "none for this card, cache, number of heads, number of drafts and these versions")
@@ -108,7 +108,7 @@ def engine(context: Context) -> Step:
 
     It fails if the two are further apart than rounding explains, or if a layer did not engage.
     """
-    if not has_gpu() and not context.sandbox:
+    if not context.on_a_card and not context.sandbox:
         return Step("skipped", NO_GPU)
     assert context.plan is not None, "there is a shape"
     assert context.source is not None, "there is a model"
@@ -127,12 +127,12 @@ def engine(context: Context) -> Step:
 
     with source.folder() as folder:
         # A GPU holds one engine at a time. The first to fail is told at once.
-        found = {side: answer(side) for side in runs.SIDES} if has_gpu() else _both(answer)
+        found = {side: answer(side) for side in runs.SIDES} if context.on_a_card else _both(answer)
     context.answers = {side: found[side] for side in reversed(runs.SIDES)}
     judged = judge(context.answers, has_fp8_cache(context.plan))
     if judged.status == "failed" and context.plan.known_issues:
         names = ", ".join(one.id for one in context.plan.known_issues)
-        return replace(judged, detail=f"{judged.detail}; known issues beside the plugin may be the cause: {names}")
+        return replace(judged, detail=f"{judged.detail}; known faults outside the plugin may be the cause: {names}")
     return judged
 
 
@@ -197,7 +197,7 @@ def prefill_rows(context: Context) -> Step:
     if apart := [name for name, found in compared.items() if not found.explained]:
         return Step("failed", f"one rounding of RoPE does not explain what differs: {', '.join(apart)}", lines, data)
     slower = [f"{name} ({found.ratio:.3f})" for name, found in compared.items() if found.ratio > runs.SLOWER]
-    if slower and has_gpu():  # a CPU's times say nothing about a card
+    if slower and context.on_a_card:  # a CPU's times say nothing about a card
         return Step("warning", f"slower with the flag on: {', '.join(slower)}", lines, data)
     equal, prompts = (sum(getattr(found, of) for found in compared.values()) for of in ("equal", "prompts"))
     detail = f"{equal} of {prompts} prompts have the same bytes, flag off and on"
@@ -223,8 +223,8 @@ def decode_against_prefill(context: Context) -> Step:
 def launches(context: Context) -> Step:
     """Count the kernels of one decode step on each side. It fails if fewer are saved than planned."""
     counts = {side: answer["launches"] for side, answer in context.answers.items()}
-    if not has_gpu() or not counts:
-        return Step("skipped", "the engine did not run" if has_gpu() else NO_GPU)
+    if not context.on_a_card or not counts:
+        return Step("skipped", "the engine did not run" if context.on_a_card else NO_GPU)
     if 0 in counts.values():
         return Step("failed", "torch's profiler saw no kernel", data=counts)
     promised, saved = fewer_launches(context), counts["off"] - counts["on"]
@@ -258,31 +258,31 @@ def fewer_launches(context: Context) -> int:
     return sum(max(strongest - paths.get(kernel.partition("-")[0], strongest), 0) for kernel in run)
 
 
-STEPS: dict[str, Callable[[Context], Step]] = {
-    "machine": machine,
-    "plan": plan,
-    "issues": issues,
-    "kernels": kernels,
-    "timing": timing,
-    "engine": engine,
-    "prefill": prefill_rows,
-    "decode": decode_against_prefill,
-    "launches": launches,
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A step, and what it needs."""
+
+    run: Callable[[Context], Step]
+    needs: tuple[str, ...] = ("plan",)  # steps that run before it, where there is a model
+    needs_model: bool = True
+    needs_shape: bool = False  # of a layer, from the plan
+    is_on_card: bool = False  # it says something about the card
+    needs_idle_cards: bool = False  # another process on them would spoil it
+
+
+STEPS: dict[str, Entry] = {
+    "machine": Entry(machine, needs=(), needs_model=False),
+    "plan": Entry(plan, needs=()),
+    "issues": Entry(issues),
+    "kernels": Entry(kernels, needs_model=False, needs_shape=True, is_on_card=True),
+    "timing": Entry(timing, needs_model=False, needs_shape=True, is_on_card=True, needs_idle_cards=True),
+    "engine": Entry(engine, needs_shape=True, is_on_card=True, needs_idle_cards=True),
+    "prefill": Entry(prefill_rows, ("plan", "engine")),
+    "decode": Entry(decode_against_prefill, ("plan", "engine")),
+    "launches": Entry(launches, ("plan", "engine"), needs_shape=True),
 }
 RANDOM_LAYERS = 4
 SMALL = ("--max-model-len", "512")  # of the engine over random weights
-ON_THE_CARD = ("kernels", "timing", "engine")  # steps that say something about the card
-OF_IDLE_CARDS = ("timing", "engine")  # steps that another process on the cards would spoil
-OF_A_SHAPE = (*ON_THE_CARD, "launches")  # steps that need a layer's shape
-WITHOUT_A_MODEL = ("machine", "kernels", "timing")
-OF_AN_ENGINE = ("prefill", "decode", "launches")
-
-
-def check_deployments(arguments: Sequence[str], run: Sequence[str]) -> None:
-    """Raise WrongOptionError where several deployments are asked for and more than their plans."""
-    sizes, _ = models.deployments(arguments)
-    if len(sizes) > 1 and tuple(run) != ("plan",):
-        raise WrongOptionError(f"-tp {','.join(sizes)}: several are for --only plan alone")
 
 
 def chosen(only: Sequence[str], with_model: bool) -> tuple[str, ...]:
@@ -293,14 +293,14 @@ def chosen(only: Sequence[str], with_model: bool) -> tuple[str, ...]:
     """
     if unknown := [name for name in only if name not in STEPS]:
         raise WrongOptionError(f"--only {unknown[0]}: no such step; there are {', '.join(STEPS)}")
-    if not with_model:
-        if without := [name for name in only or STEPS if name not in WITHOUT_A_MODEL]:
-            asked = f"--only {without[0]}" if only else "every step"
-            raise WrongOptionError(f"{asked} needs MODEL; without one --only {','.join(WITHOUT_A_MODEL)} can run")
-        return tuple(name for name in STEPS if name in only)
-    needed = {"plan"} if set(only) - {"machine"} else set()
-    needed |= {"engine"} if set(only) & set(OF_AN_ENGINE) else set()
-    return tuple(name for name in STEPS if not only or name in only or name in needed)
+    wanted = set(only or STEPS)
+    if not with_model and (without := [name for name in STEPS if name in wanted and STEPS[name].needs_model]):
+        able = ",".join(name for name, entry in STEPS.items() if not entry.needs_model)
+        asked = f"--only {without[0]} needs MODEL" if only else "MODEL is missing"
+        raise WrongOptionError(f"{asked}; without one there is --only {able}")
+    if with_model:
+        wanted |= {needed for name in wanted for needed in STEPS[name].needs}
+    return tuple(name for name in STEPS if name in wanted)
 
 
 def why_without_a_shape(plan: Plan | None) -> str:
@@ -310,4 +310,4 @@ def why_without_a_shape(plan: Plan | None) -> str:
 
 def ran_on_the_card(found: Sequence[Step]) -> bool:
     """Return whether a step ran that says something about the card."""
-    return any(step.status != "skipped" for step in found if step.name in ON_THE_CARD)
+    return any(step.status != "skipped" for step in found if step.name in STEPS and STEPS[step.name].is_on_card)

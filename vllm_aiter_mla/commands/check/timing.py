@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -24,7 +23,7 @@ from rich.table import Table
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import OVERFLOW
 from vllm_aiter_mla.commands import process
-from vllm_aiter_mla.commands.check.context import NO_GPU, Context, Kind, Weights, has_gpu
+from vllm_aiter_mla.commands.check.context import NO_GPU, Context, Kind, Weights
 from vllm_aiter_mla.commands.check.kernels import weights_of
 from vllm_aiter_mla.commands.check.record import Step
 from vllm_aiter_mla.commands.plan.issues import has_fp8_cache
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
 
 TOKENS, OF_A_MODEL = (1, 8, 64, 256, 512), (1, 8, 64, 256)
 HEADS = (8, 16, 128)
-# A larger operand fills a card by itself.
-MOST_TOKENS, MOST_HEADS = 65536, 1024
+# More fill a card by themselves.
+MOST_TOKENS = 65536
 VLLM, STAND_IN = "vllm", "vllm-stand-in"
 RIVALS = (VLLM, STAND_IN, "aiter-decode-tile", "aiter-one-launch")
 
@@ -65,7 +64,7 @@ class Measurement:
     rows: tuple[Row, ...]
     wrong: dict[str, str]
     stopped: str
-    evidence: files.Stamp = files.stamped("measure")
+    evidence: files.Stamp = files.stamped("timing")
 
 
 @dataclass(frozen=True)
@@ -82,67 +81,68 @@ def timing(context: Context) -> Step:
     It fails if a kernel is wrong, or if nothing of ours was timed for the model. With ``tune`` the Triton kernel's
     tiles are timed, and the fastest are kept for its starts.
     """
-    if not has_gpu():
+    if not context.on_a_card:
         return Step("skipped", NO_GPU)
     options = _options(context)
     if context.timing.tune:
         return _tuned(context, options)
     left_out = dict[str, str]()
-    while True:  # each round leaves one more kernel out
-        told = list[Any]()
-
-        def heard(value: Any, told: list[Any] = told) -> None:
-            told.append(value)
-            if isinstance(value, Doing):
-                context.now(value.text)
-            else:
-                found = Measurement({}, options["weights"], _rows(told), dict(left_out), "cut off")
-                context.so_far(Step("cut off", f"{len(found.rows)} sizes", data=found))
-
-        try:
-            found = process.call(
-                f"{__name__}:measured", options, left_out, environment=context.environment(), heard=heard
-            )
-        except process.EndedError as error:
-            how, *last = error.args
-            doing = next((one for one in reversed(told) if isinstance(one, Doing)), Doing("", "start"))
-            said = f"its process {how} in {doing.text}" + (f": {last[-1]}" if last else "")
-            if doing.kernel and doing.kernel not in left_out:
-                left_out[doing.kernel] = said
-                continue
-            found = Measurement({}, options["weights"], _rows(told), left_out, said)
-        return _judged(context, found)
+    while (found := _measured(context, options, left_out)) is None:
+        pass  # a kernel more is left out
+    return _judged(context, found)
 
 
-def _rows(told: Sequence[Any]) -> tuple[Row, ...]:
-    return tuple(one for one in told if isinstance(one, Row))
+def _measured(context: Context, options: Mapping[str, Any], left_out: dict[str, str]) -> Measurement | None:
+    """Return what ``run`` returns in a process of its own, or what it had when it ended before.
 
+    None if it ended in the check of a kernel, which is in ``left_out`` then.
+    """
+    told = [Measurement({}, options["weights"], (), dict(left_out), "")]
+    doing = Doing("", "its start")
 
-def measured(options: Mapping[str, Any], left_out: Mapping[str, str]) -> Measurement:
-    """Time in this process what ``timing`` asks for, but for the kernels ``left_out``, each with its reason."""
-    given = dict(options)
-    tokens, heads, kinds, weights = (given.pop(name) for name in ("tokens", "heads", "kinds", "weights"))
-    return run(tokens, heads, kinds, weights, left_out=left_out, **given)
+    def heard(value: Measurement | Row | Doing) -> None:
+        nonlocal doing
+        if isinstance(value, Measurement):  # what its rows share
+            told[0] = value
+        elif isinstance(value, Doing):
+            doing = value
+            context.now(value.text)
+        else:
+            told[0] = replace(told[0], rows=(*told[0].rows, value))
+            found = replace(told[0], stopped="cut off")
+            context.so_far(Step("cut off", f"{len(found.rows)} sizes", data=found))
+
+    try:
+        asked = {**options, "left_out": dict(left_out)}
+        return cast(Measurement, process.call(f"{__name__}:run", asked, environment=context.environment(), heard=heard))
+    except process.EndedError as error:
+        if doing.kernel and doing.kernel not in left_out:
+            left_out[doing.kernel] = error.said(doing.text)
+            return None
+        return replace(told[0], stopped=error.said(doing.text))
 
 
 def _options(context: Context) -> dict[str, Any]:
     """Return what ``run`` takes, by name: of the plan's layer where there is one."""
     asked, layer, made = context.timing, context.layer, context.plan
+    found: dict[str, Any]
+    usual: tuple[int, ...]
     if made is None:
         kinds = [Kind.fp8, Kind.bf16] if asked.kind is Kind.both else [asked.kind]
-        widths = {} if layer.nope is None else {"nope": layer.nope}
-        return {
-            "tokens": list(asked.tokens), "heads": [*(layer.heads or HEADS)], "kinds": [kind.value for kind in kinds],
-            "weights": (layer.weights or Weights.bf16).value, **widths,
-        } | ({} if asked.tokens or asked.tune else {"tokens": [*TOKENS]})  # fmt: skip
-    sizes = made.model.kinds[0]
-    tokens = [*(count for count in OF_A_MODEL if count < made.limit), min(made.limit, MOST_TOKENS)]
-    widths = {name: getattr(sizes, name) for name in ("nope", "rope", "latent")}
-    return {
-        "tokens": [*(asked.tokens or ([] if asked.tune else tokens))], "heads": [made.heads_per_rank],
-        "kinds": ["fp8" if has_fp8_cache(made) else "bf16"], "weights": weights_of(made), "act": made.model.dtype,
-        **widths,
-    }  # fmt: skip
+        found = {
+            "heads": layer.heads or HEADS, "kinds": [kind.value for kind in kinds],
+            "weights": (layer.weights or Weights.bf16).value, **({} if layer.nope is None else {"nope": layer.nope}),
+        }  # fmt: skip
+        usual = TOKENS
+    else:
+        sizes = made.model.kinds[0]
+        found = {
+            "heads": [made.heads_per_rank], "kinds": ["fp8" if has_fp8_cache(made) else "bf16"],
+            "weights": weights_of(made), "act": made.model.dtype,
+            **{name: getattr(sizes, name) for name in ("nope", "rope", "latent")},
+        }  # fmt: skip
+        usual = (*(count for count in OF_A_MODEL if count < made.limit), min(made.limit, MOST_TOKENS))
+    return found | {"tokens": asked.tokens or (() if asked.tune else usual)}
 
 
 def _judged(context: Context, found: Measurement) -> Step:
@@ -173,28 +173,20 @@ def _tuned(context: Context, options: dict[str, Any]) -> Step:
             "vllm_aiter_mla.commands.check.tune:tuned", options, environment=context.environment(), heard=heard
         )
     except process.EndedError as error:
-        how, *last = error.args
-        return Step("failed", f"its process {how}", (*lines, *last))
+        return Step("failed", error.said(), (*lines, *error.lines))
     shapes = f"{len(found.chosen)} shapes"
     return Step("failed" if wrong else "passed", wrong or f"tiles are kept for {shapes}", tuple(lines), found)
 
 
-def run(
-    tokens: Sequence[int], heads: Sequence[int], kinds: Sequence[str], weights: str, *,
-    left_out: Mapping[str, str] = MappingProxyType({}), **widths: Any,
-) -> Measurement:  # fmt: skip
+def run(asked: Mapping[str, Any]) -> Measurement:
     """Time every size; return the record.
 
     A size that raises ends the run, and ``stopped`` says which and why. What was timed before is kept. ``wrong`` says
-    of each kernel that failed its self-check where it did.
+    of each kernel that failed its self-check where it did. The record without rows is told first, then each row.
 
     Args:
-        tokens: token counts of each layer.
-        heads: of a rank.
-        kinds: as ``Row.kind``.
-        weights: the format of the absorb weights.
-        left_out: kernels that are wrong, each with its reason: they are not called.
-        widths: of the layers and their activation dtype, as ``shape_of`` takes them.
+        asked: ``tokens`` and ``heads`` of a rank, numbers; ``kinds``, as ``Row.kind``; ``weights``, the format of the
+            absorb weights; ``left_out``, why kernels are not called, by name; what else ``shape_of`` takes.
     """
     from vllm_aiter_mla.commands.compat.offline import load_plugins
     from vllm_aiter_mla.compat import config as compat_config
@@ -203,12 +195,16 @@ def run(
     from vllm_aiter_mla.settings import Settings
 
     load_plugins()  # as in a server: they may bring the platform, or kernels
+    given = dict(asked)
+    tokens, heads, kinds, weights = (given.pop(name) for name in ("tokens", "heads", "kinds", "weights"))
+    left_out: dict[str, str] = given.pop("left_out", {})
     machine, rows, wrong, stopped = stopwatch.machine(), list[Row](), dict(left_out), ""
+    process.tell(Measurement(machine, weights, (), dict(wrong), ""))
     backends = Backends(Settings(enabled=True), current_platform())
     with compat_config.as_current():
         for kind, count in product(kinds, heads):
             try:
-                for row in rows_of(backends, shape_of(count, kind, weights, **widths), tokens, wrong):
+                for row in rows_of(backends, shape_of(count, kind, weights, **given), tokens, wrong, left_out):
                     rows.append(row)
                     process.tell(row)
             except Exception as error:  # out of memory for a large size, or a build that fails
@@ -217,10 +213,12 @@ def run(
     return Measurement(machine, weights, tuple(rows), wrong, stopped)
 
 
-def rows_of(backends: Backends, shape: LayerShape, tokens: Sequence[int], wrong: dict[str, str]) -> Iterator[Row]:
+def rows_of(
+    backends: Backends, shape: LayerShape, tokens: Sequence[int], wrong: dict[str, str], left_out: Mapping[str, str]
+) -> Iterator[Row]:
     """Check and time the contenders on one layer shape.
 
-    A kernel that fails its check goes to ``wrong``; one that is there before is not called.
+    A kernel that fails its check goes to ``wrong``; one that is ``left_out`` is not called.
     """
     from vllm_aiter_mla.commands.check import rivals
     from vllm_aiter_mla.compat import layer as compat_layer
@@ -232,7 +230,7 @@ def rows_of(backends: Backends, shape: LayerShape, tokens: Sequence[int], wrong:
     from vllm_aiter_mla.startup import checks
 
     kind, overflows = kind_of(shape), dict[str, Checked]()
-    where, left_out = f"{shape.heads} heads, {kind}", dict(wrong)
+    where = f"{shape.heads} heads, {kind}"
     found: dict[str, Any] = {}
     for name in backends.names:
         process.tell(Doing(name, f"the check of {name} at {where}"))
@@ -313,7 +311,7 @@ def show(record: Measurement, console: Console) -> None:
     """Print the table, and why kernels were not timed."""
     rows, wrong = record.rows, record.wrong
     names = list(dict.fromkeys(name for row in rows for name in row.us))
-    title = f"{', '.join(record.machine.values())}; {record.weights} weights"
+    title = "; ".join(filter(None, (", ".join(record.machine.values()), f"{record.weights} weights")))
     rival = "stand-in" if STAND_IN in names else "rival"
     table = Table("T", "N", "type", *(f"{name}, us" for name in names), f"{rival} / ours", title=title)
     for row in rows:
@@ -328,7 +326,7 @@ def show(record: Measurement, console: Console) -> None:
     for name in dict.fromkeys(name for row in rows for name in row.left_out):
         _say(console, f"{name}: it {OVERFLOW}; kernel=auto leaves it out, and the last column too")
     for name, why in wrong.items():
-        _say(console, f"WRONG, not timed: {name} at {why}")
+        _say(console, f"WRONG, not timed: {name}: {why}")
     if record.stopped:
         _say(console, f"STOPPED at {record.stopped}")
 

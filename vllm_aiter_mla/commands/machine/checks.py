@@ -108,7 +108,7 @@ def triton(env: Env) -> Check:
 
 
 def hip_python(env: Env) -> Check:
-    """Check that hip-python, which only ``verify`` needs, can be used and is made for this ROCm."""
+    """Check that hip-python, which only the step ``kernels`` needs, can be used and is made for this ROCm."""
     found, version, rocm = bindings.find(), bindings.version(), rocm_version()
     if found == bindings.ABSENT and rocm is None:
         return Check("ok", "not installed, and not needed without ROCm")
@@ -172,6 +172,7 @@ def patches(env: Env) -> Check:
 
     ours.register()
     define_ops()
+    patches.look_at_hash()
     failures = patches.failures()
     if not failures:
         return Check("ok", ", ".join(patches.PATCHES))

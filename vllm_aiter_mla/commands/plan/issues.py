@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known faults of what runs beside the plugin: AITER's decode kernels and its collectives. ``plan`` and ``check`` say
-which ones concern a shape.
+"""Known faults of what runs beside the plugin: AITER's decode kernels and its collectives. ``check`` says which ones
+concern a shape.
 """
 
 import json

@@ -210,7 +210,7 @@ def ask(
                 log=2 if verbose else subprocess.DEVNULL,  # 2 is stderr
             )  # fmt: skip
         except process.EndedError as error:
-            raise RuntimeError(f"vLLM {error.args[0]}; --verbose shows its log") from error
+            raise RuntimeError(f"vLLM {error.how}; --verbose shows its log") from error
     return tuple(issues.looked_up(plan_of(source, one)) for one in found)
 
 

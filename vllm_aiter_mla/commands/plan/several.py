@@ -27,8 +27,6 @@ def answers(
     """Return for each set of options the plan, or the error that ``model.ask`` raises."""
     try:
         about = asking.start(arch)
-        if len(asked) > 1:
-            warm()
     except Exception as error:
         return [build.failure(error)]
 
@@ -38,7 +36,11 @@ def answers(
         except Exception as error:
             return build.failure(error)
 
-    return [one(arguments) if len(asked) == 1 else forked(partial(one, arguments)) for arguments in asked]
+    if len(asked) == 1:
+        return [one(asked[0])]
+    with suppress(Exception):  # it only saves time
+        warm()
+    return [forked(partial(one, arguments)) for arguments in asked]
 
 
 def warm() -> None:
@@ -49,11 +51,7 @@ def warm() -> None:
 
 
 def forked(make: Callable[[], Any]) -> Any:
-    """Return what ``make`` returns in a fork of this process.
-
-    Raises:
-        RuntimeError: the fork ended without an answer.
-    """
+    """Return what ``make`` returns in a fork of this process, or a RuntimeError if that ends without an answer."""
     reads, writes = os.pipe()
     if (child := os.fork()) == 0:
         with suppress(BaseException), os.fdopen(writes, "wb") as out:
@@ -65,5 +63,5 @@ def forked(make: Callable[[], Any]) -> Any:
     os.waitpid(child, 0)
     try:
         return pickle.loads(said)
-    except (EOFError, pickle.UnpicklingError) as error:
-        raise RuntimeError("vLLM ended without an answer; --verbose shows its log") from error
+    except (EOFError, pickle.UnpicklingError):
+        return RuntimeError("vLLM ended without an answer; --verbose shows its log")

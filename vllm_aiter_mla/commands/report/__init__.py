@@ -17,9 +17,7 @@ from vllm_aiter_mla.commands import outputs
 def report(
     inputs: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="INPUT...", help="JSON of check, verify, measure, plan, a status file, or a folder of them."
-        ),
+        typer.Argument(metavar="INPUT...", help="JSON of check, a status file, or a folder of them."),
     ],
     out: Annotated[
         Path, typer.Option("--out", "-o", callback=outputs.writable, help="File to write; - for stdout.")

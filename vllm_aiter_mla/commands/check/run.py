@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run of ``check``: its steps in order, the record that is kept meanwhile, and the exit status."""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from vllm_aiter_mla import files
+from vllm_aiter_mla.commands import outputs, process
+from vllm_aiter_mla.commands.check import idle, show, steps
+from vllm_aiter_mla.commands.check.context import Context, WrongOptionError
+from vllm_aiter_mla.commands.check.record import CheckRun, Step
+
+KEEP_S = 2.0
+"""A step that tells more often than this writes the file no more often."""
+
+
+@dataclass(slots=True)
+class Run:
+    """What was asked for, and what has ended of it."""
+
+    asked: Context
+    chosen: tuple[str, ...]  # steps
+    model: str | None  # as given
+    json: Path | None = None  # the file that keeps the record
+    ended: list[Step] = field(default_factory=list)
+    _running: tuple[Step, ...] = ()  # what the step that runs has found so far
+    _kept: float = 0.0  # when the file was written
+
+    def carry_out(self) -> None:
+        """Run the steps, and keep the record after each and meanwhile.
+
+        Raises:
+            WrongOptionError: the model or an option is wrong, so no later step can run.
+            SignalError: names how many steps ended, and where what was found is.
+        """
+        self.asked.so_far = self._note
+        self._keep(None)
+        try:
+            for step in carried_out(self.asked, self.chosen):
+                self.ended.append(step)
+                self._running = ()
+                self._keep(None)
+        except WrongOptionError:
+            self._keep(outputs.WRONG)
+            raise
+        except process.SignalError as error:
+            self._keep(None)
+            kept = self.json is not None and self.json != outputs.STDOUT
+            where = f"; {self.json} has what was found" if kept else ""
+            said = f"check: {len(self.ended)} of {len(self.chosen)} steps ended{where}"
+            raise process.SignalError(*error.args, said) from None
+
+    def record(self, status: int | None) -> CheckRun:
+        """Return the record with this exit status; None if the run goes on or was cut off."""
+        return CheckRun(self.model, status, (*self.ended, *self._running))
+
+    def _note(self, step: Step) -> None:
+        self._running = (replace(step, name=self.chosen[len(self.ended)]),)
+        if time.monotonic() - self._kept >= KEEP_S:
+            self._keep(None)
+
+    def _keep(self, status: int | None) -> None:
+        """Write the file, where a later whole one can replace it."""
+        self._kept = time.monotonic()
+        if self.json is not None and self.json != outputs.STDOUT and not files.is_device(self.json):
+            with suppress(OSError):  # a full disk ends no run: the last write says it
+                files.write(self.json, self.record(status))
+
+    def write(self, status: int, html: Path | None, html_of: Callable[[Sequence[Path]], str] | None) -> None:
+        """Write the files that were asked for; end the command with a line if that fails."""
+        written = self.record(status)
+        if self.json is not None:
+            outputs.write(self.json, files.text_of(written))
+        if html is None or html_of is None:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "check.json"
+            try:
+                files.write(path, written)
+                page = html_of([path])
+            except (OSError, ValueError) as error:
+                outputs.fail(f"check: --html {html}: {str(error).replace(str(path), 'the record')}")
+        outputs.write(html, page)
+
+
+def carried_out(asked: Context, chosen: Sequence[str] = tuple(steps.STEPS)) -> Iterator[Step]:
+    """Run the steps in order, and print and yield how each ended. A step that raises has failed.
+
+    Raises:
+        WrongOptionError: the model or an option is wrong.
+    """
+    for number, name in enumerate(chosen, 1):
+        began = time.monotonic()
+        with show.progress(name, number, len(chosen)) as asked.now:
+            ended = how_it_ended(asked, name)
+        show.ended(ended, name in asked.only)
+        yield replace(ended, name=name, seconds=round(time.monotonic() - began, 1))
+
+
+def how_it_ended(asked: Context, name: str) -> Step:
+    """Run one step.
+
+    Raises:
+        WrongOptionError: the model or an option is wrong.
+        SignalError: a signal asks this process to end.
+    """
+    entry = steps.STEPS[name]
+    if asked.source is not None and entry.needs_shape and (why := steps.why_without_a_shape(asked.plan)):
+        return Step("skipped", why)
+    try:
+        if entry.needs_idle_cards and asked.on_a_card and (why := _why_not_idle(asked, name)):
+            return Step("unknown", why)
+        return entry.run(asked)
+    except WrongOptionError:
+        raise
+    except process.EndedError as error:
+        return Step("failed", error.said(), error.lines)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in outputs.HOST:
+            return Step("skipped", f"{error.name} is not installed here; run this where vLLM serves")
+        return Step("failed", f"{type(error).__name__}: {error}")
+
+
+def _why_not_idle(asked: Context, name: str) -> str:
+    """Return why the cards of a step are not idle: a server or another check is on one."""
+    needed = steps.cards_of(asked.plan) if name == "engine" and asked.plan is not None else 1
+    looks = f"{idle.__name__}:{idle.why_not.__name__}"
+    return str(process.call(looks, needed, environment=asked.environment()))
+
+
+def exit_status(found: Sequence[Step], on_cpu: bool, each: bool = False) -> int:
+    """Return 1 if a step failed, else 4 if one gains nothing, else 3 if nothing ran on a card as it should, else 0.
+
+    ``each``: 3 also if one of the steps was skipped, as where it was asked for by name.
+    """
+    states = {step.status for step in found}
+    if "failed" in states:
+        return outputs.FINDING
+    if "no gain" in states:
+        return outputs.NO_GAIN
+    if "unknown" in states or (each and "skipped" in states):
+        return outputs.NOT_LOOKED
+    return outputs.FINE if each or on_cpu or steps.ran_on_the_card(found) else outputs.NOT_LOOKED
