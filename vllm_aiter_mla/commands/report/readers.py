@@ -5,7 +5,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import OVERFLOW, REMEDIES
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.check.timing import Measurement
+from vllm_aiter_mla.commands.plan.formulas import Launch
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.commands.report import charts
 from vllm_aiter_mla.commands.report.blocks import NO_CARD, NOTHING_RAN, ON_CPU, Glance, Page
@@ -56,7 +57,9 @@ def _ranges(
 def _spans(
     page: Page, section: str, about: str, note: str, spans: Sequence[tuple[int, int, str]], planned: bool
 ) -> None:
-    """Add which kernel runs at how many tokens."""
+    """Add which kernel runs at how many tokens; what it runs on in several ways counts once."""
+    joined = [[*group] for _, group in groupby(spans, lambda span: span[2])]
+    spans = [(group[0][0], group[-1][1], group[0][2]) for group in joined]
     title = f"{about}: " + ", ".join(f"{kernel} {first}..{last}" for first, last, kernel in spans)
     strip = {"": [(first, last + 1, kernel) for first, last, kernel in spans]}
     draw = partial(charts.strips, "tokens in the step", strip, planned=planned, log=True)
@@ -112,6 +115,17 @@ def _label(data: Plan) -> str:
     return f"{data.model.name} on {data.arch}, TP {data.options.tp}, {data.options.kv_cache_dtype} cache"
 
 
+def _nearness(tokens: int) -> int:
+    """Return how far a step is from the one whose layer is drawn."""
+    return abs(tokens - 64)
+
+
+def _end_to_end(launches: Sequence[Launch]) -> list[tuple[float, float, str]]:
+    """Return the parts of a strip: launch after launch, in MB moved."""
+    ends = [*accumulate((launch.read + launch.written for launch in launches), initial=0)]
+    return [(at / 1e6, end / 1e6, of.name) for (at, end), of in zip(pairwise(ends), launches, strict=True)]
+
+
 def plan(page: Page, name: str, data: Plan) -> None:
     """Add a plan: nothing in it was run."""
     captures, cache = data.captures, data.options.kv_cache_dtype
@@ -140,27 +154,20 @@ def plan(page: Page, name: str, data: Plan) -> None:
     ]
     heads = ("tokens", "path", "launches per layer", "launches per step", "bytes per layer")
     page.add("Launches", f"Launches by formula, {label}", heads, rows, planned=True)
-    for tokens, paths in by_tokens.items():
-        strip, steps = dict[str, list[tuple[float, float, str]]](), []
-        for path, one in paths.items():
-            at, parts = 0.0, []
-            for launch in one.launches:
-                moved = launch.read + launch.written
-                parts.append((at / 1e6, (at + moved) / 1e6, launch.name))
-                steps.append((path, launch.name, f"{moved:,}"))
-                at += moved
-            strip[path] = parts
+    for tokens in sorted(by_tokens, key=_nearness)[:1]:
+        strip = {path: _end_to_end(cost.launches) for path, cost in by_tokens[tokens].items()}
+        moved = [
+            (path, launch.name, f"{launch.read + launch.written:,}")
+            for path, cost in by_tokens[tokens].items()
+            for launch in cost.launches
+        ]
         title = f"One layer at {tokens} tokens by formula, {label}"
         draw = partial(charts.strips, "MB moved, launch after launch", strip, planned=True)
-        page.add("Launches", title, ("path", "launch", "bytes"), steps, draw, planned=True)
+        page.add("Launches", title, ("path", "launch", "bytes"), moved, draw, planned=True)
     issues = [(label, one.id, one.effect, one.state, one.remedy, one.link) for one in data.known_issues]
     if issues:
         columns = ("input", "issue", "effect", "state", "remedy", "link")
         page.add("Plan", "Known issues beside the plugin", columns, issues, planned=True)
-
-
-TIMELINE = 64
-"""Tokens of the step whose timed kernels are drawn beside each other."""
 
 
 def timing(page: Page, name: str, data: Measurement) -> None:
@@ -180,7 +187,7 @@ def timing(page: Page, name: str, data: Measurement) -> None:
         notes += [f"{kernel} does not count as ours: it {OVERFLOW}" for row in found for kernel in row.left_out]
         draw = _over_tokens("us a call", kernels, rows)
         page.add("Timing", f"{name}: {heads} heads, {kind}", columns, rows, draw, notes, alarms)
-        one = max(found, key=lambda row: (row.tokens <= TIMELINE, row.tokens))
+        one = min(found, key=lambda row: _nearness(row.tokens))
         strip = {kernel: [(0.0, us, kernel)] for kernel, us in one.us.items()}
         title = f"{name}: one layer at {one.tokens} tokens as timed, {heads} heads, {kind}"
         draw = partial(charts.strips, "us", strip)
@@ -315,7 +322,7 @@ def _of_check(data: CheckRun, machine: Any, records: Sequence[Any]) -> Glance:
     word, means = MEANING.get(data.exit, ("failed", f"exit status {data.exit}"))
     plans = [one for one in records if isinstance(one, Plan)]
     if word == "passed" and data.on_a_card is False:
-        word, means = ON_CPU, "every step that ran passed, on this CPU: a card was not looked at"
+        word, means = ON_CPU, "every step that ran passed, on this CPU, which shows nothing of a card"
     ran = [step.name for step in data.steps if step.status in ("passed", "warning") and not _is_plan(step)]
     failed = [step.name for step in data.steps if step.status == "failed"]
     means += f": {', '.join(failed)}" if failed else f": {', '.join(ran)}" if word in ("passed", ON_CPU) else ""
