@@ -25,7 +25,7 @@ from tests.support.statuses import record_of
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands import machine, outputs, process
-from vllm_aiter_mla.commands.check import engine, kernels, steps, timing
+from vllm_aiter_mla.commands.check import engine, idle, kernels, steps, timing
 from vllm_aiter_mla.commands.check import run as command
 from vllm_aiter_mla.commands.check.context import Context
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
@@ -63,6 +63,10 @@ def made_up_plan(**changes: Any) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(files.text_of(plans.made_up(NO_CUSTOM_AR)))
     found["reasons"], found["layers"]["engaged"] = [], found["layers"]["mla"]
     return found | {"outcome": "engaged", "heads_per_rank": 16} | changes
+
+
+ASK, RUN = model.ask, engine.run
+"""What ``card`` replaces."""
 
 
 @pytest.fixture
@@ -558,6 +562,33 @@ def test_a_step_that_raises_has_failed_and_the_next_one_runs(
     assert found["decode"].status == found["launches"].status == "skipped"
 
 
+@pytest.mark.parametrize(
+    ("function", "step", "said", "skipped"),
+    [
+        (model.ANSWER, "plan", "vLLM {how}", [*steps.STEPS][2:]),
+        (f"{idle.__name__}:{idle.why_not.__name__}", "timing", "its process {how}: {line}", []),
+        (f"{engine.__name__}:{engine.answer.__name__}", "engine",
+         "vLLM's engine, on: its process {how}; its last lines:\n{line}", ["prefill", "decode", "launches"]),
+    ],
+)  # fmt: skip
+def test_a_step_whose_process_ends_has_failed_and_the_record_says_how(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    function: str, step: str, said: str, skipped: list[str],
+) -> None:  # fmt: skip
+    """Of kernels, timing and tuning, which tell what they find, tests are next to those of the steps."""
+    in_process.install(monkeypatch, ends={function: 0})
+    monkeypatch.setattr(model, "ask", ASK if step == "plan" else model.ask)
+    monkeypatch.setattr(engine, "run", RUN if step == "engine" else engine.run)
+    path = tmp_path / "check.json"
+    done = CliRunner().invoke(app, ["check", "deepseek-r1", "-tp", "8", "--json", str(path)])
+    assert done.exit_code == 1, done.output
+    found = {one.name: one for one in files.read(CheckRun, path).steps}
+    assert failed(found) == [step]
+    assert said.format(how=in_process.ENDED.how, line=in_process.ENDED.lines[-1]) in found[step].detail
+    assert [name for name, one in found.items() if one.status == "skipped"] == skipped
+    assert {one.status for name, one in found.items() if name not in (step, *skipped)} == {"passed"}
+
+
 def test_without_a_gpu_the_steps_of_a_card_are_skipped_and_the_exit_status_is_3(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -650,9 +681,3 @@ def test_a_check_that_is_cut_off_leaves_the_steps_before(card: dict[str, Any], t
 def test_a_process_answers_with_records_and_whole_numbers_as_they_are() -> None:
     plan = plans.parsed(made_up_plan())
     assert process.call("builtins:dict", {3: plan}) == {3: plan}
-
-
-def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "TIMEOUT_S", 0.2)
-    with pytest.raises(process.EndedError, match=r"0\.2 s"):
-        process.call("time:sleep", 60)

@@ -1,0 +1,17 @@
+"""Wait for what another process or thread does."""
+
+import time
+from collections.abc import Callable
+
+LONG_S = 60.0
+"""Nobody waits so long unless something is broken: what a test waits for does not depend on the machine's load."""
+
+
+def happened(what: Callable[[], object], seconds: float = LONG_S) -> bool:
+    """Return whether ``what`` becomes true within so many seconds."""
+    until = time.monotonic() + seconds
+    while not what():
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.02)
+    return True
