@@ -120,7 +120,7 @@ def of_a_card(monkeypatch, **scenario):
 
 
 def test_a_card_that_a_server_uses_is_said_before_anything_runs_on_it(monkeypatch):
-    done = of_a_card(monkeypatch, in_use_gib=170)
+    done = of_a_card(monkeypatch, in_use_gib=[170])
     assert done.exit_code == outputs.NOT_LOOKED
     said = re.sub(r"[\s|]+", " ", done.stdout)
     assert "card 0 is not idle: 170 of 192 GiB are in use; processes that have a card open: vllm (process 4711)" in said

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from tests.sandbox.rehearsal_card import RehearsalCard
+from tests.sandbox.rehearsal_card import RehearsalCard, Scenario
 from tests.support import in_process, plans
 from tests.support.planted import raising
 from tests.support.statuses import record_of
@@ -92,6 +92,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 OF_A_SHAPE = ("kernels", "timing", "engine", "launches")
 CALLED = {f"{kernels.__name__}:run": "kernels", f"{timing.__name__}:run": "timing"}
+CALLED_BY = {"timing": "timed", "engine": "on"}
+"""What ``card`` notes of a step that ran."""
 
 
 def verified(results: list[Result]) -> Verification:
@@ -527,6 +529,43 @@ def test_an_engine_that_needs_more_gpus_than_are_here_is_skipped(card: dict[str,
     found = outcomes()
     assert found["engine"] == Step("skipped", "one engine needs 16 GPUs; this machine has 8", name="engine")
     assert failed(found) == []
+
+
+BUSY = [
+    ("timing", 0, 0.06, {}, True),
+    ("timing", 0, 0.04, {}, False),
+    ("timing", 1, 0.06, {"tp": 2}, False),
+    ("engine", 0, 0.06, {"tp": 1}, True),
+    ("engine", 1, 0.06, {"tp": 1}, False),
+    ("engine", 3, 0.06, {"tp": 2, "pp": 2}, True),
+    ("engine", 3, 0.04, {"tp": 2, "pp": 2}, False),
+    ("engine", 4, 0.06, {"tp": 2, "pp": 2}, False),
+    ("engine", 7, 0.06, {"tp": 4, "pcp": 2}, True),
+]
+"""A step, the number of a card, the share of its memory that others use, how many cards an engine takes, and whether
+the step must not run."""
+
+
+@pytest.mark.parametrize(("step", "number", "share", "sizes", "busy"), BUSY)
+def test_a_card_in_use_stops_the_steps_that_need_it(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
+    step: str, number: int, share: float, sizes: dict[str, int], busy: bool,
+) -> None:  # fmt: skip
+    RehearsalCard(Scenario(in_use_gib=[0.0] * number + [192 * share])).install(monkeypatch)
+    card["plan"]["options"] |= sizes
+    found = outcomes()[step]
+    assert (found.status, f"card {number} is not idle" in found.detail) == ("unknown" if busy else "passed", busy)
+    assert (CALLED_BY[step] in card) is not busy, "it ran"
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("row", [BUSY[4], BUSY[5], BUSY[8]])
+def test_mutation_cards_of_an_engine_that_are_counted_wrongly_are_caught(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, row: Any
+) -> None:
+    monkeypatch.setattr(steps, "cards_of", lambda plan: 1 if row[-1] else 8)
+    with pytest.raises(AssertionError, match="'passed', False" if row[-1] else "'unknown', True"):
+        test_a_card_in_use_stops_the_steps_that_need_it(card, monkeypatch, *row)
 
 
 def test_what_is_left_out_of_the_engine_is_said(card: dict[str, Any]) -> None:
