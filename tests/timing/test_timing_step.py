@@ -221,8 +221,3 @@ def test_mutation_timing_that_keeps_nothing_of_a_process_that_ended_is_caught(ca
     doing = "the timing of aiter, triton, vllm at 64 tokens, 2 heads, fp8"
     with pytest.raises(AssertionError, match=r"\[\] == \[1\]"):
         test_timing_keeps_what_was_timed_when_its_process_ends(card, monkeypatch, tmp_path, 9, doing, [1])
-
-
-def test_timing_without_a_gpu_is_one_line():
-    done = run()
-    assert len(done.stderr.splitlines()) == 1
