@@ -8,10 +8,12 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.sandbox import check
 from tests.sandbox.rehearsal_card import RehearsalCard, Scenario
 from tests.support import in_process, plans
 from tests.support.planted import raising
@@ -178,6 +180,32 @@ def test_mutation_a_long_step_that_is_mute_is_caught(monkeypatch, capfd):
     monkeypatch.setattr(show, "HEARTBEAT_S", LONG_S)
     with pytest.raises(AssertionError, match="it is mute"):
         says_what_it_does(monkeypatch, capfd, seconds=0.1)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a step puts forward."""
+    made = SimpleNamespace(seconds=10.0)
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: made.seconds))
+    return made
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("planted")])
+def test_a_step_has_the_seconds_that_it_took_also_in_the_demo(monkeypatch, clock, error):
+    def works(context):
+        clock.seconds += 2.34
+        if error:
+            raise error
+        return Step("passed", "", seconds=99.0)
+
+    monkeypatch.setitem(steps.STEPS, "machine", steps.Entry(works, needs=()))
+    status = "failed" if error else "passed"
+    for name, run in (("machine", command.carried_out), ("machine, fp8 cache", demo_of("fp8 cache"))):
+        assert [(one.name, one.status, one.seconds) for one in run(Context(), ("machine",))] == [(name, status, 2.3)]
+
+
+def demo_of(what):
+    return lambda asked, names: check.run_steps(asked, what, *names)
 
 
 def test_a_run_that_is_cut_off_keeps_the_cases_that_ended(monkeypatch, tmp_path):

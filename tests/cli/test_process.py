@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.signals import heard
-from tests.support.waiting import LONG_S, happened
+from tests.support.waiting import LONG_S, happened, runs
 from vllm_aiter_mla.commands import process
 
 # What a step does: it starts a worker, as vLLM does, leaves a file in the temporary folder, and waits.
@@ -39,13 +39,6 @@ def aborts(notes):
     os.abort()
 
 
-def is_there(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.fixture
 def caller(tmp_path):
     """A command in the middle of a step: its process, and the processes and folder of the step."""
@@ -56,18 +49,18 @@ def caller(tmp_path):
     yield started, (int(child), int(worker)), Path(folder)
     started.kill()
     for one in (int(child), int(worker)):
-        if is_there(one):
+        if runs(one):
             os.kill(one, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
 def test_signals_to_a_command_end_what_it_has_started_and_nothing_is_left(caller, name):
     started, processes, folder = caller
-    assert all(map(is_there, processes))
+    assert all(map(runs, processes))
     assert folder.is_dir()
     started.send_signal(number := getattr(signal, name))
     said = started.communicate(timeout=60)[1]
-    assert happened(lambda: not any(map(is_there, processes)) and not folder.exists())
+    assert happened(lambda: not any(map(runs, processes)) and not folder.exists())
     if name == "SIGKILL":
         assert started.returncode == -number
     else:
@@ -264,7 +257,7 @@ def test_a_process_that_aborts_takes_its_workers_with_it(tmp_path):
     with pytest.raises(process.EndedError, match="SIGABRT"):
         process.call("tests.cli.test_process:aborts", str(tmp_path / "worker"))
     worker = int((tmp_path / "worker").read_text())
-    assert happened(lambda: not is_there(worker))
+    assert happened(lambda: not runs(worker))
 
 
 @pytest.mark.mutation
@@ -290,7 +283,7 @@ def test_mutation_a_process_that_does_not_end_with_its_caller_is_seen(tmp_path, 
     processes = [int(one) for one in (tmp_path / "ready").read_text().split()[:2]]
     started.send_signal(getattr(signal, name))
     time.sleep(1)
-    left_over = [one for one in processes if is_there(one)]
+    left_over = [one for one in processes if runs(one)]
     started.kill()
     for one in left_over:
         os.kill(one, signal.SIGKILL)
