@@ -40,6 +40,7 @@ from vllm_aiter_mla.verify.results import Finding, Result, Verification
 
 ISSUES = {issue["id"]: issue for issue in json.loads(issues.KNOWN_ISSUES.read_text())}
 NO_CUSTOM_AR = "VLLM_ROCM_USE_AITER_CUSTOM_AR=0"
+LOOK = machine.run  # ``card`` replaces it
 ENVIRONMENTS = ("machine", "kernels", "timing", "off", "on")
 """The steps and the engines that get variables, as ``card`` notes them."""
 STEP = (3, {3: -0.5, 4: -1.0})
@@ -78,7 +79,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     made["results"] = [Result("fresh-data", "fp8", "aiter", "graph capture")]
     row = timing.row_of(1, 16, "fp8", {"vllm": 10.0, "triton": 5.0}, {})
     made["measured"] = timing.Measurement({"card": "a card"}, "fp8", (row,), {}, "")
-    monkeypatch.setattr(machine, "examine", lambda env: made.update(machine=env) or made["checks"])
+    monkeypatch.setattr(machine, "run", lambda _, env: made.update(machine=env) or made["checks"])
     monkeypatch.setattr(model, "ask", lambda *_: (issues.looked_up(plans.parsed(made["plan"])),))
     # In this process, where the card is made up; tests/rehearsal runs the real ones.
     in_process.install(monkeypatch, lambda name, env: made.update({CALLED.get(name, name): env}))
@@ -143,7 +144,7 @@ def a_module_without_code_for_this_card(card: dict[str, Any]) -> None:
     module = {Path("module_cache.so"): {"gfx942"}}
     replaced = {"gpu_arch": lambda: "gfx950", "compiled_modules": lambda: list(module), "architectures_of": module.get}
     with mock.patch.multiple(machine.checks, **replaced):
-        card["checks"] = machine.run([machine.checks.code_objects], {})
+        card["checks"] = LOOK([machine.checks.code_objects], {})
 
 
 def a_shape_with_a_known_issue(card: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from tests.support import plans
+from tests.support import in_process, plans
 from tests.support.planted import raising
 from tests.support.statuses import record_of
 from vllm_aiter_mla import __version__, files, status
@@ -31,7 +31,8 @@ PLAN = ("deepseek-r1", "--only", "plan")
 
 def machine_finds(status):
     def plant(monkeypatch, folder):
-        monkeypatch.setattr(machine, "examine", lambda env: (machine.Check(status, "made up", name="made-up"),))
+        monkeypatch.setattr(machine, "run", lambda *_: (machine.Check(status, "made up", name="made-up"),))
+        in_process.install(monkeypatch)
 
     return plant
 

@@ -79,6 +79,6 @@ def main(html: Path | None = None) -> int:
         status = run.exit_status(found, asked.on_cpu)
         show.table(TITLE, found, show.last_line(found, status))
         if html is not None:
-            files.write(Path(work) / "check.json", CheckRun(TITLE, status, tuple(found)))
+            files.write(Path(work) / "check.json", CheckRun(TITLE, status, tuple(found), on_a_card=False))
             files.write_text(html, html_of([Path(work) / "check.json"]))
         return status
