@@ -605,6 +605,7 @@ def test_a_step_that_raises_has_failed_and_the_next_one_runs(
 @pytest.mark.parametrize(
     ("function", "step", "said", "skipped"),
     [
+        (f"{machine.__name__}:{machine.examine.__name__}", "machine", "its process {how}: {line}", []),
         (model.ANSWER, "plan", "vLLM {how}", [*steps.STEPS][2:]),
         (f"{idle.__name__}:{idle.why_not.__name__}", "timing", "its process {how}: {line}", []),
         (f"{engine.__name__}:{engine.answer.__name__}", "engine",
