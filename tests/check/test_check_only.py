@@ -312,7 +312,7 @@ if "vllm_aiter_mla.commands.process" in getattr(sys, "orig_argv", ()):
 
 
 @pytest.mark.slow
-def test_several_plans_in_one_process_are_those_of_each_alone(tmp_path, monkeypatch):
+def test_several_plans_in_one_process_are_those_of_a_process_for_each(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     log = tmp_path / "log"
     (tmp_path / "sitecustomize.py").write_text(COUNTING.format(log=str(log)))
@@ -331,5 +331,5 @@ def without_time(plan):
     return {name: value for name, value in json.loads(files.text_of(plan)).items() if name != "evidence"}
 
 
-def test_a_record_without_a_result_is_no_pass():
+def test_a_record_without_a_result_does_not_pass():
     assert kernels._judged(Context(), Verification(3, {}, "eager", None, {}, ())).status == "skipped"

@@ -466,7 +466,7 @@ def test_dev_builds_have_the_known_issues_of_their_release_until_it_is_out(build
 
 
 @pytest.mark.mutation
-def test_mutation_dev_builds_ordered_by_their_numbers_alone_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_dev_builds_ordered_only_by_their_numbers_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second number of a candidate put it after the release that mends the fault."""
 
     def within(bounds: tuple[str | None, str | None], release: str) -> bool:
@@ -483,7 +483,7 @@ def test_mutation_dev_builds_ordered_by_their_numbers_alone_are_caught(monkeypat
 
 
 @pytest.mark.parametrize(("kernel", "cache", "lines"), [("triton", "fp8", 1), ("aiter", "auto", 0)])
-def test_an_overflow_of_a_kernel_or_a_cache_that_does_not_serve_is_no_failure(
+def test_an_overflow_of_a_kernel_or_a_cache_that_does_not_serve_does_not_fail_the_step(
     card: dict[str, Any], kernel: str, cache: str, lines: int
 ) -> None:
     an_aiter_that_does_not_saturate(card)
@@ -501,7 +501,7 @@ def test_a_model_without_mla_fails_its_plan_and_runs_nothing_on_the_card(card: d
     assert {found[name].status for name in OF_A_SHAPE} == {"skipped"}
 
 
-def test_field_f5_a_plan_that_is_not_known_is_no_all_clear(card: dict[str, Any]) -> None:
+def test_field_f5_a_plan_that_is_not_known_does_not_pass(card: dict[str, Any]) -> None:
     """vLLM could not build the layers here: no step takes their missing shape for one."""
     answer = plans.made_up_answer()
     skip, facts = Skip("not_known", "no such kernel"), replace(answer.model, listed_layers=61)
@@ -522,7 +522,7 @@ def test_mutation_an_unknown_shape_that_is_looked_up_is_caught(
 ) -> None:
     monkeypatch.setattr(steps, "without_a_shape", lambda plan: "")
     with pytest.raises(AssertionError, match=r"'kernels', 'timing', 'launches'\] != \[\]"):
-        test_field_f5_a_plan_that_is_not_known_is_no_all_clear(card)
+        test_field_f5_a_plan_that_is_not_known_does_not_pass(card)
 
 
 def test_an_engine_that_needs_more_gpus_than_are_here_is_skipped(card: dict[str, Any]) -> None:
@@ -605,6 +605,7 @@ def test_a_step_that_raises_has_failed_and_the_next_one_runs(
 @pytest.mark.parametrize(
     ("function", "step", "said", "skipped"),
     [
+        (f"{machine.__name__}:{machine.examine.__name__}", "machine", "its process {how}: {line}", []),
         (model.ANSWER, "plan", "vLLM {how}", [*steps.STEPS][2:]),
         (f"{idle.__name__}:{idle.why_not.__name__}", "timing", "its process {how}: {line}", []),
         (f"{engine.__name__}:{engine.answer.__name__}", "engine",
@@ -676,7 +677,7 @@ def vllm_is_faster(card: dict[str, Any]) -> None:
     card["answers"]["on"]["launches"] = 40
 
 
-def test_a_card_on_which_vllm_is_faster_is_no_failure_and_has_an_exit_status_of_its_own(card: dict[str, Any]) -> None:
+def test_a_card_on_which_vllm_is_faster_does_not_fail_and_has_an_exit_status_of_its_own(card: dict[str, Any]) -> None:
     vllm_is_faster(card)
     found = outcomes()
     assert (found["engine"].status, failed(found)) == ("no gain", [])

@@ -201,7 +201,7 @@ def test_a_command_of_before_is_the_new_one_and_says_its_spelling(monkeypatch, o
     assert f"vllm-aiter-mla check {shlex.join(new)}" in done.stderr
 
 
-def test_every_command_of_before_has_an_alias_and_help_lists_the_new_ones_alone():
+def test_every_command_of_before_has_an_alias_and_help_lists_only_the_new_ones():
     assert {old[0] for old, _ in OLD_AND_NEW} == set(main.ALIASES)
     listed = CliRunner().invoke(app, ["--help"]).stdout.partition("Commands:")[2].partition("Exit status")[0]
     assert [line.split()[0] for line in listed.splitlines() if re.match(r"  \w", line)] == ["check", "status", "report"]

@@ -137,7 +137,7 @@ def test_the_release_of_rocm_is_taken_from_torch_and_hips_version_where_torch_do
 
 
 @pytest.mark.parametrize(("hip", "rocm"), [("7.0.51831-a3e329ad8", (7, 0)), (None, None), ("unknown", None)])
-def test_the_platform_is_read_from_torch_alone(monkeypatch, hip, rocm):
+def test_the_platform_is_read_only_from_torch(monkeypatch, hip, rocm):
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(device, "installed", Device())

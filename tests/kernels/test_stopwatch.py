@@ -75,7 +75,7 @@ def test_a_noisy_clock_chooses_nothing_slower_by_more_than_the_margin_and_finds_
 
 
 @pytest.mark.mutation
-def test_mutation_a_choice_by_the_median_alone_is_slower_on_a_noisy_clock(monkeypatch):
+def test_mutation_a_choice_by_nothing_but_the_median_is_slower_on_a_noisy_clock(monkeypatch):
     monkeypatch.setattr(decision, "beats", lambda a, b: statistics.median(a) < statistics.median(b))
     assert slower_choices(noise=0.05, starts=5000) > 0
 

@@ -97,7 +97,7 @@ def slots_of_the_first_layer(ran):
 
 @pytest.mark.mutation
 @pytest.mark.parametrize("what", ["cos_sin_cache", "is_neox", "slots"])
-def test_mutation_what_belongs_to_the_first_layer_alone_is_caught(what, monkeypatch):
+def test_mutation_what_belongs_only_to_the_first_layer_is_caught(what, monkeypatch):
     ran = []
     if what == "slots":
         monkeypatch.setattr(compat_layer, "layer_call", slots_of_the_first_layer(lambda: ran.append(what)))

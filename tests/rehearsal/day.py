@@ -8,9 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from tests.sandbox.model import TinyDeepseek
 from tests.sandbox.rehearsal_card import Scenario
 from tests.sandbox.simulated_aiter import write_tree
 from tests.support.signals import heard
+from tests.support.waiting import happened
 from tests.tools import serving_model
 from vllm_aiter_mla import status
 from vllm_aiter_mla.status import gauge
@@ -139,21 +139,17 @@ class Day:
         return server
 
     @contextmanager
-    def server_that_is_ended(self, at: str, *typed: str) -> Iterator[Server]:
-        """Start a server, and tell all its processes to end, by SIGTERM, once its log holds ``at``.
+    def server_at(self, at: str, *typed: str) -> Iterator[tuple[Server, Callable[[], None]]]:
+        """Start a server; once its log holds ``at`` yield it, and what tells all its processes to end, by SIGTERM.
 
         So does systemd, and a terminal by SIGINT. A container's runtime tells the front end only, and kills the others.
         vLLM's front end does not end at once while its engine starts: what is left is killed when the block ends.
         """
         process, server = self._start(typed, start_new_session=True, preexec_fn=heard)
         try:
-            deadline = time.monotonic() + TIMEOUT_S
-            while at not in server.log.read_text():
-                assert process.poll() is None, server.log.read_text()[-3000:]
-                assert time.monotonic() < deadline, server.log.read_text()[-3000:]
-                time.sleep(0.2)
-            os.killpg(process.pid, signal.SIGTERM)
-            yield server
+            assert happened(lambda: at in server.log.read_text() or process.poll() is not None, TIMEOUT_S)
+            assert process.poll() is None, server.log.read_text()[-3000:]
+            yield server, partial(os.killpg, process.pid, signal.SIGTERM)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -169,14 +165,15 @@ class Server:
 
     def wait(self, process: subprocess.Popen[bytes]) -> None:
         """Return once it answers; raise AssertionError with the end of its log if it ends before."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < deadline:
-            assert process.poll() is None, self.log.read_text()[-3000:]
-            with suppress(OSError):
-                urllib.request.urlopen(f"{self.address}/health", timeout=5).read()
-                return
-            time.sleep(1)
-        raise AssertionError(f"no server after {TIMEOUT_S} s: {self.log.read_text()[-3000:]}")
+        assert happened(lambda: self.is_up() or process.poll() is not None, TIMEOUT_S), self.log.read_text()[-3000:]
+        assert process.poll() is None, self.log.read_text()[-3000:]
+
+    def is_up(self) -> bool:
+        """Return whether it answers."""
+        with suppress(OSError):
+            urllib.request.urlopen(f"{self.address}/health", timeout=5).read()
+            return True
+        return False
 
     def ask(self, prompt: str) -> str:
         """Return what the model answers to a prompt."""

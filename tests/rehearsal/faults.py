@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pkgutil
 import time
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,25 @@ def aiter_aborts() -> None:
 
 
 def aiter_compiles_for_minutes() -> None:
-    """AITER's op waits in its first call, as for its compiler."""
+    """AITER's op says so and waits in its first call, as for its compiler."""
 
     def call(*given: Any) -> None:
+        print(PLANTED, flush=True)
         time.sleep(600)
 
     op.call = call
+
+
+def plans_take_minutes() -> None:
+    """A process that was called for a plan waits instead."""
+    from vllm_aiter_mla.commands.plan import model
+
+    inner = pkgutil.resolve_name
+
+    def resolve_name(name: str) -> Any:
+        return (lambda *given: time.sleep(600)) if name == model.ANSWER else inner(name)
+
+    pkgutil.resolve_name = resolve_name
 
 
 def aiter_raises_when_told() -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import time
 
 import pytest
 
@@ -13,6 +12,7 @@ from tests.rehearsal.day import FLAG
 from tests.sandbox import plugin
 from tests.sandbox.rehearsal_card import Scenario
 from tests.sandbox.simulated_aiter.trees import CODE
+from tests.support.waiting import happened
 
 pytestmark = [pytest.mark.rehearsal, pytest.mark.slow, pytest.mark.wide]
 EAGER = (FLAG, "--enforce-eager")
@@ -66,14 +66,16 @@ def test_a_start_after_one_that_aborted_in_a_kernel_leaves_it_out_and_serves(mad
         assert second.lines()[-1] == said
 
 
-def test_a_start_that_somebody_ends_while_aiter_compiles_is_no_abort(made):
+def test_a_start_that_somebody_ends_while_aiter_compiles_is_not_taken_for_an_abort(made):
     day = made(broken(faults.aiter_compiles_for_minutes))
-    with day.server_that_is_ended("AITER's kernels are called now", *EAGER) as server:
-        for _ in range(300):
-            if not list((day.cache / "aiter_mla").glob("first-call-*")):
-                return
-            time.sleep(0.1)
-        pytest.fail(server.log.read_text()[-3000:])
+
+    def markers():
+        return [*(day.cache / "aiter_mla").glob("first-call-*")]
+
+    with day.server_at(faults.PLANTED, *EAGER) as (server, end):
+        assert markers(), "it would be ended outside of a first call"
+        end()
+        assert happened(lambda: not markers()), server.log.read_text()[-3000:]
 
 
 def test_check_whose_aiter_aborts_fails_that_step_and_keeps_the_others(made):

@@ -3,21 +3,34 @@
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.rehearsal import faults
 from tests.rehearsal.day import COMMAND, FLAG, TIMEOUT_S, Day
+from tests.sandbox.rehearsal_card import Scenario
 from tests.support.signals import heard
+from tests.support.waiting import happened
 from vllm_aiter_mla import files
+from vllm_aiter_mla.commands.check import engine, kernels, timing
 from vllm_aiter_mla.commands.check.record import CheckRun
+from vllm_aiter_mla.commands.plan import model
 
 pytestmark = [pytest.mark.rehearsal, pytest.mark.slow, pytest.mark.wide]
-MARK, WITHIN_S = "REHEARSED_SIGNAL", 5.0
-# Two ranks and their engine belong to an engine's step; the other steps have one process.
-FEWEST = {"plan": 1, "kernels": 1, "timing": 1, "engine": 3}
+MARK = "REHEARSED_SIGNAL"
+RUNS = {
+    "plan": (model.ANSWER, 3, faults.plans_take_minutes),
+    "kernels": (f"{kernels.__name__}:run", 3, faults.aiter_compiles_for_minutes),
+    "timing": (f"{timing.__name__}:run", 3, faults.aiter_compiles_for_minutes),
+    "engine": (f"{engine.__name__}:answer", 6, faults.aiter_compiles_for_minutes),
+}
+"""What a step calls in a process of its own, how many processes there are then, and what lets none of them end by
+itself: the command, the process and what waits for the command's end; of an engine also two ranks and what counts their
+resources."""
 
 
 def marked(by: str) -> list[int]:
@@ -32,22 +45,24 @@ def marked(by: str) -> list[int]:
     return found
 
 
-def until(true: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
+def calls(function: str, processes: list[int]) -> bool:
+    """Return whether one of the processes was called for a function."""
+    with suppress(OSError):
+        return any(function.encode() in Path(f"/proc/{one}/cmdline").read_bytes().split(b"\0") for one in processes)
+    return False
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGKILL"])
-@pytest.mark.parametrize("step", FEWEST)
-def test_signals_in_a_step_of_check_leave_no_process_and_no_folder(day: Day, step: str, name: str) -> None:
-    temporary, log, number = day.folder / "tmp", day.folder / "said", getattr(signal, name)
-    temporary.mkdir()
+@pytest.mark.parametrize("step", RUNS)
+def test_signals_in_a_step_of_check_leave_no_process_and_no_folder(
+    made: Callable[..., Day], tmp_path_factory: pytest.TempPathFactory, step: str, name: str
+) -> None:
+    function, fewest, fault = RUNS[step]
+    day = made(Scenario(fault=faults.name_of(fault)))
+    # The path of a socket of vLLM's in it has at most 107 characters.
+    temporary, log, number = tmp_path_factory.mktemp("t"), day.folder / "said", getattr(signal, name)
     mark = f"{MARK}={day.folder}"
-    typed = ["check", str(day.model), "-tp", "2", "--max-num-seqs", "4", FLAG, "--json", "check.json"]
+    typed = ["check", str(day.model), "--only", step, "-tp", "2", "--max-num-seqs", "4", FLAG, "--json", "check.json"]
     environment = day.environment | {MARK: str(day.folder), "TMPDIR": str(temporary)}
     with log.open("wb") as out:
         check = subprocess.Popen(
@@ -55,11 +70,12 @@ def test_signals_in_a_step_of_check_leave_no_process_and_no_folder(day: Day, ste
             preexec_fn=heard,
         )  # fmt: skip
     try:
-        assert until(lambda: f" {step} ..." in log.read_text() or check.poll() is not None, TIMEOUT_S)
-        assert until(lambda: len(marked(mark)) > FEWEST[step] or check.poll() is not None, TIMEOUT_S)
+        runs = partial(happened, seconds=TIMEOUT_S)
+        assert runs(lambda: calls(function, marked(mark)) or check.poll() is not None), log.read_text()
+        assert runs(lambda: len(marked(mark)) >= fewest or check.poll() is not None), log.read_text()
         assert check.poll() is None, log.read_text()
         check.send_signal(number)
-        gone = until(lambda: not marked(mark) and not list(temporary.glob("aiter-mla-*")), WITHIN_S)
+        gone = happened(lambda: not marked(mark) and not list(temporary.glob("aiter-mla-*")))
         assert gone, (marked(mark), list(temporary.iterdir()), log.read_text())
     finally:
         for one in marked(mark):

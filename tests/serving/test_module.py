@@ -110,7 +110,7 @@ def test_the_digest_is_the_same_on_every_python():
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == known, python
 
 
-def test_our_class_is_in_vllms_registry_inside_the_block_alone():
+def test_our_class_is_in_vllms_registry_only_inside_the_block():
     def load():
         with module.installed():
             assert op_registry_oot[NAME] is module.fused_class()

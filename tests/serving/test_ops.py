@@ -355,7 +355,7 @@ def test_decode_rows_without_a_slot_each_are_no_decode_batch():
 
 
 @pytest.mark.parametrize("decode", [SimpleNamespace(), None], ids=["decode", "neither"])
-def test_a_batch_of_padding_alone_is_given_to_no_kernel(monkeypatch, decode):
+def test_a_batch_of_nothing_but_padding_is_given_to_no_kernel(monkeypatch, decode):
     """A microbatch of vLLM's V2 may hold no real row. vLLM launches nothing; HIP refuses a grid of none."""
     layer, batch, args = layer_of(), batch_of(6, decodes=0), arguments(ROPE, layer_of(), 6)
     for owner, name in (

@@ -86,7 +86,7 @@ def test_the_copy_that_vllm_makes_belongs_to_a_calls_time():
     assert len(copied) == 1
 
 
-def test_gluon_gets_the_heads_alone():
+def test_gluon_gets_only_the_heads():
     seen, others, cache = [], [], object()
 
     def forward_mqa(query, *rest):

@@ -85,7 +85,7 @@ def test_under_the_module_integration_loading_decides_what_each_wrapper_calls(sa
 
 
 @pytest.mark.parametrize("integration", ["passes", "module"])
-def test_the_module_integration_alone_sees_each_wrapper_while_the_model_is_built(said, monkeypatch, integration):
+def test_only_the_module_integration_sees_each_wrapper_while_the_model_is_built(said, monkeypatch, integration):
     within = []
 
     @contextmanager
@@ -323,7 +323,7 @@ RANGES = {(1, 16): ["theirs", "ours"], (1, 32): ["theirs"], (17, 32): ["theirs"]
 """What runs of two passes, in order: a user's for graphs of up to 32 tokens, then ours for those of up to 16."""
 
 
-def test_i5_our_pass_runs_inside_the_decode_limit_alone_and_a_users_first_in_its_own_ranges(said, monkeypatch):
+def test_i5_our_pass_runs_only_inside_the_decode_limit_and_a_users_first_in_its_own_ranges(said, monkeypatch):
     for (start, end), wanted in RANGES.items():
         ran = []
         monkeypatch.setattr(pipeline, "rewrite", lambda *_, ran=ran: (ran.append("ours"), {"matched": 0})[1])
@@ -350,7 +350,7 @@ def test_i5_our_pass_runs_inside_the_decode_limit_alone_and_a_users_first_in_its
 def test_mutation_i5_a_pass_that_runs_in_another_range_is_caught(said, monkeypatch, owner, name, bug, seen):
     monkeypatch.setattr(owner, name, bug)
     with pytest.raises(AssertionError, match=seen):
-        test_i5_our_pass_runs_inside_the_decode_limit_alone_and_a_users_first_in_its_own_ranges(said, monkeypatch)
+        test_i5_our_pass_runs_only_inside_the_decode_limit_and_a_users_first_in_its_own_ranges(said, monkeypatch)
 
 
 AT_THE_STATUS = {

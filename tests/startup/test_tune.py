@@ -184,7 +184,7 @@ def two_widths():
     return TritonBackend({tuning.key_of(target): ((1, 16, BEST),)}), target, draft
 
 
-def assert_draft_alone_is_untuned(backend, target, draft):
+def assert_only_the_draft_is_untuned(backend, target, draft):
     """Check that a failed check of the draft's tile leaves the target the tile that passed its own."""
     assert {backend.tile(call, 4).label for call in (target, draft)} == {BEST}
     backend.untune(draft)
@@ -193,14 +193,14 @@ def assert_draft_alone_is_untuned(backend, target, draft):
 
 
 def test_a_tuned_tile_that_fails_for_one_shape_stays_with_another(card, two_widths):
-    assert_draft_alone_is_untuned(*two_widths)
+    assert_only_the_draft_is_untuned(*two_widths)
 
 
 @pytest.mark.mutation
 def test_mutation_a_tile_that_is_left_out_by_heads_is_caught(card, two_widths, monkeypatch):
     monkeypatch.setattr(triton_backend, "_shape", tuning.key_of)
     with pytest.raises(AssertionError, match=f"'{TABLE}', '{TABLE}'"):
-        assert_draft_alone_is_untuned(*two_widths)
+        assert_only_the_draft_is_untuned(*two_widths)
 
 
 def other_card(kept):

@@ -9,12 +9,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.support.waiting import LONG_S, happened
 from vllm_aiter_mla import files, status
 from vllm_aiter_mla.commands.main import app
 
@@ -134,17 +134,14 @@ def outlived(server):
         os.kill(worker, signal.SIGKILL)
 
 
-def is_told_until_it_ends(worker, server, tmp_path):
+def is_told_until_it_ends(worker, server, tmp_path, seconds=LONG_S):
     line, code = status_of(A)
     assert ("front end has ended" in line, "engaged" in line, code) == (True, False, 1), "the engine is not named"
     server(B).does("front_end", "write")
     assert files_in(tmp_path) == BOTH, "another server removes the file of an engine that runs"
     os.kill(worker, signal.SIGKILL)
-    for _ in range(100):
-        if "the server has ended" in status_of(A)[0]:
-            return
-        time.sleep(0.05)
-    pytest.fail(f"its end is not told: {status_of(A)}")
+    told = happened(lambda: "the server has ended" in status_of(A)[0], seconds)
+    assert told, f"its end is not told: {status_of(A)}"
 
 
 def test_two_containers_an_engine_that_outlives_its_front_end_is_told(outlived, server, tmp_path):
@@ -159,8 +156,8 @@ def test_mutation_two_containers_an_engine_of_which_the_locks_say_nothing_is_cau
     outlived, server, tmp_path, monkeypatch, holds, seen
 ):
     monkeypatch.setattr(status.record, "engine_lives", lambda folder, ranks: holds)
-    with pytest.raises((AssertionError, pytest.fail.Exception), match=seen):
-        is_told_until_it_ends(outlived, server, tmp_path)
+    with pytest.raises(AssertionError, match=seen):
+        is_told_until_it_ends(outlived, server, tmp_path, seconds=0.1)
 
 
 def test_two_containers_a_live_marker_is_no_abort_and_stays(server, tmp_path):

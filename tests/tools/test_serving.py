@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.signals import heard
+from tests.support.waiting import happened
 from tools import serving
 from vllm_aiter_mla.commands.report.page import html_of
 
@@ -137,9 +137,7 @@ def test_an_interruption_lets_the_sweep_end_its_server(fakes: SimpleNamespace, n
     fakes.how("FAKE_SERVER", "hangs")
     line = [sys.executable, str(TOOL), "speed", "MODEL"]
     tool = subprocess.Popen(line, stderr=subprocess.DEVNULL, preexec_fn=heard)
-    deadline = time.monotonic() + 60
-    while not fakes.calls("server") and time.monotonic() < deadline:
-        time.sleep(0.05)
+    assert happened(lambda: fakes.calls("server"))
     tool.send_signal(number)
     assert tool.wait(60) == 130
     assert fakes.calls("stopped")

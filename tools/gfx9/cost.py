@@ -51,11 +51,16 @@ PATHS = ((2048, 380), (4096, 850), (1 << 31, 1250))
 FEW_TOKENS, MOST_TILES, LARGEST = 16, 512, 32
 # By tokens and heads.
 BYTES = {(64, 16): 1.1, (512, 128): 1.3}
-NEW = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
-"""Whether gfx942's bounds hold for this Triton. Earlier ones make more instructions of the same code; 3.6.0 makes four
-of a clamp alone: findings/triton-clamp-by-release.sh."""
-# By card and format of the weight, at 512 tokens and 128 heads. On gfx942 one more instruction a value goes beyond it.
-VECTOR_US = {"gfx942": {"plain": 7.4, "fp8": 10.9} if NEW else {"fp8": 15.0}, "gfx950": {"fp8": 15.0}}
+RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
+# On gfx942 one more instruction a value goes beyond them. 3.7.1 and 3.8.0 make one instruction of a clamp, as 3.9.0
+# does, and 3.6.0 four: findings/triton-clamp-by-release.sh. 3.7.1 makes more instructions of the rest.
+GFX942_US = {(3, 6): {"fp8": 15.0}, (3, 7): {"plain": 9.1, "fp8": 13.8}, (3, 8): {"plain": 7.4, "fp8": 10.9}}
+"""By the release of Triton from which on they hold."""
+# By card and format of the weight, at 512 tokens and 128 heads.
+VECTOR_US = {
+    "gfx942": GFX942_US[max((release for release in GFX942_US if release <= RELEASE), default=(3, 6))],
+    "gfx950": {"fp8": 15.0},
+}
 VECTOR_POINT = (512, 128)
 
 

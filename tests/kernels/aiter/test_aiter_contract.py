@@ -214,7 +214,7 @@ def test_a_cache_too_large_for_one_block_is_not_handed_over_as_one():
     assert route_of(ghost[: 1 << 8].view(-1, 1, 576), 7, 16, 64, GFX942, "opt").view == (1, -1, 576)
 
 
-def test_too_few_heads_are_served_below_256_tokens_by_the_per_head_kernel_alone():
+def test_too_few_heads_are_served_below_256_tokens_only_by_the_per_head_kernel():
     few, many = (inputs(heads=2, tokens=tokens) for tokens in (255, 256))
     assert backend().kernel_of(few) == "per-head"
     assert "kernel=aiter runs the other" in str(backend(opt=True).refuse(few))

@@ -90,7 +90,7 @@ def test_each_of_the_two_runs_its_kernel_as_the_simulated_op_does(arch, tokens, 
     assert op.forget()[-1] == (kernel, tokens)
 
 
-def test_a_cache_with_gaps_between_blocks_leads_to_the_opt_kernel_alone(arch):
+def test_a_cache_with_gaps_between_blocks_leads_only_to_the_opt_kernel(arch):
     operands = inputs(arch)
     gaps = torch.zeros(3, 32, 576, dtype=torch.uint8).view(FP8[arch])[:, :16]
     apart = replace(operands, kv_cache=gaps)

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ pytest.importorskip("triton")
 from tools.gfx9 import cost
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[3]
 ARCHS = ("gfx942", "gfx950")
 # Each plants text in the kernel's source and names the bounds that have to break, all that do.
 PLANTED_TEXT = {
@@ -25,6 +28,7 @@ PLANTED_TEXT = {
      ["bytes moved"]),
 }  # fmt: skip
 SECOND_CLAMP = ("tl.clamp(x, -limit, limit)", "tl.clamp(saturated(x, 3e38), -limit, limit)")
+TIGHT = min(release for release, bounds in cost.GFX942_US.items() if "plain" in bounds)
 # Tokens, heads and weight of what is counted.
 POINT, LARGE_POINTS = (64, 16, "fp8"), ((512, 128, "plain"), (512, 128, "fp8"))
 # Each replaces a function of the kernel by that of ``kernel_planted``.
@@ -101,7 +105,13 @@ def test_kernel_cost_mutation_breaks_a_bound(tmp_path, name):
     assert all(any(bound in breach for bound in bounds) for breach in breaches), breaches
 
 
-@pytest.mark.skipif(not cost.NEW, reason="the bound is of Triton 3.9")
+def test_kernel_cost_the_locked_triton_has_a_bound_that_one_instruction_breaks():
+    """The planted bug below is not skipped there."""
+    locked = re.search(r"^triton==(\d+)\.(\d+)", (ROOT / "requirements/cpu.lock").read_text(), re.M)
+    assert tuple(map(int, locked.groups())) >= TIGHT
+
+
+@pytest.mark.skipif(cost.RELEASE < TIGHT, reason="Triton 3.6 makes four instructions of a clamp")
 @pytest.mark.mutation
 @pytest.mark.parametrize("point", LARGE_POINTS)
 def test_kernel_cost_mutation_that_clamps_twice_breaks_the_bound_of_vector_time(tmp_path, point):
