@@ -9,6 +9,7 @@ import io
 import json
 import os
 import sys
+import tempfile
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 from unittest import mock
@@ -41,17 +42,18 @@ def main(bug: str = "") -> None:
 
     steps.STEPS = {"plan": steps.Entry(steps.plan, needs=())}  # the others do not read the command line
     model.ask = ask
-    for line in sys.stdin:
-        reached: list[list[str]] = []
-        status: Any = 0
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
-            try:
-                sys.argv = [NAME, *json.loads(line)]
-                run()
-            except SystemExit as end:
-                status = end.code
-        answer = {"status": status, "said": said.getvalue(), "reached": reached[0] if reached else None}
-        print(json.dumps(answer), file=out, flush=True)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # a line may name a file to write
+        for line in sys.stdin:
+            reached: list[list[str]] = []
+            status: Any = 0
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+                try:
+                    sys.argv = [NAME, *json.loads(line)]
+                    run()
+                except SystemExit as end:
+                    status = end.code
+            answer = {"status": status, "said": said.getvalue(), "reached": reached[0] if reached else None}
+            print(json.dumps(answer), file=out, flush=True)
 
 
 if __name__ == "__main__":
