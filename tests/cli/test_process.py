@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -242,6 +243,36 @@ def test_torchs_compile_cache_is_where_it_is_without_a_call(monkeypatch):
     with process.workspace():
         called = process.call("torch._inductor.runtime.cache_dir_utils:cache_dir")
     assert called == cache_dir()
+
+
+def binds_vllms_socket():
+    """Bind a socket where vLLM's engine and its front end have theirs; return whether that is in the own folder."""
+    from vllm.utils.network_utils import get_open_zmq_ipc_path
+
+    path = get_open_zmq_ipc_path().removeprefix("ipc://")
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(path)
+    os.unlink(path)
+    return path.startswith(tempfile.gettempdir())
+
+
+@pytest.mark.parametrize(("length", "own"), [(40, True), (69, False)])
+def test_vllms_sockets_have_a_path_that_is_short_enough(monkeypatch, length, own):
+    """A folder of a job's own, as of a scheduler: vLLM alone could have its sockets there."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        folder = Path(short, "x" * (length - len(short) - 1))
+        folder.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+        with process.workspace():
+            assert process.call(f"{__name__}:binds_vllms_socket") is own
+
+
+@pytest.mark.mutation
+def test_mutation_a_folder_that_is_too_long_for_a_socket_is_caught(monkeypatch):
+    monkeypatch.setattr(process, "LONGEST", 1000)
+    with pytest.raises(process.EndedError, match="AF_UNIX path too long"):
+        test_vllms_sockets_have_a_path_that_is_short_enough(monkeypatch, 69, False)
 
 
 def test_a_process_that_was_not_called_ends_nothing_and_removes_nothing(tmp_path):

@@ -27,6 +27,8 @@ TIMEOUT_S = 3600  # without a word that it tells: a first start of AITER compile
 GRACE_S = 60  # for a process that has answered and does not end
 LOOK_S = 0.5  # how often ``call`` looks for what its process tells
 LAST_LINES = 12
+LONGEST = 70
+"""Characters of a folder in which vLLM can have a socket: it adds 37, and the path of one has at most 107."""
 
 _groups: set[int] = set()
 """The groups of the calls that run. Of the process, as its signals are, which end them all."""
@@ -203,10 +205,15 @@ def _waited(child: subprocess.Popen[bytes], seconds: float) -> int | None:
 
 
 def _with_folder(environment: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Return the variables with ``folder`` for temporary files, and torch's compile cache where it is without that."""
+    """Return the variables with ``folder`` for temporary files, and torch's compile cache where it is without that.
+
+    vLLM's sockets lie where they do without that, too, if ``folder`` is too long for them.
+    """
     shared = tempfile.gettempdir()
     outside = Path(shared).parent if shared in _folders else shared
     found = {**environment, "TMPDIR": folder}
+    if len(folder) > LONGEST:
+        found.setdefault("VLLM_RPC_BASE_PATH", str(outside))
     with suppress(KeyError, OSError):  # a container's user may have no name
         found.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{outside}/torchinductor_{getpass.getuser()}")
     return found
