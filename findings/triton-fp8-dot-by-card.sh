@@ -11,8 +11,8 @@
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-python3 -m venv "$work/venv"
-"$work/venv/bin/pip" install -q --no-deps triton==3.9.0
+python3 -m venv "$work/venv" || exit 3
+"$work/venv/bin/pip" install -q --no-deps triton==3.9.0 || exit 3
 cat >"$work/multiply.py" <<'PY'
 import re
 import sys

@@ -11,9 +11,9 @@
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-python3 -m venv "$work/venv"
-"$work/venv/bin/pip" install -q torch==2.13.0 numpy==2.3.5
-"$work/venv/bin/pip" install -q --no-deps triton==3.9.0
+python3 -m venv "$work/venv" || exit 3
+"$work/venv/bin/pip" install -q torch==2.13.0 numpy==2.3.5 || exit 3
+"$work/venv/bin/pip" install -q --no-deps triton==3.9.0 || exit 3
 cat >"$work/rows.py" <<'PY'
 import sys
 

@@ -1,12 +1,13 @@
 """What a release ships: an sdist and a wheel that install and run without the checkout."""
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import zipfile
-from importlib.metadata import distribution, requires
+from importlib.metadata import PathDistribution, distribution, requires
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,16 @@ def test_the_wheel_holds_the_package_and_its_data_and_the_sdist_what_the_build_n
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"LICENSE", "README.md", "pyproject.toml", "vllm_aiter_mla/plugin.py"} <= names
+    assert not [name for name in names if name.startswith("tests")], "without their helpers none runs"
+
+
+def test_the_description_of_the_wheel_names_no_file_of_the_checkout(wheel):
+    """A package index shows it, where a relative link leads nowhere and a diagram is text."""
+    (folder,) = [path for path in zipfile.Path(wheel).iterdir() if path.name.endswith(".dist-info")]
+    told = PathDistribution(folder).metadata
+    assert "Never run on an AMD card" in told.get_payload()
+    assert not re.findall(r"\]\((?!https?://)|```", told.get_payload())
+    assert not told.get_all("Project-URL"), "the repository has no address of its own"
 
 
 def needed(folder):

@@ -27,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -38,13 +37,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.common import Parser, RunError, UsageError, escaped, guarded, positive, table, writable
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs
+from vllm_aiter_mla.commands.report.serving import LENGTHS, METRICS, OFF, ON, Estimate, Row, Serving
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
 
-OFF, ON = "off", "on"
 FEWEST_RUNS, SEEDS_PER_RUN, LAST_LINES = 3, 1000, 25
 SIGMAS = 2.0
 """Two means differ if they are at least this many combined standard errors apart."""
-METRICS = ("ttft", "tpot")
 # The tool gives these itself, or a JSON value would replace the dotted ones that it gives.
 TAKEN: tuple[str, ...] = ("--model", "--host", "--port", "--uds", "--config", "--api-key", "--served-model-name")
 TAKEN += ("--additional-config", "--compilation-config", "-cc")
@@ -55,23 +53,10 @@ CARD = (
     "import json, torch; n = torch.cuda.device_count(); name = torch.cuda.get_device_name(0) if n else 'CPU'"
     "; print(json.dumps([torch.__version__, f'{n} x {name}' if n else name]))"
 )
-LENGTHS = ("input", "prefix", "output")
 Point = dict[str, Any]
 """A row of the table of times: tokens of ``LENGTHS``, and ``rate`` in requests per second."""
 Results = dict[str, dict[int, list[dict[str, Any]]]]
 """By side and run: what the client saved for each point."""
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean and its standard error."""
-
-    mean: float
-    stderr: float
-
-    def show(self, digits: int) -> str:
-        """Return ``mean ± stderr``."""
-        return f"{self.mean:.{digits}f} ± {self.stderr:.{digits}f}"
 
 
 def read(argv: Sequence[str]) -> argparse.Namespace:
@@ -282,22 +267,25 @@ def speed(given: argparse.Namespace, results: Results) -> tuple[list[str], dict[
         start = [*(point[name] for name in LENGTHS), f"{point['rate']:g}"]
         values = {side: [run[number] for run in runs.values()] for side, runs in results.items()}
         why = _invalid(values, point, given)
-        rows.append({"point": point, "estimates": {}, "invalid": why})
-        for metric in METRICS if not why else ():
-            found = {side: estimate([one[f"mean_{metric}_ms"] for one in runs]) for side, runs in values.items()}
-            rows[-1]["estimates"][metric] = {side: asdict(one) for side, one in found.items()}
+        row = Row(point, {}, why)
+        rows.append(row)
+        for metric, saved in METRICS.items() if not why else ():
+            found = {side: estimate([one[saved] for one in runs]) for side, runs in values.items()}
+            row.estimates[metric] = found
             start += [one.show(2) for one in found.values()]
-            start += _ratio(found[OFF], found[ON])
+            slow, fast = (ON, OFF) if metric == "throughput" else (OFF, ON)
+            start += _ratio(found[slow], found[fast])
         lines.append([*start, f"**invalid**: {why}"] if why else start)
     head = ["input-len", "prefix-len", "output-len", "rr"]
     for metric in METRICS:
-        head += [f"{side}_{metric} ms" for side in results]
-        head += [f"{metric} {OFF}/{ON}", f"{metric}: outcome"]
-    return table(head, lines), {"rows": rows, "results": results}, not any(row["invalid"] for row in rows)
+        unit, ratio = ("tokens/s", f"{ON}/{OFF}") if metric == "throughput" else ("ms", f"{OFF}/{ON}")
+        head += [f"{side}_{metric} {unit}" for side in results]
+        head += [f"{metric} {ratio}", f"{metric}: outcome"]
+    return table(head, lines), {"rows": tuple(rows), "results": results}, not any(row.invalid for row in rows)
 
 
 def _ratio(off: Estimate, on: Estimate) -> tuple[str, str]:
-    """Return the ratio of two times with its error, and whether the server is faster with the flag on."""
+    """Return the ratio of two times, or of two rates the other way round, with its error, and which side is faster."""
     ratio = off.mean / on.mean
     error = ratio * math.hypot(off.stderr / off.mean, on.stderr / on.mean)
     differ = distinguishable(off.mean - on.mean, math.hypot(off.stderr, on.stderr))
@@ -310,8 +298,8 @@ def _invalid(values: dict[str, list[dict[str, Any]]], point: Point, given: argpa
     for side, runs in values.items():
         for run, one in enumerate(runs):
             found = {name: one.get(name) for name in wanted}
-            if found != wanted or not all(one.get(f"mean_{metric}_ms", 0) > 0 for metric in METRICS):
-                return f"flag {side}, run {run + 1}: {found}, {wanted} expected, with ttft and tpot"
+            if found != wanted or not all(one.get(saved, 0) > 0 for saved in METRICS.values()):
+                return f"flag {side}, run {run + 1}: {found}, {wanted} expected, with {', '.join(METRICS)}"
     return None
 
 
@@ -329,7 +317,7 @@ def accuracy(given: argparse.Namespace, results: Results) -> tuple[list[str], di
             each.append([run + 1, name, *(one.show(4) for one in shares.values())])
             for side, share in shares.items():
                 found = record[side].setdefault(str(run), {"figures": {}, "answers": answers[side]})
-                found["figures"][name] = {"value": share.mean, "stderr": share.stderr}
+                found["figures"][name] = {"mean": share.mean, "stderr": share.stderr}
     lines = table(["run", "filter", *results], each)
     return [*lines, "", *_paired(results)], {"answers": record}, True
 
@@ -364,7 +352,7 @@ def about() -> dict[str, str]:
         torch, card = json.loads(done.stdout)
     else:
         torch, card = f"unknown: {(done.stderr.strip().splitlines() or ['no error was printed'])[-1]}", "unknown"
-    stamp = files.stamp("serving", 2)
+    stamp = files.stamp("serving")
     versions = {name: str(getattr(stamp, name)) for name in ("vllm", "aiter", "plugin", "time")}
     steering = " ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if STEERING.match(name))
     return {"card": card, "torch": torch, **versions, "environment of the servers": steering or "none set"}
@@ -407,8 +395,7 @@ def run(argv: Sequence[str]) -> int:
     if given.out:
         files.write_text(given.out, text)
     if given.json:
-        record = {"tool": f"serving {given.what}", "about": facts, "status": "; ".join(said[ON])}
-        files.write(given.json, record | measured | {files.KEY: files.stamp("serving", 2)})
+        files.write(given.json, Serving(f"serving {given.what}", given.model, facts, "; ".join(said[ON]), **measured))
     return 0 if valid else 1
 
 

@@ -6,16 +6,18 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.sandbox import check
 from tests.sandbox.rehearsal_card import RehearsalCard, Scenario
 from tests.support import in_process, plans
 from tests.support.planted import raising
+from tests.support.waiting import LONG_S, happened
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs, process
 from vllm_aiter_mla.commands.check import idle, kernels, show, steps, timing
@@ -77,12 +79,6 @@ session.run = aborting
 SOME = ("--case", "fresh-data", "--case", "other-slots", "--case", "scales-changed", "--variant", "bf16")
 
 
-@pytest.fixture(autouse=True)
-def tests_can_be_imported(monkeypatch):
-    """A process looks for nothing in the folder that it is started in."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))))
-
-
 @pytest.fixture
 def aborted(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(ABORTS.format(root=str(ROOT)))
@@ -111,63 +107,10 @@ def test_a_back_end_that_aborts_fails_in_its_case_and_the_next_one_runs(aborted)
     assert "FAILED first other-slots" in done.stdout
 
 
-@pytest.mark.mutation
-def test_mutation_a_case_that_aborted_and_is_left_out_is_caught(monkeypatch):
-    ended, running = Verification(0, {}, "eager", None, {}, (kernels_result("passed"),)), [kernels_result("started")]
-    error = process.EndedError("was ended by SIGABRT", "a check failed")
-
-    def found():
-        return [one.status for one in kernels._with_failure(ended, "first", running, error).results]
-
-    assert found() == ["passed", "failed"]
-    monkeypatch.setattr(kernels, "_with_failure", lambda record, *_: record)
-    with pytest.raises(AssertionError, match="'passed'"):
-        assert found() == ["passed", "failed"]
-
-
 def kernels_result(status):
     from vllm_aiter_mla.verify.results import Result
 
     return Result("fresh-data", "bf16", "first", "eager", status=status)
-
-
-def told_by_a_child(number):
-    """Tell two values, and abort if there is a third."""
-    process.tell(1)
-    process.tell({"two": [2]})
-    if number == 3:
-        os.abort()
-    return number
-
-
-@pytest.mark.parametrize("number", [2, 3])
-def test_what_a_process_tells_is_heard_in_order_also_if_it_aborts_then(number):
-    heard = []
-    try:
-        assert process.call(f"{__name__}:told_by_a_child", number, heard=heard.append) == 2
-    except process.EndedError:
-        assert number == 3
-    assert heard == [1, {"two": [2]}]
-
-
-def test_what_is_told_is_heard_while_the_process_runs():
-    heard = []
-    process.call(f"{__name__}:told_by_a_slow_child", heard=lambda value: heard.append((value, time.monotonic())))
-    (_, first), (_, second) = heard
-    assert second - first > 1.0
-
-
-def told_by_a_slow_child():
-    process.tell(1)
-    time.sleep(2.5)
-    process.tell(2)
-
-
-@pytest.mark.mutation
-def test_mutation_what_is_told_and_heard_at_the_end_alone_is_caught(monkeypatch):
-    monkeypatch.setattr(process, "LOOK_S", 60)
-    with pytest.raises(AssertionError, match=r"> 1\.0"):
-        test_what_is_told_is_heard_while_the_process_runs()
 
 
 def of_a_card(monkeypatch, **scenario):
@@ -179,7 +122,7 @@ def of_a_card(monkeypatch, **scenario):
 
 
 def test_a_card_that_a_server_uses_is_said_before_anything_runs_on_it(monkeypatch):
-    done = of_a_card(monkeypatch, in_use_gib=170)
+    done = of_a_card(monkeypatch, in_use_gib=[170])
     assert done.exit_code == outputs.NOT_LOOKED
     said = re.sub(r"[\s|]+", " ", done.stdout)
     assert "card 0 is not idle: 170 of 192 GiB are in use; processes that have a card open: vllm (process 4711)" in said
@@ -204,28 +147,65 @@ def test_a_process_that_holds_a_cards_device_file_is_named_and_this_one_is_not(t
     assert [one.rpartition("process ")[2] for one in found] == [f"{other.pid})"]
 
 
-def says_what_it_does(context):
-    context.now("the third case")
-    time.sleep(0.5)
-    return Step("passed", "")
+def says_what_it_does(monkeypatch, capfd, seconds=LONG_S):
+    """Check that a step is told of at its begin and twice more before it ends."""
+    beats, say = threading.Semaphore(0), show._say
+
+    def noted(text):
+        say(text)
+        beats.release()
+
+    def works(context):
+        beats.acquire()
+        context.now("the third case")
+        assert all(beats.acquire(timeout=seconds) for _ in range(2)), "it is mute"
+        return Step("passed", "")
+
+    monkeypatch.setattr(show, "_say", noted)
+    monkeypatch.setitem(steps.STEPS, "kernels", steps.Entry(works))
+    ((status, detail),) = [(step.status, step.detail) for step in command.carried_out(Context(), ("kernels",))]
+    assert status == "passed", detail
+    first, *lines = capfd.readouterr().err.splitlines()
+    assert first == "1/1 kernels ..."
+    assert all(re.fullmatch(r"kernels, \d+ s: the third case", one) for one in lines)
 
 
 def test_a_long_step_says_what_it_does_also_without_a_terminal(monkeypatch, capfd):
-    monkeypatch.setattr(show, "HEARTBEAT_S", 0.1)
-    monkeypatch.setitem(steps.STEPS, "kernels", steps.Entry(says_what_it_does))
-    assert [step.status for step in command.carried_out(Context(), ("kernels",))] == ["passed"]
-    first, *beats = capfd.readouterr().err.splitlines()
-    assert first == "1/1 kernels ..."
-    assert len(beats) >= 2
-    assert all(re.fullmatch(r"kernels, \d+ s: the third case", one) for one in beats)
+    monkeypatch.setattr(show, "HEARTBEAT_S", 0.01)
+    says_what_it_does(monkeypatch, capfd)
 
 
 @pytest.mark.mutation
 def test_mutation_a_long_step_that_is_mute_is_caught(monkeypatch, capfd):
-    wait = show.threading.Event.wait
-    monkeypatch.setattr(show.threading.Event, "wait", lambda self, seconds=None: wait(self, 60))
-    with pytest.raises(AssertionError, match="0 >= 2"):
-        test_a_long_step_says_what_it_does_also_without_a_terminal(monkeypatch, capfd)
+    monkeypatch.setattr(show, "HEARTBEAT_S", LONG_S)
+    with pytest.raises(AssertionError, match="it is mute"):
+        says_what_it_does(monkeypatch, capfd, seconds=0.1)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that a step puts forward."""
+    made = SimpleNamespace(seconds=10.0)
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: made.seconds))
+    return made
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("planted")])
+def test_a_step_has_the_seconds_that_it_took_also_in_the_demo(monkeypatch, clock, error):
+    def works(context):
+        clock.seconds += 2.34
+        if error:
+            raise error
+        return Step("passed", "", seconds=99.0)
+
+    monkeypatch.setitem(steps.STEPS, "machine", steps.Entry(works, needs=()))
+    status = "failed" if error else "passed"
+    for name, run in (("machine", command.carried_out), ("machine, fp8 cache", demo_of("fp8 cache"))):
+        assert [(one.name, one.status, one.seconds) for one in run(Context(), ("machine",))] == [(name, status, 2.3)]
+
+
+def demo_of(what):
+    return lambda asked, names: check.run_steps(asked, what, *names)
 
 
 def test_a_run_that_is_cut_off_keeps_the_cases_that_ended(monkeypatch, tmp_path):
@@ -264,17 +244,33 @@ def test_a_package_that_is_missing_fails_its_step_and_only_a_rocm_images_own_ski
         assert [step.status for step in command.carried_out(Context(), ("machine",))] == [status]
 
 
-def test_a_side_that_fails_ends_the_other(monkeypatch):
-    ended = threading.Event()
-    monkeypatch.setattr(process, "end_calls", ended.set)
+def runs_until(released):
+    process.tell("it runs")
+    return happened(Path(released).exists)
+
+
+def test_a_side_that_fails_ends_the_other(tmp_path):
+    runs, off, released = threading.Event(), [], str(tmp_path / "released")
 
     def answer(side):
         if side == "on":
+            assert runs.wait(LONG_S)
             raise RuntimeError("planted")
-        assert ended.wait(30), "nobody ended it"
+        try:
+            off.append(process.call(f"{__name__}:runs_until", released, heard=lambda value: runs.set()))
+        except process.EndedError as error:
+            off.append(error.how)
 
     with pytest.raises(RuntimeError, match="planted"):
         steps._both(answer)
+    assert off == ["was ended by SIGKILL"]
+
+
+@pytest.mark.mutation
+def test_mutation_a_side_that_goes_on_is_caught(monkeypatch, tmp_path):
+    monkeypatch.setattr(process, "end_calls", (tmp_path / "released").touch)
+    with pytest.raises(AssertionError, match=r"\[True\] == "):
+        test_a_side_that_fails_ends_the_other(tmp_path)
 
 
 @pytest.mark.parametrize("typed", [("-tp", "1,2,4,8"), ("--tensor-parallel-size=1,2,4,8",), ("-tp=1, 2,4,8",)])
@@ -285,7 +281,7 @@ def test_several_sizes_of_tensor_parallelism_are_as_many_deployments(typed):
     assert found[3] == ("--kv-cache-dtype", "fp8", name, "8", "--port", "1")
 
 
-@pytest.mark.parametrize("typed", [("-tp", "8"), ("-tp",), (), ("--served-model-name", "a,b")])
+@pytest.mark.parametrize("typed", [("-tp", "8"), ("-tp",), (), ("--served-model-name", "a,b"), ("-tp", "[1, 2]")])
 def test_one_deployment_keeps_its_options_as_they_are(typed):
     assert model.deployments(typed) == ([""], [typed])
 

@@ -18,14 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from tests.sandbox.rehearsal_card import RehearsalCard
+from tests.sandbox.rehearsal_card import RehearsalCard, Scenario
 from tests.support import in_process, plans
 from tests.support.planted import raising
 from tests.support.statuses import record_of
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands import machine, outputs, process
-from vllm_aiter_mla.commands.check import engine, kernels, steps, timing
+from vllm_aiter_mla.commands.check import engine, idle, kernels, steps, timing
 from vllm_aiter_mla.commands.check import run as command
 from vllm_aiter_mla.commands.check.context import Context
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
@@ -40,6 +40,7 @@ from vllm_aiter_mla.verify.results import Finding, Result, Verification
 
 ISSUES = {issue["id"]: issue for issue in json.loads(issues.KNOWN_ISSUES.read_text())}
 NO_CUSTOM_AR = "VLLM_ROCM_USE_AITER_CUSTOM_AR=0"
+LOOK = machine.run  # ``card`` replaces it
 ENVIRONMENTS = ("machine", "kernels", "timing", "off", "on")
 """The steps and the engines that get variables, as ``card`` notes them."""
 STEP = (3, {3: -0.5, 4: -1.0})
@@ -65,6 +66,10 @@ def made_up_plan(**changes: Any) -> dict[str, Any]:
     return found | {"outcome": "engaged", "heads_per_rank": 16} | changes
 
 
+ASK, RUN = model.ask, engine.run
+"""What ``card`` replaces."""
+
+
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A card on which every step passes; a test replaces what it breaks."""
@@ -74,7 +79,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     made["results"] = [Result("fresh-data", "fp8", "aiter", "graph capture")]
     row = timing.row_of(1, 16, "fp8", {"vllm": 10.0, "triton": 5.0}, {})
     made["measured"] = timing.Measurement({"card": "a card"}, "fp8", (row,), {}, "")
-    monkeypatch.setattr(machine, "examine", lambda env: made.update(machine=env) or made["checks"])
+    monkeypatch.setattr(machine, "run", lambda _, env: made.update(machine=env) or made["checks"])
     monkeypatch.setattr(model, "ask", lambda *_: (issues.looked_up(plans.parsed(made["plan"])),))
     # In this process, where the card is made up; tests/rehearsal runs the real ones.
     in_process.install(monkeypatch, lambda name, env: made.update({CALLED.get(name, name): env}))
@@ -88,6 +93,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 OF_A_SHAPE = ("kernels", "timing", "engine", "launches")
 CALLED = {f"{kernels.__name__}:run": "kernels", f"{timing.__name__}:run": "timing"}
+CALLED_BY = {"timing": "timed", "engine": "on"}
+"""What ``card`` notes of a step that ran."""
 
 
 def verified(results: list[Result]) -> Verification:
@@ -137,7 +144,7 @@ def a_module_without_code_for_this_card(card: dict[str, Any]) -> None:
     module = {Path("module_cache.so"): {"gfx942"}}
     replaced = {"gpu_arch": lambda: "gfx950", "compiled_modules": lambda: list(module), "architectures_of": module.get}
     with mock.patch.multiple(machine.checks, **replaced):
-        card["checks"] = machine.run([machine.checks.code_objects], {})
+        card["checks"] = LOOK([machine.checks.code_objects], {})
 
 
 def a_shape_with_a_known_issue(card: dict[str, Any]) -> None:
@@ -525,6 +532,43 @@ def test_an_engine_that_needs_more_gpus_than_are_here_is_skipped(card: dict[str,
     assert failed(found) == []
 
 
+BUSY = [
+    ("timing", 0, 0.06, {}, True),
+    ("timing", 0, 0.04, {}, False),
+    ("timing", 1, 0.06, {"tp": 2}, False),
+    ("engine", 0, 0.06, {"tp": 1}, True),
+    ("engine", 1, 0.06, {"tp": 1}, False),
+    ("engine", 3, 0.06, {"tp": 2, "pp": 2}, True),
+    ("engine", 3, 0.04, {"tp": 2, "pp": 2}, False),
+    ("engine", 4, 0.06, {"tp": 2, "pp": 2}, False),
+    ("engine", 7, 0.06, {"tp": 4, "pcp": 2}, True),
+]
+"""A step, the number of a card, the share of its memory that others use, how many cards an engine takes, and whether
+the step must not run."""
+
+
+@pytest.mark.parametrize(("step", "number", "share", "sizes", "busy"), BUSY)
+def test_a_card_in_use_stops_the_steps_that_need_it(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch,
+    step: str, number: int, share: float, sizes: dict[str, int], busy: bool,
+) -> None:  # fmt: skip
+    RehearsalCard(Scenario(in_use_gib=[0.0] * number + [192 * share])).install(monkeypatch)
+    card["plan"]["options"] |= sizes
+    found = outcomes()[step]
+    assert (found.status, f"card {number} is not idle" in found.detail) == ("unknown" if busy else "passed", busy)
+    assert (CALLED_BY[step] in card) is not busy, "it ran"
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("row", [BUSY[4], BUSY[5], BUSY[8]])
+def test_mutation_cards_of_an_engine_that_are_counted_wrongly_are_caught(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, row: Any
+) -> None:
+    monkeypatch.setattr(steps, "cards_of", lambda plan: 1 if row[-1] else 8)
+    with pytest.raises(AssertionError, match="'passed', False" if row[-1] else "'unknown', True"):
+        test_a_card_in_use_stops_the_steps_that_need_it(card, monkeypatch, *row)
+
+
 def test_what_is_left_out_of_the_engine_is_said(card: dict[str, Any]) -> None:
     card["answers"]["on"]["left_out"] = ["--data-parallel-size", "--nnodes"]
     (line,) = [line for line in outcomes()["engine"].lines if "left out" in line]
@@ -556,6 +600,33 @@ def test_a_step_that_raises_has_failed_and_the_next_one_runs(
     assert failed(found) == ["engine"]
     assert "out of memory" in found["engine"].detail
     assert found["decode"].status == found["launches"].status == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("function", "step", "said", "skipped"),
+    [
+        (model.ANSWER, "plan", "vLLM {how}", [*steps.STEPS][2:]),
+        (f"{idle.__name__}:{idle.why_not.__name__}", "timing", "its process {how}: {line}", []),
+        (f"{engine.__name__}:{engine.answer.__name__}", "engine",
+         "vLLM's engine, on: its process {how}; its last lines:\n{line}", ["prefill", "decode", "launches"]),
+    ],
+)  # fmt: skip
+def test_a_step_whose_process_ends_has_failed_and_the_record_says_how(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    function: str, step: str, said: str, skipped: list[str],
+) -> None:  # fmt: skip
+    """Of kernels, timing and tuning, which tell what they find, tests are next to those of the steps."""
+    in_process.install(monkeypatch, ends={function: 0})
+    monkeypatch.setattr(model, "ask", ASK if step == "plan" else model.ask)
+    monkeypatch.setattr(engine, "run", RUN if step == "engine" else engine.run)
+    path = tmp_path / "check.json"
+    done = CliRunner().invoke(app, ["check", "deepseek-r1", "-tp", "8", "--json", str(path)])
+    assert done.exit_code == 1, done.output
+    found = {one.name: one for one in files.read(CheckRun, path).steps}
+    assert failed(found) == [step]
+    assert said.format(how=in_process.ENDED.how, line=in_process.ENDED.lines[-1]) in found[step].detail
+    assert [name for name, one in found.items() if one.status == "skipped"] == skipped
+    assert {one.status for name, one in found.items() if name not in (step, *skipped)} == {"passed"}
 
 
 def test_without_a_gpu_the_steps_of_a_card_are_skipped_and_the_exit_status_is_3(
@@ -650,9 +721,3 @@ def test_a_check_that_is_cut_off_leaves_the_steps_before(card: dict[str, Any], t
 def test_a_process_answers_with_records_and_whole_numbers_as_they_are() -> None:
     plan = plans.parsed(made_up_plan())
     assert process.call("builtins:dict", {3: plan}) == {3: plan}
-
-
-def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "TIMEOUT_S", 0.2)
-    with pytest.raises(process.EndedError, match=r"0\.2 s"):
-        process.call("time:sleep", 60)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,11 +12,14 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from tests.support import plans
+from tests.support import in_process, plans
+from tests.support.planted import raising
 from tests.support.statuses import record_of
 from vllm_aiter_mla import __version__, files, status
 from vllm_aiter_mla.commands import machine, outputs
+from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.check.context import Arch
+from vllm_aiter_mla.commands.check.run import Run
 from vllm_aiter_mla.commands.main import COMMANDS, app
 from vllm_aiter_mla.commands.plan import model
 from vllm_aiter_mla.kernels import device
@@ -27,7 +31,8 @@ PLAN = ("deepseek-r1", "--only", "plan")
 
 def machine_finds(status):
     def plant(monkeypatch, folder):
-        monkeypatch.setattr(machine, "examine", lambda env: (machine.Check(status, "made up", name="made-up"),))
+        monkeypatch.setattr(machine, "run", lambda *_: (machine.Check(status, "made up", name="made-up"),))
+        in_process.install(monkeypatch)
 
     return plant
 
@@ -63,6 +68,9 @@ def nothing(monkeypatch, folder):
     """The machine as it is."""
 
 
+STEP = "|".join(steps.STEPS)
+RUNS = re.compile(rf"[1-9]/[1-9] ({STEP}) \.\.\.|({STEP}), \d+ s")
+"""What standard error says of a step that begins, and of one that takes long."""
 WRONG_FILE = ("--json", "no/such/folder/x.json")
 MACHINE = ("--only", "machine")
 TABLE = [
@@ -114,9 +122,43 @@ def test_an_exit_status_means_the_same_for_every_command(monkeypatch, tmp_path, 
     assert isinstance(done.exception, (SystemExit, type(None))), done.exception
     if expected == outputs.WRONG and not done.stderr.startswith("Usage:"):  # that is typer's own
         *before, said = done.stderr.splitlines()
-        assert (done.stdout.strip(), [line for line in before if not line.endswith(" ...")]) == ("", [])
+        assert (done.stdout.strip(), [line for line in before if not RUNS.fullmatch(line)]) == ("", [])
         assert said.startswith(f"{command}: ")
         assert typed[-1].partition("=")[0] in said
+
+
+@pytest.mark.parametrize(
+    ("outcome", "expected"),
+    [
+        ("engaged", outputs.FINE), ("some", outputs.FINDING), ("skipped", outputs.FINDING),
+        ("unknown", outputs.NOT_LOOKED),
+    ],
+)  # fmt: skip
+def test_the_outcome_of_a_plan_is_in_the_json_and_the_exit_status_is_its(monkeypatch, tmp_path, outcome, expected):
+    plan_says(outcome)(monkeypatch, tmp_path)
+    done = CliRunner().invoke(app, ["check", *PLAN, "--json", "-"])
+    found = json.loads(done.stdout)
+    (step,) = found["steps"]
+    assert (done.exit_code, found["exit"], step["data"]["outcome"]) == (expected, expected, outcome)
+
+
+@pytest.mark.parametrize(
+    ("typed", "named"),
+    [
+        (("deepseek-r1", "--limit", '{"tokens": 8}'), "'--limit'"),
+        ((*KERNELS, "--limit", "--json", "x.json"), "'--limit'"),
+        ((*PLAN, "--limit", "8"), "--limit 8: "),
+        ((*PLAN, "--tokens", "1", "--port", "1"), "--tokens 1: "),
+        (("--only", "timing", "--tokens", "1", "--port=1"), "--port=1 "),
+        (("deepseek-r1", "--heads", "8", "--heads", "16"), "--heads 8 16: "),
+        (("deepseek-r1", "--model", "other"), "--model other "),
+    ],
+)
+def test_an_option_in_the_wrong_place_or_with_a_wrong_value_is_named_and_nothing_runs(monkeypatch, typed, named):
+    monkeypatch.setattr(Run, "carry_out", raising(RuntimeError("it ran")))
+    done = CliRunner().invoke(app, ["check", *typed])
+    assert (done.exit_code, done.stdout) == (outputs.WRONG, ""), done.output
+    assert named in done.stderr.splitlines()[-1]
 
 
 def test_exit_status_every_command_is_in_the_table():
@@ -174,7 +216,7 @@ def in_a_shell(line, **options):
 def test_output_that_ends_on_a_full_disk_is_one_line_and_nobody_has_looked(line):
     with open("/dev/full", "w") as full:
         done = in_a_shell(line, stdout=full)
-    said = [one for one in done.stderr.splitlines() if not one.endswith(" ...")]
+    said = [one for one in done.stderr.splitlines() if not RUNS.fullmatch(one)]
     assert (done.returncode, len(said)) == (outputs.NOT_LOOKED, 1)
     assert os.strerror(errno.ENOSPC) in said[0]
 

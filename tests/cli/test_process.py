@@ -1,7 +1,7 @@
 """A process of its own ends with its caller, its engine and workers with it, and its temporary files go."""
 
-import atexit
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.signals import heard
+from tests.support.waiting import LONG_S, happened, runs
 from vllm_aiter_mla.commands import process
 
 # What a step does: it starts a worker, as vLLM does, leaves a file in the temporary folder, and waits.
@@ -22,14 +23,6 @@ from vllm_aiter_mla.commands import main, process
 main.app = lambda: process.call("tests.cli.test_process:step", sys.argv[1])
 main.main()
 """
-
-
-@pytest.fixture(autouse=True)
-def tests_can_be_imported(monkeypatch):
-    """A process looks for nothing in the folder that it is started in."""
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join((str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")))
-    )
 
 
 def step(notes):
@@ -46,42 +39,28 @@ def aborts(notes):
     os.abort()
 
 
-def waited_for(true, seconds=60):
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
-def is_there(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.fixture
 def caller(tmp_path):
     """A command in the middle of a step: its process, and the processes and folder of the step."""
     line, variables = [sys.executable, "-c", CALLER, str(tmp_path)], os.environ | {"TMPDIR": str(tmp_path)}
     started = subprocess.Popen(line, env=variables, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
-    waited_for((tmp_path / "ready").exists)
+    assert happened((tmp_path / "ready").exists)
     child, worker, folder = (tmp_path / "ready").read_text().split()
     yield started, (int(child), int(worker)), Path(folder)
     started.kill()
     for one in (int(child), int(worker)):
-        if is_there(one):
+        if runs(one):
             os.kill(one, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
 def test_signals_to_a_command_end_what_it_has_started_and_nothing_is_left(caller, name):
     started, processes, folder = caller
-    assert all(map(is_there, processes))
+    assert all(map(runs, processes))
     assert folder.is_dir()
     started.send_signal(number := getattr(signal, name))
     said = started.communicate(timeout=60)[1]
-    waited_for(lambda: not any(map(is_there, processes)) and not folder.exists())
+    assert happened(lambda: not any(map(runs, processes)) and not folder.exists())
     if name == "SIGKILL":
         assert started.returncode == -number
     else:
@@ -103,7 +82,7 @@ def test_calls_at_the_same_time_do_not_remove_each_others_files(tmp_path):
     """Two engines run at once on a CPU, and the first to end takes only its own folder with it."""
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(process.call, "tests.cli.test_process:stays", str(tmp_path), "first", "second")
-        waited_for((tmp_path / "first").exists)
+        assert happened((tmp_path / "first").exists)
         second = pool.submit(process.call, "tests.cli.test_process:stays", str(tmp_path), "second", "ended")
         first.result()
         (tmp_path / "ended").touch()
@@ -114,7 +93,7 @@ def stays(notes, name, until):
     """Make a temporary file, and return whether it is still there once ``until`` has happened."""
     path = Path(tempfile.mkstemp()[1])
     Path(notes, name).touch()
-    waited_for(Path(notes, until).exists)
+    assert happened(Path(notes, until).exists)
     return path.exists()
 
 
@@ -131,30 +110,121 @@ def test_mutation_a_folder_for_all_calls_is_caught(tmp_path, monkeypatch):
         test_calls_at_the_same_time_do_not_remove_each_others_files(tmp_path)
 
 
-def told_each_second(count):
-    for number in range(count):
-        time.sleep(1)
-        process.tell(number)
-    return count
+def told_by_a_child(number):
+    """Tell two values, and abort if there is a third."""
+    process.tell(1)
+    process.tell({"two": [2]})
+    if number == 3:
+        os.abort()
+    return number
 
 
-def test_a_process_that_tells_something_may_go_on(monkeypatch):
+@pytest.mark.parametrize("number", [2, 3])
+def test_what_a_process_tells_is_heard_in_order_also_if_it_aborts_then(number):
+    heard = []
+    try:
+        assert process.call("tests.cli.test_process:told_by_a_child", number, heard=heard.append) == 2
+    except process.EndedError:
+        assert number == 3
+    assert heard == [1, {"two": [2]}]
+
+
+def tells_and_waits(folder, seconds):
+    """Tell three numbers, each once the one before was heard; return those whose hearing was noted in time."""
+    return [number for number in range(3) if tell(number) or happened(Path(folder, str(number)).exists, seconds)]
+
+
+def tell(number):
+    process.tell(number)
+
+
+def heard_at_once(folder, seconds=LONG_S, then=lambda: None):
+    """Check that what a process tells is heard before it goes on."""
+
+    def hear(number):
+        Path(folder, str(number)).touch()
+        then()
+
+    found = process.call("tests.cli.test_process:tells_and_waits", str(folder), seconds, heard=hear)
+    assert found == [0, 1, 2], "what it told was not heard while it ran"
+
+
+def test_what_is_told_is_heard_while_the_process_runs(tmp_path):
+    heard_at_once(tmp_path)
+
+
+@pytest.mark.mutation
+def test_mutation_what_is_told_and_heard_at_the_end_only_is_caught(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "LOOK_S", LONG_S)
+    with pytest.raises(AssertionError, match="not heard while it ran"):
+        heard_at_once(tmp_path, seconds=0.1)
+
+
+class Clock:
+    """Stands still, unless a test puts it forward."""
+
+    def __init__(self, monkeypatch):
+        self.seconds = 0
+        monkeypatch.setattr(process, "time", self)
+        monkeypatch.setattr(process, "TIMEOUT_S", 20)
+        monkeypatch.setattr(process, "GRACE_S", 5)
+
+    def monotonic(self):
+        return self.seconds
+
+    def pass_by(self, seconds):
+        self.seconds += seconds
+
+
+def test_a_process_that_tells_something_may_go_on(tmp_path, monkeypatch):
     """The limit is one of silence: a soak of a kernel takes hours."""
-    monkeypatch.setattr(process, "TIMEOUT_S", 12)
-    assert process.call("tests.cli.test_process:told_each_second", 1) == 1
-    monkeypatch.setattr(process, "TIMEOUT_S", 0.2)
-    with pytest.raises(process.EndedError, match=r"0\.2 s"):
-        process.call("tests.cli.test_process:told_each_second", 30)
+    clock = Clock(monkeypatch)
+    heard_at_once(tmp_path, then=lambda: clock.pass_by(15))
+    assert clock.seconds == 45
 
 
-def answers_and_stays():
-    atexit.register(time.sleep, 600)
-    return "answered"
+@pytest.mark.mutation
+def test_mutation_a_limit_that_telling_does_not_extend_is_caught(tmp_path, monkeypatch):
+    hear = process._hear
+    monkeypatch.setattr(process, "_hear", lambda values, heard: hear(values, heard) and False)
+    with pytest.raises(process.EndedError, match="was silent for 20 s"):
+        test_a_process_that_tells_something_may_go_on(tmp_path, monkeypatch)
 
 
-def test_a_process_that_has_answered_and_does_not_end_is_ended(monkeypatch):
-    monkeypatch.setattr(process, "GRACE_S", 0.2)
-    assert process.call("tests.cli.test_process:answers_and_stays") == "answered"
+@pytest.mark.parametrize(
+    ("told", "answered", "how", "after"),
+    [
+        ((), None, "was silent for 20 s", 20),
+        ((15, 30), None, "was silent for 20 s", 50),
+        ((), 3, "had not ended 5 s after its answer", 8),
+        ((15,), 33, "had not ended 5 s after its answer", 38),
+    ],
+)
+def test_a_process_that_does_not_end_is_ended(tmp_path, monkeypatch, told, answered, how, after):
+    """By a clock that goes on by a second at each look at what the process tells."""
+    clock, answer, asked = Clock(monkeypatch), tmp_path / "answer", tmp_path / "asked"
+    monkeypatch.setattr(process, "LOOK_S", 0.001)
+    asked.write_bytes(pickle.dumps((600,)))
+
+    def hear():
+        clock.pass_by(1)
+        assert clock.seconds <= after, "nobody ends it"
+        if clock.seconds == answered:
+            answer.touch()
+        return clock.seconds in told
+
+    words = ("time:sleep", str(asked), str(tmp_path / "none"), str(tmp_path / "told"))
+    assert process._run(words, str(tmp_path), os.environ, 2, hear, answer) == how
+    assert clock.seconds == after
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(("limit", "case"), [("GRACE_S", ((), 3)), ("TIMEOUT_S", ((), None))])
+def test_mutation_a_process_that_nobody_ends_is_caught(tmp_path, monkeypatch, limit, case):
+    setattr_ = monkeypatch.setattr
+    monkeypatch.setattr(Clock, "monotonic", lambda clock: setattr_(process, limit, 1e9) or clock.seconds)
+    with pytest.raises(AssertionError, match="nobody ends it"):
+        test_a_process_that_does_not_end_is_ended(tmp_path, monkeypatch, *case, "", 25)
 
 
 def test_a_process_imports_nothing_from_the_folder_that_the_command_was_typed_in(tmp_path, monkeypatch):
@@ -187,7 +257,7 @@ def test_a_process_that_aborts_takes_its_workers_with_it(tmp_path):
     with pytest.raises(process.EndedError, match="SIGABRT"):
         process.call("tests.cli.test_process:aborts", str(tmp_path / "worker"))
     worker = int((tmp_path / "worker").read_text())
-    waited_for(lambda: not is_there(worker))
+    assert happened(lambda: not runs(worker))
 
 
 @pytest.mark.mutation
@@ -209,11 +279,11 @@ def test_mutation_a_process_that_does_not_end_with_its_caller_is_seen(tmp_path, 
         {"PYTHONPATH": path, "TMPDIR": str(tmp_path)},
     )
     started = subprocess.Popen(line, env=os.environ | variables, stderr=subprocess.DEVNULL, preexec_fn=heard)
-    waited_for((tmp_path / "ready").exists)
+    assert happened((tmp_path / "ready").exists)
     processes = [int(one) for one in (tmp_path / "ready").read_text().split()[:2]]
     started.send_signal(getattr(signal, name))
     time.sleep(1)
-    left_over = [one for one in processes if is_there(one)]
+    left_over = [one for one in processes if runs(one)]
     started.kill()
     for one in left_over:
         os.kill(one, signal.SIGKILL)

@@ -18,7 +18,8 @@ from tests.support.statuses import record_of
 from tools import aot
 from tools.gfx9 import cases
 from vllm_aiter_mla import status
-from vllm_aiter_mla.commands import main
+from vllm_aiter_mla.commands import check, main
+from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.plan import formulas, issues
 from vllm_aiter_mla.kernels.triton import tiles
@@ -45,7 +46,7 @@ def known() -> Callable[[str], set[str]]:
             return served
         if program == "vllm-aiter-mla":
             own = {text for one in COMMANDS[name].params for text in (*one.opts, *one.secondary_opts)}
-            return own | (served if name == "check" else set())
+            return own | (served if name == "check" else set())  # ``refused`` looks where they stand
         path = ROOT / (run if run.endswith(".py") else run.replace(".", "/"))
         sources = path.glob("*.py") if path.is_dir() else [path]
         return set(re.findall(r"\"(--?[\w-]+)\"", "".join(source.read_text() for source in sources)))
@@ -64,9 +65,26 @@ def wrong(commands: Iterable[str], known: Callable[[str], set[str]]) -> dict[str
             there = known(match[1]) | SHARED
         except (KeyError, OSError):
             there, given = set(), [match[1]]
-        if unknown := [name for name in given if name not in there]:
+        unknown = [name for name in given if name not in there]
+        if unknown := unknown or (refused(own) if match[1] == "vllm-aiter-mla check" else []):
             found[command] = unknown
     return found
+
+
+def refused(line: str) -> list[str]:
+    """Return why ``check`` would not begin with what follows its name; a synopsis and the bare name are no lines."""
+    typed = words(line)
+    if not typed or "[MODEL]" in typed:
+        return []
+    try:
+        given = COMMANDS["check"].make_context("check", typed)
+        model, only = given.params["model"], given.params["only"] or ()
+        chosen = steps.chosen([step for word in only for step in word.split(",")], model is not None)
+        check._check_words(model, given, chosen)
+        check._check_options(given, chosen, model)
+    except Exception as error:  # typer's or our own
+        return [f"{type(error).__name__}: {error}"]
+    return []
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -90,6 +108,14 @@ def test_commands_are_found():
     "text",
     [
         "    vllm-aiter-mla check --swift\n",
+        "`vllm-aiter-mla check M --no-such 1`",
+        "`vllm-aiter-mla check --only timing --kv-cache-dtype fp8`",
+        "`vllm-aiter-mla check -tp 8 M`",
+        "`vllm-aiter-mla check M --only plan --tokens 1`",
+        "`vllm-aiter-mla check M --heads 16`",
+        "`vllm-aiter-mla check --only plan`",
+        "`vllm-aiter-mla check M --only kernel`",
+        "`vllm-aiter-mla check M -tp 1,2`",
         "    vllm-aiter-mla demo\n",
         "`python tools/make_lock.py --nothing x`",
         "`python tools/gone.py`",

@@ -56,6 +56,18 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+def prose(text: str) -> list[str]:
+    """Words of sentences and tables: no code blocks, commands or addresses of links."""
+    text = re.sub(r"^```.*?^```$|^    .*?$", "", text, flags=re.DOTALL | re.MULTILINE)
+    return [word for word in re.sub(r"\]\([^)]*\)", "]", text).split() if re.search(r"\w", word)]
+
+
+def test_the_readme_is_read_in_five_minutes() -> None:
+    """At 170 words a minute."""
+    assert 500 < len(prose(PAGES["README.md"])) <= 850
+    assert prose("One [two](a/b.md#c) | - |\n\n    make demo\n```\nthree\n```\n`four`") == ["One", "[two]", "`four`"]
+
+
 def test_the_tested_versions_are_those_that_the_machine_step_knows() -> None:
     verified = json.loads(VERIFIED.read_text())
     known = {f"{name} {version}": how for name, each in verified.items() for version, how in each.items()}

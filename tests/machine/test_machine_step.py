@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.support import in_process
 from vllm_aiter_mla.commands import machine as command
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.check.context import Context
@@ -21,7 +22,7 @@ from vllm_aiter_mla.commands.machine import Check, Env, name_of, run
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.kernels.aiter.op import OP, REQUIRED
 
-RUN = "from vllm_aiter_mla.commands.main import app; app(['check', '--only', 'machine', '--json', '-'])"
+LINE = ("check", "--only", "machine", "--json", "-")
 # A machine without torch and vLLM: neither can be found.
 BARE = (
     "import sys\n"
@@ -33,9 +34,11 @@ BARE = (
 )
 
 
-def machine(code: str, *arguments: str, path: Path | None = None) -> dict[str, dict[str, str]]:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(path)] if path else sys.path)}
-    done = subprocess.run([sys.executable, "-c", code, *arguments], env=env, capture_output=True, text=True)
+def machine(code: str, folder: Path) -> dict[str, dict[str, str]]:
+    """What is found, by check, where ``code`` runs as each process begins; it and more packages are in ``folder``."""
+    (folder / "sitecustomize.py").write_text(code)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    done = subprocess.run([sys.executable, "-m", "vllm_aiter_mla", *LINE], env=env, capture_output=True, text=True)
     assert done.stdout, done.stderr
     record = json.loads(done.stdout)
     assert record["exit"] == done.returncode
@@ -50,8 +53,8 @@ def simulated_aiter(folder: Path, marker: Path) -> None:
     (folder / "aiter" / "ops" / "cache.py").write_text(f"def {OP}({', '.join(REQUIRED)}): ...\n")
 
 
-def test_the_machine_is_looked_at_without_torch_and_vllm() -> None:
-    checks = machine(BARE + RUN)
+def test_the_machine_is_looked_at_without_torch_and_vllm(tmp_path: Path) -> None:
+    checks = machine(BARE, tmp_path)
     statuses = {name: check["status"] for name, check in checks.items()}
     assert statuses["torch"] == statuses["vllm"] == "problem"
     for name in ("surface", "patches"):
@@ -66,7 +69,7 @@ def test_the_look_at_this_machine_never_imports_aiter(tmp_path: Path) -> None:
     eager = "from vllm_aiter_mla.commands import machine as command\n"
     eager += "def importing(given):\n    import aiter.ops.cache\n"
     eager += "command.CHECKS = (*command.CHECKS, importing)\n"
-    checks = machine(eager + RUN, path=tmp_path)
+    checks = machine(eager, tmp_path)
     assert not marker.exists()
     assert "does not import aiter" in checks["importing"]["detail"]
     assert checks["aiter"]["status"] == "warning", "found, and not built"
@@ -92,6 +95,7 @@ def test_aiter_can_be_imported_again_afterwards(tmp_path: Path, monkeypatch: pyt
 
 def test_one_line_per_check_and_a_summary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "CHECKS", (command.checks.verified, command.checks.switches))
+    in_process.install(monkeypatch)
     done = CliRunner().invoke(app, ["check", "--only", "machine"], env={"VLLM_MLA_DISABLE": "1"})
     assert done.exit_code == 1
     # What does not fit into a line goes on under its last column.
@@ -114,7 +118,8 @@ def test_the_names_of_the_checks_are_those_that_scripts_know() -> None:
 def test_a_problem_outweighs_an_unknown(
     monkeypatch: pytest.MonkeyPatch, statuses: tuple[Any, ...], status: int
 ) -> None:
-    monkeypatch.setattr(command, "examine", lambda env: tuple(Check(one, "", name=one) for one in statuses))
+    monkeypatch.setattr(command, "run", lambda *_: tuple(Check(one, "", name=one) for one in statuses))
+    in_process.install(monkeypatch)
     assert exit_status([steps.machine(Context(only=("machine",)))], on_cpu=False, each=True) == status
 
 

@@ -15,17 +15,25 @@ from vllm_aiter_mla import files
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.check.timing import Measurement, row_of
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.status.record import Timed
+from vllm_aiter_mla.commands.report.serving import METRICS, Estimate, Row, Serving
+from vllm_aiter_mla.status import record
+from vllm_aiter_mla.status.record import Decided, Timed
 
 LAYERS = [f"model.layers.{n}.self_attn.attn" for n in range(4)]
 
 
 def status(**changes: Any) -> dict[str, Any]:
     """A worker's status as JSON: four layers engaged."""
-    record = record_of(LAYERS, 16, "bfloat16", 0)
     engaged: dict[str, Any] = {"engaged": dict.fromkeys(LAYERS, "reference"), "skipped": {}}
-    found = replace(record, **engaged | {"compiled": {"1-16": {"matched": 4}}} | changes)
+    decided = (Decided(tuple(LAYERS), ((1, 64, "triton"), (65, 256, "vllm")), ()),)
+    made = {"card": "gfx942", "run": "1-a", "decided": decided, "compiled": {"1-16": {"matched": 4}}}
+    found = replace(record_of(LAYERS, 16, "bfloat16", 0), **engaged | made | changes)
     return dict(json.loads(files.text_of(found)))
+
+
+def living(folder: Path, run: str = "1-a") -> None:
+    """Hold the lock of a run, as its front end does."""
+    files.hold(folder / f"{record.LOCK}{run}")
 
 
 def measured() -> Timed:
@@ -64,3 +72,13 @@ def write_timing(folder: Path) -> Path:
             rows.append(row_of(tokens, heads, "fp8", us, {"aiter": "self-check FAILED"}, ["aiter-opt"]))
     machine, stopped = {"card": "made up for a test"}, "16 heads, bf16: OutOfMemoryError"
     return checked(folder / "timing.json", "timing", Measurement(machine, "fp8", tuple(rows), wrong, stopped), 1)
+
+
+def write_serving(folder: Path) -> Path:
+    """A made-up comparison of two servers: two rates."""
+    estimates = {metric: {"off": Estimate(10.0, 0.2), "on": Estimate(8.0, 0.1)} for metric in METRICS}
+    lengths = {"input": 1024, "prefix": 0, "output": 256}
+    rows = (Row({**lengths, "rate": 1.0}, estimates, None), Row({**lengths, "rate": 5.0}, estimates, None))
+    about = {"card": "8 x made up for a test", "torch": "2.13"}
+    files.write(folder / "serving.json", Serving("serving speed", "a/model", about, "4/4 MLA layers engaged", rows))
+    return folder / "serving.json"

@@ -39,11 +39,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One input of every kind, by name."""
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "status-1-0.json").write_text(json.dumps(made_files.status(measured=[made_files.measured()])))
+    made_files.living(folder)
     return {
         "status": folder / "status-1-0.json",
         "kernels": made_files.run_kernels(folder),
         "plan": made_files.write_plan(folder),
         "timing": made_files.write_timing(folder),
+        "serving": made_files.write_serving(folder),
     }
 
 
@@ -87,7 +89,8 @@ def test_each_chart_of_the_whole_page_is_named(page: str) -> None:
         ("status", {"Status", "Compile ranges", "Versions"}),
         ("plan", {"Check", "Plan", "Compile ranges", "Launches", "Versions"}),
         ("kernels", {"Check", "Launches", "Kernels", "Versions"}),
-        ("timing", {"Check", "Timing", "Versions"}),
+        ("timing", {"Check", "Launches", "Timing", "Versions"}),
+        ("serving", {"Serving", "Versions"}),
     ],
 )
 def test_a_file_fills_its_own_sections(files: dict[str, Path], name: str, sections: set[str]) -> None:
@@ -110,10 +113,11 @@ def glances(page: str) -> list[tuple[str, str, dict[str, str]]]:
 @pytest.mark.parametrize(
     ("name", "word", "card"),
     [
-        ("status", "engaged", "a CPU"),
+        ("status", "engaged", "gfx942"),
         ("plan", "planned, nothing ran", "none"),
-        ("kernels", "passed", "none"),
+        ("kernels", "passed on a CPU", "none"),
         ("timing", "failed", "made up for a test"),
+        ("serving", "compared", "8 x made up for a test"),
     ],
 )
 def test_field_o14_the_first_screen_answers(files: dict[str, Path], name: str, word: str, card: str) -> None:
@@ -158,6 +162,79 @@ def test_field_o14_a_check_says_passed_or_not_and_what_was_skipped(
         assert plan not in facts["Means"]
 
 
+@pytest.mark.parametrize(
+    ("lives", "host", "card", "word"),
+    [
+        (True, None, "gfx942", "engaged"),
+        (False, None, "gfx942", "ended"),
+        (True, "another", "gfx942", "unknown"),
+        (True, None, "cpu", "engaged on a CPU"),
+    ],
+)
+def test_only_a_server_that_lives_and_has_a_card_is_green(
+    written: Write, tmp_path: Path, lives: bool, host: str | None, card: str, word: str
+) -> None:
+    data = made_files.status(card=card)
+    data["evidence"]["host"] = host or data["evidence"]["host"]
+    if lives:
+        made_files.living(tmp_path)
+    page = html_of([written("status-1-a-0-0.json", data)])
+    ((said, _, facts),) = glances(page)
+    assert (said, "4/4 MLA layers engaged" in facts["Means"]) == (word, True)
+    assert ('class="glance good' in page) is (word == "engaged")
+
+
+@pytest.mark.parametrize("on_a_card", [True, False])
+def test_what_passed_on_a_cpu_never_looks_like_what_passed_on_a_card(written: Write, on_a_card: bool) -> None:
+    done = CheckRun("a-model", 0, (Step("passed", "", name="engine"),), on_a_card)
+    page = html_of([written("check.json", json.loads(our_files.text_of(done)))])
+    assert (">passed</span>" in page, ">passed on a CPU</span>" in page) == (on_a_card, not on_a_card)
+    assert ('class="word good' in page) is on_a_card
+
+
+def test_served_times_are_drawn_with_their_errors(files: dict[str, Path]) -> None:
+    page = html_of([files["serving"]])
+    assert ["1024", "0", "256", "5", *["10.00 ± 0.20", "8.00 ± 0.10"] * 3] in rows_of(page)
+    drawn = re.findall(r'<svg [^>]*aria-label="([^"]+)"', page)
+    assert [title.partition(", lengths ")[0] for title in drawn] == [
+        "serving.json: ms per output token", "serving.json: output tokens per second",
+    ]  # fmt: skip
+    ((_, what, facts),) = glances(page)
+    assert what == "serving speed of a/model"
+    assert "1.250 to 1.250 over 2 rates" in facts["Means"]
+
+
+def test_a_served_point_that_is_invalid_is_named_and_not_drawn(files: dict[str, Path], written: Write) -> None:
+    data = json.loads(files["serving"].read_text())
+    data["rows"][0] |= {"invalid": "200 failed", "estimates": {}}
+    page = html_of([written("serving.json", data)])
+    assert (glances(page)[0][0], "rate 1: invalid: 200 failed" in page) == ("failed", True)
+    assert "over 1 rates" in page
+
+
+def test_one_layer_is_drawn_launch_after_launch_by_formula_and_as_timed(files: dict[str, Path]) -> None:
+    titles = {name: [title for title, _ in tables(html_of([files[name]]))] for name in ("plan", "timing")}
+    assert [title for title in titles["plan"] if title.startswith("One layer at 64 tokens by formula")]
+    assert [title for title in titles["timing"] if "one layer at 64 tokens as timed" in title]
+    launches = dict(tables(html_of([files["plan"]])))
+    (rows,) = (rows for title, rows in launches.items() if title.startswith("One layer at 64 tokens by formula"))
+    assert [row[0] for row in rows].count("triton") == 1
+    assert len([row for row in rows if row[0] == "vLLM, unfused"]) == 4
+
+
+def test_the_ranks_that_run_the_same_kernels_share_a_strip(written: Write) -> None:
+    other = [{"layers": made_files.LAYERS, "kernels": [[1, 256, "aiter"]], "passed_over": []}]
+    changes: list[dict[str, Any]] = [{"rank": 0}, {"rank": 1}, {"rank": 2, "decided": other}]
+    page = html_of([written(f"{one['rank']}.json", made_files.status(**one)) for one in changes])
+    strips = {
+        title: text for title, text in re.findall(r"<h3>(Which kernel runs[^<]*?)\s*</h3>(.*?)<table>", page, re.DOTALL)
+    }
+    assert [*strips] == ["Which kernel runs: triton 1..64, vllm 65..256", "Which kernel runs: aiter 1..256"]
+    assert [[f"rank {rank}: " in text for rank in range(3)] for text in strips.values()] == [
+        [True, True, False], [False, False, True],
+    ]  # fmt: skip
+
+
 def test_the_page_loads_nothing_and_ids_are_not_repeated(page: str) -> None:
     assert not re.search(r"<(script|iframe|object|embed|img|image)\b", page)
     loads = re.findall(r"""\b(?:src|href|srcset)\s*=\s*["']?([^"'\s>]*)""", page)
@@ -200,12 +277,14 @@ def twins(files: dict[str, Path]) -> dict[str, tuple[Any, Any]]:
     read = {kind: json.loads(path.read_text()) for kind, path in files.items()}
     other = {kind: json.loads(json.dumps(data)) for kind, data in read.items()}
     other["status"] |= {"run": "2-b", "capture_sizes": [3]}
+    other["status"]["decided"][0]["kernels"][0][2] = "aiter"
     other["status"]["measured"][0]["us"]["64"]["triton"] = 1.0
     data_of(other["timing"])["machine"]["card"], data_of(other["timing"])["rows"][0]["us"]["triton"] = (
         "another card",
         1.0,
     )
     data_of(other["kernels"])["results"][0]["replays"] += 1
+    other["serving"]["rows"][0]["estimates"]["tpot"]["on"]["mean"] = 7.0
     issue = dict.fromkeys(("effect", "state", "remedy", "link"), "v")
     for one, known in ((read, "v#1"), (other, "v#2")):
         data_of(one["plan"])["known_issues"] = [issue | {"id": known}]
@@ -227,7 +306,7 @@ def tables(page: str) -> list[tuple[str, list[list[str]]]]:
     return [(html.unescape(re.sub(r"<[^>]+>", "", title)), rows_of(text)) for title, _, text in parts]
 
 
-@pytest.mark.parametrize("kind", ["status", "kernels", "timing", "plan", "check"])
+@pytest.mark.parametrize("kind", ["status", "kernels", "timing", "plan", "check", "serving"])
 def test_two_inputs_of_a_kind_are_shown_as_each_is_alone(files: dict[str, Path], tmp_path: Path, kind: str) -> None:
     paths = [tmp_path / folder / "v.json" for folder in "ab"]
     for path, data in zip(paths, twins(files)[kind], strict=True):
@@ -259,10 +338,12 @@ def test_two_plans_of_a_model_are_told_apart_by_their_options(files: dict[str, P
         assert len([row for row in rows_of(page) if row[0] == f"{name}: {words}"]) == 2, "layers and a known issue"
 
 
-def test_the_ranks_of_a_server_share_a_glance_that_says_what_each_says(written: Write) -> None:
+def test_the_ranks_of_a_server_share_a_glance_that_says_what_each_says(written: Write, tmp_path: Path) -> None:
     skipped = {made_files.LAYERS[3]: ["sparse_mla", "sparse"]}
     some = {"engaged": dict.fromkeys(made_files.LAYERS[:3], "triton"), "skipped": skipped}
     changes: list[dict[str, Any]] = [{}, {"rank": 1}, {"rank": 2} | some, {"run": "2-b"}]
+    for run in ("1-a", "2-b"):
+        made_files.living(tmp_path, run)
     made = (made_files.status(**{"run": "1-a"} | one) for one in changes)
     page = html_of([written(f"{number}.json", data) for number, data in enumerate(made)])
     assert [(word, facts["Input"]) for word, _, facts in glances(page)] == [

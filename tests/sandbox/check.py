@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 from tests.sandbox import plugin, worker
 from tests.sandbox.model import TinyDeepseek, save_config
 from vllm_aiter_mla import files
-from vllm_aiter_mla.commands.check import run, show, steps
+from vllm_aiter_mla.commands.check import run, show
 from vllm_aiter_mla.commands.check.context import Context
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.plan import model as models
@@ -57,13 +56,8 @@ def with_arguments(asked: Context, *arguments: str) -> Context:
 
 def run_steps(asked: Context, what: str, *names: str) -> list[Step]:
     """Run some steps of ``check`` and name them by what they run over."""
-    found = []
-    for name in names:
-        print(f"{name}, {what} ...", flush=True)
-        began = time.monotonic()
-        ended = steps.STEPS[name].run(asked)
-        found.append(replace(ended, name=f"{name}, {what}", seconds=round(time.monotonic() - began, 1)))
-    return found
+    print(f"over {what}:", flush=True)
+    return [replace(step, name=f"{step.name}, {what}") for step in run.carried_out(asked, names)]
 
 
 def main(html: Path | None = None) -> int:
@@ -85,6 +79,6 @@ def main(html: Path | None = None) -> int:
         status = run.exit_status(found, asked.on_cpu)
         show.table(TITLE, found, show.last_line(found, status))
         if html is not None:
-            files.write(Path(work) / "check.json", CheckRun(TITLE, status, tuple(found)))
+            files.write(Path(work) / "check.json", CheckRun(TITLE, status, tuple(found), on_a_card=False))
             files.write_text(html, html_of([Path(work) / "check.json"]))
         return status

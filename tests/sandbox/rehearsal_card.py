@@ -14,7 +14,7 @@ import importlib
 import json
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +55,7 @@ class Scenario:
     )
     noise: float = 0.002  # standard deviation of a launch's time, as a share
     rank_us: dict[int, float] = field(default_factory=dict)  # by rank: a factor on every time
-    in_use_gib: int = 0  # of each card's 192, by another process
+    in_use_gib: Sequence[float] = ()  # by card, of its 192, by other processes; cards beyond the last are idle
     fault: str = ""  # "module:function", called at the start of each process
 
 
@@ -168,7 +168,8 @@ class RehearsalCard(Device):
         return 5, 1
 
     def in_use(self, cards: int) -> list[tuple[int, int]]:
-        return [(self.scenario.in_use_gib << 30, 192 << 30)] * min(cards, self.count())
+        given = (*self.scenario.in_use_gib, *[0.0] * self.count())
+        return [(int(gib * (1 << 30)), 192 << 30) for gib in given[: min(cards, self.count())]]
 
     def allocations(self) -> int:
         return 0

@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -220,6 +220,31 @@ def begun(said, folder, rank=0):
                 f"the log ends with another kernel than {name}"
             )
     return lines
+
+
+def left_out_where_locks_tell_nothing(said, folder, monkeypatch):
+    """As on a file system without locks: another start could not tell whether this one is at it or has died."""
+    monkeypatch.setattr(files, "is_held", lambda lock, remove=False: None)
+    factories = dict.fromkeys(KERNELS, lambda *_: pytest.fail("it is built"))
+    found = Backends(Settings(enabled=True), MI300X, factories)
+    mark = first_call.prepare(found, folder, 0)
+    assert {str(found.get(name)).partition(":")[0] for name in KERNELS} == {"not_marked"}
+    assert [line.partition(":")[0] for line in said.at(logging.ERROR)] == ["AITER is left out", "Triton is left out"]
+    assert not list(folder.iterdir()), "neither a marker nor a lock is left"
+    for name in KERNELS:
+        with mark(name):
+            assert not list(folder.iterdir())
+
+
+def test_crash_loop_where_locks_tell_nothing_both_are_left_out_and_nothing_is_called(said, tmp_path, monkeypatch):
+    left_out_where_locks_tell_nothing(said, tmp_path, monkeypatch)
+
+
+@pytest.mark.mutation
+def test_mutation_crash_loop_a_lock_that_tells_nothing_and_is_trusted_is_caught(said, tmp_path, monkeypatch):
+    monkeypatch.setattr(first_call, "marked", lambda folder, marker: nullcontext())
+    with pytest.raises(pytest.fail.Exception, match="it is built"):
+        left_out_where_locks_tell_nothing(said, tmp_path, monkeypatch)
 
 
 def test_crash_loop_the_log_says_before_a_first_call_what_is_called(said, tmp_path):

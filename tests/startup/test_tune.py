@@ -22,6 +22,7 @@ from tests.support.worker import Worker, layer_in, ours
 from vllm_aiter_mla import files, status
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.check import timing as command
+from vllm_aiter_mla.commands.check import tune as step
 from vllm_aiter_mla.commands.check.record import CheckRun
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import config as compat_config
@@ -144,6 +145,20 @@ def test_tune_leaves_a_wrong_tile_out(card, monkeypatch, tmp_path):
     assert done.output.count(f"WRONG, not timed: {BEST} at 2 heads") == 1
     (kept,) = tmp_path.glob("tuned-*.json")
     assert [*files.read(tuning.TunedTiles, kept).chosen.values()] == [((1, 16, TABLE),)]
+
+
+@pytest.mark.parametrize(
+    ("told", "shown"), [(0, []), (1, ["bfloat16 cache:"]), (2, ["bfloat16 cache:", f"{BEST}: 5.0"])]
+)
+def test_tune_whose_process_ends_fails_and_its_record_has_what_was_told(card, monkeypatch, tmp_path, told, shown):
+    in_process.install(monkeypatch, ends={f"{step.__name__}:tuned": told})
+    assert tune("--type", "bf16", "--json", str(tmp_path / "sent.json")).exit_code == outputs.FINDING
+    (found,) = files.read(CheckRun, tmp_path / "sent.json").steps
+    assert (found.status, found.detail) == ("failed", in_process.ENDED.said())
+    *lines, last = found.lines
+    assert last == in_process.ENDED.lines[-1]
+    assert [part in line for part, line in zip(shown, lines, strict=True)] == [True] * told
+    assert not list(tmp_path.glob("tuned-*.json"))
 
 
 def test_tune_without_a_card_looks_at_nothing(tmp_path):

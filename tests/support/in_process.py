@@ -3,27 +3,60 @@
 import os
 import pkgutil
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from vllm_aiter_mla.commands import process
 
+ENDED = process.EndedError("was ended by SIGABRT", "a check of a kernel's failed")
+"""How a call ends that ``install`` ends."""
+NONE: Mapping[str, int] = MappingProxyType({})
+
+
+class _End(BaseException):
+    """The process is gone: what runs in it catches nothing."""
+
 
 def install(
-    monkeypatch: pytest.MonkeyPatch, noted: Callable[[str, Mapping[str, str]], None] = lambda name, environment: None
+    monkeypatch: pytest.MonkeyPatch,
+    noted: Callable[[str, Mapping[str, str]], None] = lambda name, environment: None,
+    ends: Mapping[str, int] = NONE,
 ) -> None:
-    """Replace ``process.call``; ``noted`` gets the name of each function that is called, and its variables."""
+    """Replace ``process.call``.
+
+    Args:
+        monkeypatch: of the test.
+        noted: gets the name of each function that is called, and its variables.
+        ends: functions whose first call ends by ``ENDED`` once it has told so many values; 0: before it begins.
+    """
+    left = dict(ends)
 
     def call(
         function: str, *arguments: Any, environment: Mapping[str, str] = os.environ, log: int | None = None,
         heard: Callable[[Any], None] = lambda value: None,
     ) -> Any:  # fmt: skip
         noted(function, environment)
-        process._telling.append(heard)
+        most, told = left.pop(function, None), 0
+
+        def hear(value: Any) -> None:
+            nonlocal told
+            heard(value)
+            told += 1
+            if told == most:
+                raise _End
+
+        if most == 0:
+            raise ENDED
+        process._telling.append(hear)
         try:
-            return pkgutil.resolve_name(function)(*arguments)
+            answer = pkgutil.resolve_name(function)(*arguments)
+        except _End:
+            raise ENDED from None
         finally:
-            process._telling.remove(heard)
+            process._telling.remove(hear)
+        assert most is None, f"{function} told {told} values and answered: nothing ended it after {most}"
+        return answer
 
     monkeypatch.setattr(process, "call", call)

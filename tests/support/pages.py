@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 OTHERS = (
     "README.md", "CONTRIBUTING.md", "SECURITY.md", "RELEASING.md",
     "tools/serving.md", "tools/gfx9/README.md", "tests/sandbox/README.md", "tests/runner_v2/README.md",
-    "tests/support/README.md", "vllm_aiter_mla/verify/README.md",
+    "tests/support/README.md", "vllm_aiter_mla/verify/README.md", "findings/README.md",
 )  # fmt: skip
 FILES = sorted([*ROOT.glob("docs/*.md"), *(ROOT / name for name in OTHERS)])
 PAGES = {

@@ -179,6 +179,45 @@ def test_timing_keeps_what_was_timed_when_a_size_fails(card, monkeypatch):
     assert " 64 │ 2 " not in done.output
 
 
-def test_timing_without_a_gpu_is_one_line():
-    done = run()
-    assert len(done.stderr.splitlines()) == 1
+# The process tells its record without rows, then of the checks of aiter, aiter-opt, triton, vLLM's own kernels and the
+# rivals, and for each number of tokens of the timing and its row.
+
+
+def ends(monkeypatch, folder, told):
+    """The process ends after it told so many values; return what was printed, and the step and its record."""
+    in_process.install(monkeypatch, ends={f"{timing.__name__}:run": told})
+    done = run("--tokens", "1", "--tokens", "64", "--type", "fp8", "--json", str(folder / "check.json"))
+    assert done.exit_code == 1, done.output
+    (step,) = json.loads((folder / "check.json").read_text())["steps"]
+    return step["status"], step["detail"], step["data"]
+
+
+@pytest.mark.parametrize(("told", "kernel", "other"), [(2, "aiter", "triton"), (4, "triton", "aiter")])
+def test_timing_leaves_a_kernel_out_in_whose_check_its_process_ended(card, monkeypatch, tmp_path, told, kernel, other):
+    status, _, found = ends(monkeypatch, tmp_path, told)
+    said = in_process.ENDED.said(f"the check of {kernel} at 2 heads, fp8")
+    assert (status, found["stopped"], found["wrong"]) == ("failed", "", {kernel: said})
+    assert [set(row["us"]) for row in found["rows"]] == [{other, "vllm"}] * 2
+    assert found["rows"][0]["untimed"][kernel] == said
+
+
+@pytest.mark.parametrize(
+    ("told", "doing", "kept"),
+    [
+        (0, "its start", []),
+        (6, "the checks of the rivals at 2 heads, fp8", []),
+        (9, "the timing of aiter, triton, vllm at 64 tokens, 2 heads, fp8", [1]),
+    ],
+)
+def test_timing_keeps_what_was_timed_when_its_process_ends(card, monkeypatch, tmp_path, told, doing, kept):
+    status, detail, found = ends(monkeypatch, tmp_path, told)
+    assert (status, detail, found["stopped"]) == ("failed", *[in_process.ENDED.said(doing)] * 2)
+    assert [row["tokens"] for row in found["rows"]] == kept
+
+
+@pytest.mark.mutation
+def test_mutation_timing_that_keeps_nothing_of_a_process_that_ended_is_caught(card, monkeypatch, tmp_path):
+    monkeypatch.setattr(timing, "replace", lambda record, **changes: replace(record, **changes | {"rows": ()}))
+    doing = "the timing of aiter, triton, vllm at 64 tokens, 2 heads, fp8"
+    with pytest.raises(AssertionError, match=r"\[\] == \[1\]"):
+        test_timing_keeps_what_was_timed_when_its_process_ends(card, monkeypatch, tmp_path, 9, doing, [1])

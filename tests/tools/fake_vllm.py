@@ -62,6 +62,7 @@ def bench() -> None:
     failed = 3 if CLIENT == "failed" and (side, run) == ("on", 1) else 0
     tokens = prompts * int(GIVEN["--random-output-len"]) - (CLIENT == "short")
     times = {"mean_ttft_ms": TTFT[side][run], "mean_tpot_ms": 0.0 if CLIENT == "no-tpot" else TPOT[side][run]}
+    times["output_throughput"] = 1000 / TPOT[side][run]
     found = {"completed": prompts - failed, "failed": failed, "total_output_tokens": tokens, **times}
     Path(GIVEN["--result-dir"], GIVEN["--result-filename"]).write_text(json.dumps(found))
 

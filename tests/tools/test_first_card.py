@@ -2,14 +2,17 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import LONG_S, happened, runs
 from tools.common import RunError, UsageError, guarded
 from tools.first_card import __main__ as first_card
 from tools.first_card import dry, pack
@@ -54,9 +57,45 @@ def test_a_section_that_ends_its_process_costs_only_itself(monkeypatch, tmp_path
 def test_a_section_that_hangs_is_ended_and_the_next_one_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(first_card, "SECONDS", dict.fromkeys(first_card.SECONDS, 0.2))
     monkeypatch.setattr(first_card, "GRACE_S", 0.2)
-    monkeypatch.setattr(first_card, "START_S", 2.0)
+    monkeypatch.setattr(first_card, "START_S", LONG_S)
     found = watched(monkeypatch, tmp_path, "for name in left: time.sleep(60) if name == 'churn' else done(name)")
     assert (found["churn"]["ok"], found["times"]) == (False, {"ok": True})
+
+
+WAITS = """
+from tools.common import guarded
+def body(argv):
+    (folder / "ready").write_text(str(os.getpid()))
+    while not (folder / "go").exists():
+        time.sleep(0.02)
+    for name in left:
+        done(name)
+    return 0
+sys.exit(guarded("first_card", body, []))
+"""
+"""What begins as the process of the sections does, and goes on when it is told."""
+
+
+def watches(folder):
+    """Run the tool over a process that waits."""
+    first_card.command = child(WAITS)
+    sys.exit(guarded("first_card", first_card.run, [folder, "--only", "facts,churn"]))
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_signals_that_are_ignored_as_under_nohup_end_neither_the_tool_nor_its_child(tmp_path, ignored):
+    line = [sys.executable, "-c", f"from {__name__} import watches; watches({str(tmp_path)!r})"]
+    how = partial(signal.signal, signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    with subprocess.Popen(line, cwd=ROOT, preexec_fn=how, stdout=subprocess.DEVNULL) as tool:
+        assert happened(lambda: (tmp_path / "ready").is_file() and (tmp_path / "ready").read_text())
+        sections = int((tmp_path / "ready").read_text())
+        for one in (sections, tool.pid) if ignored else (tool.pid,):
+            os.kill(one, signal.SIGHUP)
+        if ignored:
+            (tmp_path / "go").touch()
+        assert tool.wait(LONG_S) == (0 if ignored else 130)
+    assert [(tmp_path / f"{name}.json").exists() for name in ("facts", "churn")] == [ignored] * 2
+    assert happened(lambda: not runs(sections))
 
 
 @pytest.mark.mutation

@@ -1,10 +1,12 @@
 """The tool's arithmetic, and that both sides run. No bound on time: the machine of a test has other work."""
 
+import re
 import time
 from itertools import product
 
 import pytest
 
+from tests.support.pages import PAGES
 from tools import host_cost
 from tools.common import guarded
 from tools.host_cost import Row
@@ -38,6 +40,40 @@ def test_a_row_above_its_goal_is_named_and_one_without_calls_is_not():
 def test_no_goal_lets_a_batch_pay():
     goals = {host_cost.goal(*of) for of in product(host_cost.CACHES, host_cost.BATCHES, host_cost.MODES)}
     assert max(goals) == 1.0
+
+
+HOST = PAGES["evidence.md"].partition("## What the host pays")[2].partition("\n## ")[0]
+
+
+def goals_of_the_page():
+    """Each goal of the page's table by cache, batch and mode."""
+    for row in re.findall(r"^\| (.+) \| ([\d.]+) \| ([\d.]+) \|$", HOST, re.M):
+        caches = [cache for cache in host_cost.CACHES if row[0].endswith(f", {cache}")] or host_cost.CACHES
+        for cache, batch, mode in product(caches, host_cost.BATCHES, host_cost.MODES):
+            if batch in row[0] and mode != "full":
+                yield (cache, batch, mode), float(row[1 + mode.endswith("piecewise")])
+
+
+def assert_the_page_has_the_goals():
+    of_the_page = dict(goals_of_the_page())
+    every = product(host_cost.CACHES, host_cost.BATCHES, [mode for mode in host_cost.MODES if mode != "full"])
+    assert {of: host_cost.goal(*of) for of in every} == of_the_page
+    row = r"^    (?:aiter|triton), (\w+), ([\w ]+), (.+?) +[\d.]+ +[\d.]+ +[\d.]+ +([\d.]+) "
+    shown = [((cache, batch, mode), float(most)) for cache, batch, mode, most in re.findall(row, HOST, re.M)]
+    assert len(shown) > 5
+    assert set(shown) <= set(of_the_page.items())
+
+
+def test_the_goals_are_those_of_the_page():
+    assert_the_page_has_the_goals()
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(("batch", "cache"), [("all decode", "fp8"), ("all decode", "auto"), ("dummy", "auto")])
+def test_mutation_a_goal_that_is_raised_to_pass_is_seen(monkeypatch, batch, cache):
+    monkeypatch.setitem(host_cost.GOALS[batch], cache, (1.0, 1.0))
+    with pytest.raises(AssertionError, match=batch):
+        assert_the_page_has_the_goals()
 
 
 @pytest.mark.parametrize(("spread", "ratio", "unclear"), [(0.02, 0.25, False), (0.05, 0.22, True), (0.05, 0.1, False)])

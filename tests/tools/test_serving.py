@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 
 from tests.support.signals import heard
 from tools import serving
+from vllm_aiter_mla.commands.report.page import html_of
 
 HERE = Path(__file__).parent
 TOOL = HERE.parents[1] / "tools" / "serving.py"
@@ -58,16 +60,35 @@ def test_two_sides_the_page_holds_each_side_the_ratio_and_what_ran(fakes: Simple
     assert fakes.run("speed", "--servers", "per-run", "--", "-tp", "8") == 0
     page = fakes.out.read_text()
     row = "| 1024 | 0 | 256 | 50 | 100.00 ± 5.77 | 100.00 ± 6.66 | 1.000 ± 0.088 | not distinguishable "
-    assert row + "| 10.00 ± 0.10 | 8.00 ± 0.20 | 1.250 ± 0.034 | on faster |" in page
+    assert row + "| 10.00 ± 0.10 | 8.00 ± 0.20 | 1.250 ± 0.034 | on faster | 100.0" in page
+    assert "| throughput on/off | throughput: outcome |" in page
+    assert page.count("| on faster |") == 2
     served = "    vllm serve MODEL -tp 8"
     flag = " --additional-config.aiter_mla.enabled=true --additional-config.aiter_mla.strict=true"
     for part in ("Flag on: 4/4 MLA layers engaged", "fake card", f"{served}\n", f"{served}{flag}\n", "per-run"):
         assert part in page
     record = json.loads(fakes.record.read_text())
     assert record["status"].startswith("4/4 MLA layers engaged")
-    assert (list(record["results"]), record["evidence"]["schema_version"]) == (["off", "on"], 2)
+    assert (list(record["results"]), record["evidence"]["schema_version"]) == (["off", "on"], 3)
     assert record["results"]["on"]["2"][0]["mean_tpot_ms"] == 8.3464
     assert record["rows"][0]["point"] == {"input": 1024, "prefix": 0, "output": 256, "rate": 50.0}
+
+
+def test_the_report_draws_what_the_tool_wrote(fakes: SimpleNamespace) -> None:
+    assert fakes.run("speed", "--rates", "1,50") == 0
+    page = html_of([fakes.record])
+    assert [cell in page for cell in ("10.00 ± 0.10", "8.00 ± 0.20", "fake card")] == [True] * 3
+    assert "TPOT off / on 1.250 to 1.250 over 2 rates, lengths 1024/0/256" in page
+    assert len(re.findall(r"<svg ", page)) == 2
+
+
+def test_the_report_shows_shares_of_right_answers(fakes: SimpleNamespace) -> None:
+    assert fakes.run("accuracy") == 0
+    page = html_of([fakes.record])
+    assert "shares of right answers, run 1" in page
+    for figures in (of["0"]["figures"] for of in json.loads(fakes.record.read_text())["answers"].values()):
+        assert figures
+        assert all(f"{one['mean']:.4f} ± {one['stderr']:.4f}" in page for one in figures.values())
 
 
 def test_sides_alternate_and_get_the_same_seeds_with_other_ones_per_run(fakes: SimpleNamespace) -> None:
@@ -133,7 +154,7 @@ def test_answers_are_paired_question_by_question(fakes: SimpleNamespace) -> None
     assert "Texts: 15 of 30 answers differ between flag off and on." in page
     assert "**partial**: the first 10 questions" in page
     figures = json.loads(fakes.record.read_text())["answers"]["on"]["0"]["figures"]
-    assert figures["flexible-extract"] == {"value": 1.0, "stderr": 0.0}
+    assert figures["flexible-extract"] == {"mean": 1.0, "stderr": 0.0}
 
 
 def test_sides_that_were_asked_other_prompts_give_no_page(fakes: SimpleNamespace) -> None:

@@ -4,7 +4,6 @@ import json
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,7 +13,9 @@ from typer.testing import CliRunner
 
 from tests.support import in_process
 from tests.support.planted import raising
+from tests.support.waiting import happened
 from tests.verify.faults import stale
+from vllm_aiter_mla.commands.check import kernels as step
 from vllm_aiter_mla.commands.check import show
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.verify import runner, session
@@ -122,6 +123,48 @@ def faulty(monkeypatch):
     monkeypatch.setitem(session.FINDERS, "reference", lambda: stale("q_scale")(monkeypatch))
 
 
+def ends(monkeypatch, tmp_path, told):
+    """Two back ends over two cases; the process of the first ends after it told so many values."""
+    found, path = session.FINDERS["reference"], tmp_path / "out.json"
+    monkeypatch.setattr(session, "FINDERS", {"first": found, "second": found})
+    in_process.install(monkeypatch, ends={f"{step.__name__}:run": told})
+    done = cli("--quick", "--case", "fresh-data", "--case", "other-slots", "--variant", "bf16", "--json", str(path))
+    assert done.exit_code == 1, done.output
+    results = record(path)["results"]
+    return (
+        done,
+        {(one["backend"], one["case"]): one for one in results if one["status"] == "passed"},
+        [one for one in results if one["status"] == "failed"],
+    )
+
+
+SECOND = {("second", "fresh-data"), ("second", "other-slots")}
+
+
+# It tells its record, and then of each case that it begins and what it gave.
+@pytest.mark.parametrize(
+    ("told", "case", "before"),
+    [(0, "start", set()), (1, "start", set()), (2, "fresh-data", set()), (4, "other-slots", {("first", "fresh-data")})],
+)
+def test_a_process_that_ends_fails_in_its_case_and_what_passed_is_kept(monkeypatch, tmp_path, told, case, before):
+    done, passed, failed = ends(monkeypatch, tmp_path, told)
+    assert set(passed) == before | SECOND
+    assert [(one["backend"], one["case"]) for one in failed] == [("first", case)]
+    (finding,) = failed[0]["findings"]
+    assert finding["message"] == in_process.ENDED.said(case)
+    assert f"{in_process.ENDED.how} in {case}" in done.stdout
+    assert (f"--case {case}" in failed[0]["command"]) == (case != "start")
+
+
+@pytest.mark.mutation
+def test_mutation_a_case_that_ended_its_process_and_is_left_out_is_caught(monkeypatch, tmp_path):
+    monkeypatch.setattr(step, "_with_failure", lambda record, *_: record)
+    with pytest.raises(AssertionError, match="0 == 1"):
+        test_a_process_that_ends_fails_in_its_case_and_what_passed_is_kept(
+            monkeypatch, tmp_path, 2, "fresh-data", set()
+        )
+
+
 @on_cpu
 def test_a_run_without_a_gpu_says_so_exits_0_and_its_json_holds_results_and_commands(tmp_path):
     path = tmp_path / "out.json"
@@ -159,10 +202,15 @@ def test_a_back_end_that_breaks_while_it_is_looked_for_is_missing_not_a_crash(mo
 def test_a_terminal_shows_on_stderr_the_case_that_runs_and_a_file_does_not(monkeypatch, terminal, told):
     monkeypatch.setenv("FORCE_COLOR", terminal)
     monkeypatch.setattr(show, "in_a_terminal", lambda: bool(terminal))
-    run = session.run
-    monkeypatch.setattr(session, "run", lambda *asked: time.sleep(1.5) or run(*asked))
+    run, words = session.run, "reference fp8 fresh-data"
+
+    def runs(*asked):
+        assert not told or happened(lambda: words in sys.stderr.buffer.getvalue().decode())
+        return run(*asked)
+
+    monkeypatch.setattr(session, "run", runs)
     done = cli(*ONE)
-    assert (done.exit_code, "reference fp8 fresh-data" in done.stderr) == (0, told)
+    assert (done.exit_code, words in done.stderr) == (0, told), done.output
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -47,8 +48,17 @@ def test_triton_what_is_compiled_has_each_pointer_hint_and_what_is_served_the_la
         table = [variant for variant in aot.variants(target) if variant not in aot.tuned(target)]
         small, large = ({v.label[:-5] for v in table if v.label.endswith(end)} for end in ("<2GiB", ">2GiB"))
         assert large == (set() if name == "sm90" else small)
-        assert {v.label[:-5] for v in aot.served(target)} == small
+        cache = "<2GiB" if name == "sm90" else ">2GiB"
+        assert {v.label for v in aot.served(target)} == {label + cache for label in small}, "served with a large cache"
         assert sum(v.weight == "mxfp4" for v in table) == (12 if name == "gfx950" else 0)
+
+
+@pytest.mark.mutation
+def test_mutation_served_variants_with_a_small_cache_are_caught(monkeypatch):
+    served = aot.served
+    monkeypatch.setattr(aot, "served", lambda target: [replace(one, pointer_hint=True) for one in served(target)])
+    with pytest.raises(AssertionError, match="served with a large cache"):
+        test_triton_what_is_compiled_has_each_pointer_hint_and_what_is_served_the_large_cache()
 
 
 @pytest.mark.mutation

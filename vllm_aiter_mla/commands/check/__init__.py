@@ -153,6 +153,7 @@ def check(
     could not be told, if a step was skipped that --only or --require-all asks for, or if neither is given and nothing
     ran on a card without --device cpu, 4 if vLLM's own kernels are faster on this card: the flag gains nothing.
     """
+    # vLLM logs to standard output, where the findings go. Processes of steps inherit it.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     try:
         if html == outputs.STDOUT:

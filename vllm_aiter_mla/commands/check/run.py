@@ -56,7 +56,8 @@ class Run:
 
     def record(self, status: int | None) -> CheckRun:
         """Return the record with this exit status; None if the run goes on or was cut off."""
-        return CheckRun(self.model, status, (*self.ended, *self._running))
+        where = self.asked.on_a_card if steps.ran_on_the_card(self.ended) else None
+        return CheckRun(self.model, status, (*self.ended, *self._running), where)
 
     def _note(self, step: Step) -> None:
         self._running = (replace(step, name=self.chosen[len(self.ended)]),)

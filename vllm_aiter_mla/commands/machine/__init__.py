@@ -5,7 +5,6 @@ Runs anywhere, without torch and vLLM too. Reads AITER's files and never imports
 """
 
 import logging
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,9 +17,7 @@ from vllm_aiter_mla.commands.machine.checks import CHECKS, Check, CheckFunction,
 
 def examine(env: Env) -> tuple[Check, ...]:
     """Run every check on this machine, for a server with these variables."""
-    # vLLM logs to stdout, where the findings go, and warns of what the checks say.
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    logging.disable(logging.WARNING)
+    logging.disable(logging.WARNING)  # vLLM warns of what the checks say
     try:
         with aiter_not_importable():
             return run(CHECKS, env)

@@ -182,7 +182,7 @@ def deployments(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, ..
         rest = 1 if equals else 2
         value = value if equals else next(iter(arguments[index + 1 : index + 2]), "")
         sizes = [one.strip() for one in value.split(",")]
-        if len(sizes) > 1:
+        if len(sizes) > 1 and all(map(str.isdecimal, sizes)):  # otherwise vLLM says what is wrong
             return sizes, [(*arguments[:index], option, one, *arguments[index + rest :]) for one in sizes]
     return [""], [tuple(arguments)]
 

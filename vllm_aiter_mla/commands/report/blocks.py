@@ -2,16 +2,19 @@
 """What a page is made of: glances on the first screen, and titled blocks of tables, charts and lines by section."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
 from vllm_aiter_mla import files
+from vllm_aiter_mla.commands.report.charts import Chart
 
 # Section, and where its content comes from.
 SECTIONS = {
+    "Serving": "tools/serving.py --json",
     "Check": "check --json",
     "Plan": "check --json with a model",
     "Status": "a status file",
@@ -23,6 +26,7 @@ SECTIONS = {
 }
 
 NOTHING_RAN = "planned"
+ON_CPU = "passed on a CPU"
 NO_CARD = "none: nothing here ran on a GPU"
 
 
@@ -44,6 +48,7 @@ class Page:
 
     def __init__(self) -> None:
         self.input = ""  # the name of the one that is being read; no two have the same
+        self.folder = Path()  # where that one lies
         self.glances: dict[tuple[str, str, str], dict[str, list[str]]] = {}
         self.sections: dict[str, dict[str, dict[str, Any]]] = {section: {} for section in SECTIONS}
 
@@ -68,7 +73,7 @@ class Page:
         title: str,
         heads: Sequence[str] = (),
         rows: Iterable[Sequence[Any]] = (),
-        chart: Callable[[str], str] = lambda title: "",
+        chart: Chart = lambda title: "",
         notes: Iterable[str] = (),
         alarms: Iterable[str] = (),
         planned: bool = False,

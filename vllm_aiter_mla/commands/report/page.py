@@ -33,6 +33,7 @@ def html_of(paths: Sequence[Path]) -> str:
         cls, reader = READERS[schema]
         record = files.parse(cls, path, data)
         names[name] += 1
+        page.folder = path.parent
         page.input = name = name if names[name] == 1 else f"{name} ({names[name]})"
         try:
             page.begin(reader(page, name, record), record.evidence)

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of ``tools/serving.py``: a served model with the flag off and on."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_aiter_mla import files
+
+SIDES = OFF, ON = "off", "on"
+LENGTHS = ("input", "prefix", "output")
+METRICS = {"ttft": "mean_ttft_ms", "tpot": "mean_tpot_ms", "throughput": "output_throughput"}
+"""By name what ``vllm bench serve`` calls it: milliseconds to the first and per further token, and tokens a second."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean and its standard error."""
+
+    mean: float
+    stderr: float
+
+    def show(self, digits: int) -> str:
+        """Return ``mean ± stderr``."""
+        return f"{self.mean:.{digits}f} ± {self.stderr:.{digits}f}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found at one point: tokens of ``LENGTHS``, and ``rate`` in requests per second."""
+
+    point: dict[str, float]
+    estimates: dict[str, dict[str, Estimate]]  # by metric and side; empty if the row is invalid
+    invalid: str | None  # why
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A comparison of times, or of answers."""
+
+    tool: str
+    model: str
+    about: dict[str, str]  # versions, and the card
+    status: str  # the status line of the servers with the flag on
+    rows: tuple[Row, ...] = ()
+    results: Any = None  # what the client saved, by side and run
+    answers: Any = None  # by side and run: the figures by filter, and each answer
+    evidence: files.Stamp = files.stamped("serving")
