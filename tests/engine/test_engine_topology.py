@@ -95,7 +95,10 @@ def test_ranks_that_fell_back_are_in_the_line_the_files_and_the_gauge(engines, t
     for record in found.status:
         (tmp_path / f"status-{record['run']}-0-{record['rank']}.json").write_text(json.dumps(record))
     monkeypatch.setenv(status.record.RUN, found.status[0]["run"])
-    assert {labels[-1]: layers for labels, layers in gauge.samples(tmp_path)} == {"engaged": 0, "skipped": 1}
+    samples = gauge.samples(tmp_path)
+    assert {labels[-1]: layers for labels, layers in samples[gauge.NAME].items()} == {"engaged": 0, "skipped": 1}
+    ranks = {labels[-1]: count for labels, count in samples["aiter_mla_ranks"].items()}
+    assert ranks == {"agreeing": 1, "fallen": 1, "silent": 0}
     assert_parity(engines("class-gfx950-off"), found)
 
 

@@ -77,6 +77,6 @@ def test_the_line_of_a_start_that_left_nothing_out_does_not_say_so():
 
 @pytest.mark.mutation("I8")
 def test_mutation_a_line_that_forgets_what_was_left_out_is_caught(monkeypatch):
-    monkeypatch.setattr(line, "_aborted", lambda ranks: [])
+    monkeypatch.setattr(line, "aborted", lambda ranks: [])
     with pytest.raises(AssertionError, match="the line does not say it"):
         names_what_was_left_out(*CASES["engaged"])

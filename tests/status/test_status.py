@@ -19,8 +19,8 @@ from tests.support.opcalls import layer_of
 from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
 from tests.support.worker import Worker, ours
+from vllm_aiter_mla import __version__, files, status
 from vllm_aiter_mla import engine as engines
-from vllm_aiter_mla import files, status
 from vllm_aiter_mla.admission import REMEDIES, Skip
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log
@@ -540,9 +540,9 @@ def gauge(said, tmp_path, monkeypatch):
     metric.show(tmp_path)
     metric.show(tmp_path)  # idempotent
 
-    def scrape():
+    def scrape(name=metric.NAME):
         text = generate_latest(REGISTRY).decode()
-        lines = [line for line in text.splitlines() if line.startswith(f"{metric.NAME}{{")]
+        lines = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
         return {line.split("{")[1].split("}")[0]: float(line.split()[-1]) for line in lines}
 
     yield scrape
@@ -631,13 +631,69 @@ def test_gauge_survives_vllms_clearing_of_its_own_metrics(gauge):
     assert gauge()[labels("engaged")] == 2
 
 
+def decided(*kernels, passed_over=()):
+    """What ``Layer.outcome`` tells of the decision of every layer."""
+    told = Layer.outcome
+    return patch.object(Layer, "outcome", lambda layer: told(layer)._replace(decided=(kernels, passed_over)))
+
+
+OF_ENGINE = 'engine="0",model_name="m"'
+
+
+def test_metrics_tell_which_kernel_runs_at_how_many_tokens_on_layers_that_are_engaged(gauge):
+    engage_all()
+    with decided((1, 32, "triton"), (33, 512, "vllm")):
+        after_warm_up()
+        assert gauge("aiter_mla_kernel_layers") == {
+            'engine="0",kernel="triton",model_name="m",tokens="1..32"': 2,
+            'engine="0",kernel="vllm",model_name="m",tokens="33..512"': 2,
+        }
+        fail(layers()[LAYERS[1]])
+        assert set(gauge("aiter_mla_kernel_layers").values()) == {1}, "a layer that fell back counts"
+
+
+def test_metrics_tell_version_and_integration_also_of_an_engine_that_is_skipped(gauge, tmp_path):
+    after_warm_up()
+    version = f'engine="0",integration="{{}}",model_name="m",version="{__version__}"'
+    assert gauge("aiter_mla_info") == {version.format("module"): 1}
+    skipped = status.record.record_of_skipped_engine("dcp", "why", (0, 1), "fp8")
+    status.record.write(tmp_path, replace(skipped, model_name="m", engine="0"))
+    assert gauge("aiter_mla_info") == {version.format(""): 1}
+
+
+def test_metrics_tell_ranks_that_fell_back_and_ranks_without_a_status(gauge, monkeypatch):
+    monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [mine, mine, None]))
+    for rank, engage in enumerate((engage_all, engage_one)):
+        another_engine()
+        engage()
+        after_warm_up(rank=rank)
+    found = gauge("aiter_mla_ranks")
+    assert found == {f'{OF_ENGINE},state="{state}"': 1 for state in ("agreeing", "fallen", "silent")}
+
+
+@pytest.mark.parametrize(("reason", "told"), [("aborted_before: a start ended", 1), ("it comes later", 0)])
+def test_metrics_tell_a_kernel_that_an_earlier_start_died_in(gauge, reason, told):
+    engage_all()
+    with decided((1, 512, "triton"), passed_over=(("aiter", reason),)):
+        after_warm_up()
+    found = gauge("aiter_mla_aborted_before")
+    assert found == ({'engine="0",kernel="aiter",model_name="m"': 1} if told else {})
+
+
+@pytest.mark.mutation("I8")
+def test_mutation_a_metric_that_no_alert_would_see_is_caught(gauge, monkeypatch):
+    monkeypatch.setattr(metric, "aborted", lambda ranks: [])
+    with pytest.raises(AssertionError, match=r"Right contains 1 more item:\s+\{'engine=\"0\",kernel=\"aiter\""):
+        test_metrics_tell_a_kernel_that_an_earlier_start_died_in(gauge, "aborted_before: a start ended", 1)
+
+
 @pytest.mark.mutation("I8")
 @pytest.mark.parametrize("plant", ["not written", "engaged wins"])
 def test_mutation_a_gauge_that_does_not_follow_a_failure_is_caught(gauge, monkeypatch, plant):
     if plant == "not written":
         monkeypatch.setattr(status.EngineStatus, "rewrite", lambda self: None)
     else:
-        monkeypatch.setattr(metric, "samples", lambda folder: [(["m", "0", "engaged"], len(LAYERS))])
+        monkeypatch.setattr(metric, "samples", lambda folder: {metric.NAME: {("m", "0", "engaged"): len(LAYERS)}})
     with pytest.raises(AssertionError, match=r"engaged\"': 2\.0\} != .*: 1\}"):
         test_gauge_changes_when_a_kernel_fails_while_serving(gauge)
 
@@ -650,17 +706,22 @@ from vllm_aiter_mla import status
 from vllm_aiter_mla.status import gauge
 folder = Path(sys.argv[1])
 gauge.show(folder)
-found = status.EngineStatus().record_of({"a": status.Outcome("aiter")}, 8, "fp8", 0, "passes", "cpu")
-status.record.write(folder, replace(found, model_name="m"))
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
-for _ in range(100):
-    registry = CollectorRegistry()
-    multiprocess.MultiProcessCollector(registry)
-    text = generate_latest(registry).decode()
-    if 'state="engaged"} 1.0' in text:
-        sys.exit(0)
-    time.sleep(0.1)
-sys.exit(text)
+def serves(kernel, *parts):
+    told = status.Outcome(kernel, decided=(((1, 8, kernel),), ()))
+    found = status.EngineStatus().record_of({"a": told}, 8, "fp8", 0, "passes", "cpu")
+    status.record.write(folder, replace(found, model_name="m"))
+    for _ in range(100):
+        registry = CollectorRegistry()
+        multiprocess.MultiProcessCollector(registry)
+        text = generate_latest(registry).decode()
+        if all(part in text for part in parts):
+            return
+        time.sleep(0.1)
+    sys.exit(text)
+runs = 'aiter_mla_kernel_layers{engine="0",kernel="%s",model_name="m",tokens="1..8"} %s'
+serves("aiter", 'state="engaged"} 1.0', runs % ("aiter", 1.0))
+serves("triton", runs % ("aiter", 0.0), runs % ("triton", 1.0))
 """
 
 

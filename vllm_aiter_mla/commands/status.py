@@ -105,7 +105,7 @@ def _engine(folder: Path, name: tuple[str, str, str], ranks: Sequence[RankStatus
         unknown = f"whether the server lives cannot be told from its locks in {folder}"
         line = unknown if engine is None else ENDED[engine]
         return EngineLine(*name, line, {}, lives=None if engine is None else False, whole=False)
-    all_ranks = [*ranks, *[None] * (max(one.ranks for one in ranks) - len(ranks))]
+    all_ranks = status_of.record.with_silent(ranks)
     found = status_of.record.of_engine(all_ranks)
     remedies = status_of.line.remedies(ranks)
     whole = found.whole and bool(found.record.engaged) and not found.record.skipped

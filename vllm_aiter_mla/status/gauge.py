@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gauge: workers write status files, and the front end reads those of its run at each scrape."""
+"""The metrics: workers write status files, and the front end reads those of its run at each scrape."""
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +12,45 @@ from time import sleep
 from typing import Any
 
 from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.status.record import by_engine, join_run, read_all, start_run
+from vllm_aiter_mla.status.line import aborted
+from vllm_aiter_mla.status.record import RankStatus, by_engine, join_run, of_engine, read_all, start_run, with_silent
 
 NAME = "aiter_mla_layers"
-"""vLLM clears every metric whose name holds "vllm" when it builds its own, so this one must not."""
-HELP = "MLA layers of vllm-aiter-mla by state: on the fast path (engaged) or left to vLLM (skipped)."
+"""vLLM clears every metric whose name holds "vllm" when it builds its own, so no name here may."""
+ENGINE_LABELS = ("model_name", "engine")
+"""Labels of every metric, as vLLM has them."""
 REFRESH_S = 15.0
-"""How often the gauge reads the status files where prometheus_client cannot call back (several API servers)."""
+"""How often the metrics follow the status files where prometheus_client cannot call back (several API servers)."""
+
+Samples = dict[tuple[str, ...], int]
+"""Values of one metric, by the values of its labels."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A gauge: what it says, and its labels after ``ENGINE_LABELS``."""
+
+    help: str
+    labels: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all its labels."""
+        return (*ENGINE_LABELS, *self.labels)
+
+
+METRICS: Mapping[str, Metric] = {
+    NAME: Metric(
+        "MLA layers of vllm-aiter-mla by state: on the fast path (engaged) or left to vLLM (skipped).", ("state",)
+    ),
+    "aiter_mla_kernel_layers": Metric("Engaged MLA layers by kernel and batch size in tokens.", ("kernel", "tokens")),
+    "aiter_mla_ranks": Metric(
+        "Ranks: like the others (agreeing), skips a layer that another engages (fallen), has no status file (silent).",
+        ("state",),
+    ),
+    "aiter_mla_aborted_before": Metric("1 if an earlier start ended in this kernel's first call.", ("kernel",)),
+    "aiter_mla_info": Metric("1; its labels say what runs.", ("version", "integration")),
+}
 
 
 @dataclass(frozen=True)
@@ -28,16 +60,19 @@ class _Collector:
     folder: Path
 
     def collect(self) -> Iterator[Any]:
-        """Yield the gauge; without a sample before the workers have written their status. Never raises."""
+        """Yield the metrics; without a sample before the workers have written their status. Never raises."""
         from prometheus_client.core import GaugeMetricFamily
 
-        family = GaugeMetricFamily(NAME, HELP, labels=["model_name", "engine", "state"])
+        found: Mapping[str, Samples] = {}
         try:
-            for labels, value in samples(self.folder):
-                family.add_metric(labels, value)
-        except Exception as error:  # every other metric of the server would be lost with this one
+            found = samples(self.folder)
+        except Exception as error:  # every other metric of the server would be lost with these
             _left_out(f"{self.folder}: {type(error).__name__}: {error}")
-        yield family
+        for name, metric in METRICS.items():
+            family = GaugeMetricFamily(name, metric.help, labels=metric.names)
+            for labels, value in found.get(name, {}).items():
+                family.add_metric(labels, value)
+            yield family
 
 
 # Of the process, as prometheus_client's registry is.
@@ -45,10 +80,10 @@ _shown: list[Any] = []
 
 
 def show(folder: Path) -> None:
-    """Put the gauge into prometheus_client's registry, which vLLM's /metrics serves. Idempotent.
+    """Put the metrics into prometheus_client's registry, which vLLM's /metrics serves. Idempotent.
 
     With several API servers prometheus_client works through shared files and takes no callback. There a thread of each
-    front end sets the gauge every ``REFRESH_S`` seconds. Workers on another machine (Ray) are not counted.
+    front end sets the metrics every ``REFRESH_S`` seconds. Workers on another machine (Ray) are not counted.
     """
     with suppress(OSError):  # a worker that cannot write its status there says so
         join_run(folder)
@@ -57,9 +92,12 @@ def show(folder: Path) -> None:
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
         from prometheus_client import Gauge
 
-        gauge = Gauge(NAME, HELP, ["model_name", "engine", "state"], multiprocess_mode="mostrecent")
-        _shown.append(gauge)
-        Thread(target=_refresh, args=(gauge, folder), daemon=True).start()
+        gauges = {
+            name: Gauge(name, metric.help, metric.names, multiprocess_mode="mostrecent")
+            for name, metric in METRICS.items()
+        }
+        _shown.append(gauges)
+        Thread(target=_refresh, args=(gauges, folder), daemon=True).start()
     else:
         from prometheus_client import REGISTRY
 
@@ -71,25 +109,49 @@ def _left_out(why: str) -> None:
     log.say_once(logging.WARNING, f"left out of the gauge {NAME}: {why}")
 
 
-def _refresh(gauge: Any, folder: Path) -> None:
+def _refresh(gauges: Mapping[str, Any], folder: Path) -> None:
+    set_before: dict[str, Samples] = {name: {} for name in gauges}
     while True:
         with suppress(Exception):
-            for labels, value in samples(folder):
-                gauge.labels(*labels).set(value)
+            found = samples(folder)
+            for name, gauge in gauges.items():
+                # The shared files forget no sample: one that has gone reads 0.
+                for labels, value in (dict.fromkeys(set_before[name], 0) | found[name]).items():
+                    gauge.labels(*labels).set(value)
+                set_before[name] |= found[name]
         sleep(REFRESH_S)
 
 
-def samples(folder: Path) -> list[tuple[list[str], int]]:
-    """Return ([model name, engine, state], layers) of every engine of this run.
+def samples(folder: Path) -> dict[str, Samples]:
+    """Return the samples of each of ``METRICS``, of every engine of this run.
 
     A layer counts as engaged only if every rank that holds it says so. Ranks of a tensor-parallel group hold the same
     layers and those of a pipeline different ones; both come out right. An engine to which vLLM gives no MLA
-    layer counts as one skipped layer. A rank without a file is not counted: it may be another node's. A file that
-    cannot be read is left out, and named once in the log.
+    layer counts as one skipped layer. A rank without a file is silent, and nothing else: it may be another node's. A
+    file that cannot be read is left out, and named once in the log.
     """
-    found = []
+    found: dict[str, Samples] = {name: {} for name in METRICS}
     for (_, *engine), records in by_engine(read_all(folder, start_run(), _left_out)).items():
-        skipped = {name for record in records for name in record.skipped}
-        engaged = {name for record in records for name in record.engaged} - skipped
-        found += [([*engine, "engaged"], len(engaged)), ([*engine, "skipped"], len(skipped))]
+        for name, of_this in _of_engine(records).items():
+            found[name] |= {(*engine, *labels): value for labels, value in of_this.items()}
     return found
+
+
+def _of_engine(records: Sequence[RankStatus]) -> dict[str, Samples]:
+    """Return the samples of one engine, without its own labels."""
+    skipped = {name for record in records for name in record.skipped}
+    engaged = {name for record in records for name in record.engaged} - skipped
+    running: dict[tuple[str, ...], set[str]] = {}
+    for record in records:
+        for one in record.decided:
+            for first, last, kernel in one.kernels:
+                running.setdefault((kernel, f"{first}..{last}"), set()).update(engaged.intersection(one.layers))
+    found = of_engine(with_silent(records))
+    fallen, silent = len(found.fallen), found.silent
+    return {
+        NAME: {("engaged",): len(engaged), ("skipped",): len(skipped)},
+        "aiter_mla_kernel_layers": {of: len(layers) for of, layers in running.items() if layers},
+        "aiter_mla_ranks": {("agreeing",): found.ranks - fallen - silent, ("fallen",): fallen, ("silent",): silent},
+        "aiter_mla_aborted_before": {(kernel,): 1 for kernel in aborted(records)},
+        "aiter_mla_info": {(found.record.evidence.plugin, found.record.integration): 1},
+    }

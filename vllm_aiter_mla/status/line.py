@@ -25,7 +25,7 @@ def of(*ranks: RankStatus | None, replica: int | None = None) -> str:
     record, engaged = engine.record, len(engine.record.engaged)
     silent = f"; {engine.silent} without a status" if engine.silent else ""
     whose = "" if replica is None else f", data-parallel engine {replica}"
-    names = _aborted(ranks)
+    names = aborted(ranks)
     left_out = f"; {', '.join(names)} left out: {ABORTED}" if names else ""
     if not engaged:
         reason = first_reason(record.skipped)
@@ -53,11 +53,11 @@ def remedies(ranks: Sequence[RankStatus | None]) -> dict[str, str]:
     """
     fallen = of_engine(ranks).fallen.values()
     reasons = [*fallen, *(why for rank in ranks if rank is not None for why in rank.skipped.values())]
-    codes = [ABORTED] * bool(_aborted(ranks)) + [code for code, _ in reasons]
+    codes = [ABORTED] * bool(aborted(ranks)) + [code for code, _ in reasons]
     return {code: REMEDIES[code] for code in codes if code in REMEDIES}
 
 
-def _aborted(ranks: Sequence[RankStatus | None]) -> list[str]:
+def aborted(ranks: Sequence[RankStatus | None]) -> list[str]:
     """Return the kernels that do not run because an earlier start ended in their first call."""
     decided = (one for rank in ranks if rank is not None for one in rank.decided)
     return list(dict.fromkeys(name for one in decided for name, why in one.passed_over if why.startswith(ABORTED)))

@@ -137,6 +137,11 @@ def of_engine(ranks: Sequence[RankStatus | None]) -> EngineRecord:
     return EngineRecord(record, len(ranks), fallen, len(ranks) - len(known))
 
 
+def with_silent(ranks: Sequence[RankStatus]) -> list[RankStatus | None]:
+    """Return the records of an engine's ranks, of which at least one is known, and None for each that has none here."""
+    return [*ranks, *[None] * (max(one.ranks for one in ranks) - len(ranks))]
+
+
 def record_of_skipped_engine(code: str, message: str, layers: Sequence[int], kv_cache_dtype: str) -> RankStatus:
     """Return a record as ``record_of`` does for an engine that was skipped as a whole: its workers run nothing of ours.
 
