@@ -92,6 +92,8 @@ class ConfigView(_View):
     user_pass: str = ""  # why the user's custom pass cannot run before ours
     atom_active: bool = False
     is_mla: bool = True
+    mla_disabled: bool = False  # by vLLM's variable, so that nobody knows whether the model has MLA
+    model_impl: str = ""  # the option, where vLLM runs the model's code of Transformers
     enforce_eager: bool = False
     breakable_cudagraph: bool = False
     mode: str = "VLLM_COMPILE"  # name of the compilation mode
@@ -191,7 +193,18 @@ ENGINE_RULES = (
     Rule("capability", lambda v: v.failed_steps, "the plugin could not do what it needs: {found}"),
     Rule("op_schema", lambda v: v.op_schema, "in this vLLM ({v.vllm_version}) {found}"),
     Rule("atom", lambda v: v.atom_active, "ATOM's plugin owns the model"),
-    Rule("not_mla", lambda v: not v.is_mla, "the model does not use MLA attention (model, VLLM_MLA_DISABLE)"),
+    Rule("mla_disabled", lambda v: v.mla_disabled, "VLLM_MLA_DISABLE is set"),
+    Rule("not_mla", lambda v: not v.is_mla and not v.mla_disabled, "the model has no MLA that vLLM knows"),
+    Rule(
+        "transformers_backend",
+        lambda v: v.model_impl == "transformers",
+        "--model-impl transformers: RoPE is not vLLM's op",
+    ),
+    Rule(
+        "no_vllm_class",
+        lambda v: v.model_impl not in ("", "transformers"),
+        "vLLM has no class of its own for the model and runs Transformers' code, whose RoPE is not vLLM's op",
+    ),
     *SHARED_RULES,
 )
 """Whatever puts the op into the layers."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -402,84 +400,6 @@ def of_shape(heads: int, drafts: int, cache: str, arch: str = "gfx942", vllm: st
     found["options"] |= {"num_drafts": drafts, "kv_cache_dtype": cache}
     found["captures"] |= {"inside": [1, 2, 4], "full": [1, 2, 4]}
     return found
-
-
-@pytest.mark.parametrize(
-    ("plan", "concerned"),
-    [
-        (of_shape(16, 4, "auto"), {"vllm#55609"}),
-        (of_shape(16, 3, "auto"), set()),
-        (of_shape(16, 4, "fp8"), set()),
-        (of_shape(16, 4, "auto", arch="gfx950"), set()),
-        (of_shape(16, 7, "bfloat16"), {"vllm#55609", "aiter#5679"}),
-        (of_shape(64, 0, "fp8"), {"aiter#4363"}),
-        (of_shape(8, 0, "fp8", vllm="0.31.0"), {"vllm#51011"}),
-        (of_shape(8, 0, "fp8", vllm="0.32.0+cpu"), set()),
-        (of_shape(8, 0, "fp8", vllm="dev"), {"vllm#51011"}),
-        (of_shape(16, 1, "fp8", arch="gfx950"), {"aiter#3013"}),
-        (of_shape(16, 0, "fp8") | {"captures": {"inside": [1, 2], "outside": [], "note": ""}}, {"vllm#51171"}),
-    ],
-)
-def test_a_known_issue_is_found_by_card_cache_heads_and_drafts(plan: dict[str, Any], concerned: set[str]) -> None:
-    assert {name for name, issue in ISSUES.items() if issues.applies(issue, plans.parsed(plan))} == concerned
-
-
-@pytest.mark.parametrize("issue", ISSUES.values(), ids=ISSUES)
-def test_a_known_issue_is_of_the_heads_and_rows_from_its_first_to_its_last(issue: dict[str, Any]) -> None:
-    (few, many), (first, last) = issue["heads"], issue["rows"]
-
-    def concerns(heads: int, rows: int) -> bool:
-        cache = "auto" if issue["cache"] == "16 bits" else "fp8"
-        plan = of_shape(heads, rows - 1, cache, issue["arch"][0], vllm="dev")
-        plan["captures"]["full"] = []
-        plan["environment"] |= {issue["switch"]: ("1", "--env")} if "switch" in issue else {}
-        made = plans.parsed(plan)
-        with mock.patch.object(issues.files, "stamp", return_value=SimpleNamespace(aiter=None)):
-            return issues.applies(issue, made)
-
-    assert all(concerns(heads, rows) for heads in (few, many) for rows in (first, last))
-    beyond = [(few - 1, first), (many + 1, first), (few, last + 1), *([(few, first - 1)] if first > 1 else [])]
-    assert [shape for shape in beyond if concerns(*shape)] == []
-
-
-def test_a_known_issue_of_one_aiter_is_found_by_the_installed_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, issue = plans.parsed(of_shape(32, 0, "fp8", arch="gfx950")), ISSUES["vllm#46997"]
-    for version, concerned in (("0.1.16.post2", True), ("0.1.24.post1", False), (None, True)):
-        monkeypatch.setattr(issues.files, "stamp", lambda *_, version=version: SimpleNamespace(aiter=version))
-        assert issues.applies(issue, plan) is concerned
-
-
-DEV_BUILDS: dict[str, dict[tuple[str | None, str | None], bool]] = {
-    "0.32.0rc1": {(None, "0.32"): True, ("0.32", None): True, (None, "0.31"): False, ("0.33", None): False},
-    "0.32.0.dev7+g1234abc": {(None, "0.32"): True, ("0.32.0", "0.33"): True},
-    "0.1.17.dev3": {("0.1.16.post2", "0.1.17"): True, ("0.1.18", None): False},
-    "0.1.16.post2": {("0.1.16.post2", "0.1.17"): True, (None, "0.1.16"): False},
-    "0.1.dev1+g1234abc": {("0.1.18", None): True, (None, "0.32"): True},
-    "0.32.1+rocm700": {(None, "0.32.1"): False, ("0.32.1", None): True},
-}
-"""Whether a known issue that has these bounds is one of the build."""
-
-
-@pytest.mark.parametrize("build", DEV_BUILDS)
-def test_dev_builds_have_the_known_issues_of_their_release_until_it_is_out(build: str) -> None:
-    assert {bounds: issues._within(bounds, build) for bounds in DEV_BUILDS[build]} == DEV_BUILDS[build]
-
-
-@pytest.mark.mutation
-def test_mutation_dev_builds_ordered_only_by_their_numbers_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second number of a candidate put it after the release that mends the fault."""
-
-    def within(bounds: tuple[str | None, str | None], release: str) -> bool:
-        (first, before), found = map(numbers, bounds), numbers(release)
-        return (not first or first <= found) and (not before or found < before)
-
-    def numbers(release: str | None) -> tuple[int, ...]:
-        return tuple(map(int, re.findall(r"\d+", (release or "").partition("+")[0])))
-
-    monkeypatch.setattr(issues, "_within", within)
-    for candidate in ("0.32.0rc1", "0.32.0.dev7+g1234abc", "0.1.dev1+g1234abc"):
-        with pytest.raises(AssertionError, match="False"):
-            test_dev_builds_have_the_known_issues_of_their_release_until_it_is_out(candidate)
 
 
 @pytest.mark.parametrize(("kernel", "cache", "lines"), [("triton", "fp8", 1), ("aiter", "auto", 0)])

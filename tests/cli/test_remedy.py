@@ -94,7 +94,7 @@ def no_aiter(patch: pytest.MonkeyPatch) -> None:
 FOUND: dict[str, tuple[str, dict[str, str], Any]] = {
     "platform": ("gpu", {}, lambda patch: patch.setattr(looks, "gpu_arch", lambda: "sm90")),
     "aiter_off": ("switches", {}, on_rocm),
-    "not_mla": ("switches", {"VLLM_ROCM_USE_AITER": "1", "VLLM_MLA_DISABLE": "1"}, on_rocm),
+    "mla_disabled": ("switches", {"VLLM_ROCM_USE_AITER": "1", "VLLM_MLA_DISABLE": "1"}, on_rocm),
     "vllm_version": ("vllm", {}, lambda patch: patch.setattr(looks, "vllm_version", lambda: "0.34.0")),
     "capability": ("surface", {}, lambda patch: patch.setattr(release, "missing_capabilities", lambda: ["x"])),
     "op_schema": ("surface", {}, lambda patch: patch.setattr(release, "op_differences", lambda fused: ["x"])),

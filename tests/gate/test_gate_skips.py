@@ -152,7 +152,7 @@ def test_a_skipped_config_is_in_the_status_file(registered, mla_model, cache_roo
 def test_an_engine_that_is_skipped_because_vllm_gives_it_no_mla_layer_is_noticed(compiling, dense_model, cache_root):
     VllmConfig(model_config=dense_model, additional_config=ON)
     found = CliRunner().invoke(app, ["status"])
-    assert (found.exit_code, ": 0/0: not_mla: " in found.output, " -> unset" in found.output) == (1, True, True)
+    assert (found.exit_code, ": 0/0: not_mla: " in found.output, " -> none: " in found.output) == (1, True, True)
     samples = {labels[-1]: layers for labels, layers in gauge.samples(cache_root / "aiter_mla")[gauge.NAME].items()}
     assert samples == {"engaged": 0, "skipped": 1}, "no alert fires"
 

@@ -290,6 +290,9 @@ CASES: dict[str, Case] = {
     "the custom op at an offset": ("no_rope", lambda e: None, {"rope": "offset op"}),
     "the custom op with heads of another width": ("no_rope", lambda e: None, {"rope": "wide op"}),
     "attention on the raw key": ("no_rope", lambda e: e.attend(k_pe=e.raw_key()), {}),
+    "a RoPE of the query in another piece": (
+        "rope_outside", lambda e: e.attend(q=e.tokens_by("rotated", *e.layer.q.meta["val"].shape[1:])), {},
+    ),
     "a KV update with the raw key": ("kv_key_mismatch", update_writes_raw_key, {}),
     "a KV update with another latent": (
         "kv_c_mismatch", lambda e: e.attend(kv_c_normed=e.call(aten.neg.default, e.layer.kv_c)), {},

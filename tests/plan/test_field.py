@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,17 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
+from tests.plan.truth_configs import IN_ATTENTION, MINICPM3, quark
 from tests.support import plans
+from tests.support.pages import PAGES
+from vllm_aiter_mla.admission import REMEDIES
 from vllm_aiter_mla.commands import options, outputs
 from vllm_aiter_mla.commands.check.record import Step
 from vllm_aiter_mla.commands.check.run import exit_status
 from vllm_aiter_mla.commands.check.steps import STEPS
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.main import COMMANDS, app
-from vllm_aiter_mla.commands.plan import issues, model
+from vllm_aiter_mla.commands.plan import issues, model, printout
 from vllm_aiter_mla.settings import FLAG_FIELD
 
 slow = pytest.mark.slow
@@ -142,10 +147,9 @@ def test_field_a_variable_that_no_plan_knows_is_passed_on_with_a_note() -> None:
     typed = ("VLLM_ROCM_USE_AITER_MHA=0", "VLLM_ROCM_USE_AITR=1")
     variables = model.environment(typed, {})
     assert [variables[one.partition("=")[0]] for one in typed] == [("0", "--env"), ("1", "--env")]
-    notes = plans.made_up(*typed).assumptions
-    passed = [note for note in notes if "passed on" in note]
-    assert [note.partition(" ")[0] for note in passed] == list(typed)
-    assert "did you mean VLLM_ROCM_USE_AITER?" in passed[1]
+    plan = plans.made_up(*typed)
+    assert [note.partition(" ")[0] for note in plan.assumptions if "passed on" in note] == [typed[0]]
+    assert "did you mean VLLM_ROCM_USE_AITER?" in plan.warnings[0]
 
 
 def test_field_o10_every_option_of_vllm_is_a_name_that_a_command_takes_at_once() -> None:
@@ -166,7 +170,7 @@ def test_field_o10_a_switch_is_turned_round_as_vllms_parser_does(word: str) -> N
 @pytest.mark.parametrize(
     ("word", "meant"),
     [("--tp", "-tp"), ("--kv-cach-dtype", "--kv-cache-dtype"), ("--kv_cach_dtype=fp8", "--kv-cache-dtype"),
-     ("--max-num-seq5", "--max-num-seqs"), ("--no-async-schedulin", "--async-scheduling")],
+     ("--max-num-seq5", "--max-num-seqs"), ("--no-async-schedulin", "--no-async-scheduling")],
 )  # fmt: skip
 def test_field_o10_a_misspelt_option_is_named_with_the_right_one_before_vllm_is_imported(word: str, meant: str) -> None:
     with pytest.raises(ValueError, match=f"did you mean {meant}"):
@@ -194,3 +198,285 @@ def test_field_o11_a_gate_can_ask_for_every_step(skipped: bool, asked: bool, sta
     assert exit_status(found, False, each=asked) == status
     parameters = typer.main.get_command(app).commands["check"].params  # type: ignore[attr-defined]
     assert "--require-all" in [name for one in parameters for name in one.opts]
+
+
+def kimi_k25_mxfp4() -> dict[str, Any]:
+    """amd/Kimi-K2.5-MXFP4: experts in MXFP4, attention and vision as they are."""
+    config = model.examples()["kimi-k2.5"]["config"]
+    text = {name: value for name, value in config["text_config"].items() if name != "quantization_config"}
+    left_out = quark(IN_ATTENTION, "re:.*vision_tower.*", "re:.*mm_projector.*")
+    return config | {"text_config": text, "quantization_config": left_out}
+
+
+NOT_BUNDLED = {
+    "amd/DeepSeek-R1-0528-MXFP4-MTP-MoEFP4": model.examples()["deepseek-r1-mxfp4"]["config"],
+    "amd/Kimi-K2.5-MXFP4": kimi_k25_mxfp4(),
+}
+"""Configs of the recipes' checkpoints that have no example of their own."""
+CARDS = {"MI300X": ("gfx942",), "MI355X": ("gfx950",), "either": ("gfx942", "gfx950")}
+DEFAULTS = {"0.30 to 0.32": plans.ENV, "0.33": tuple(one.replace("=1", "=0") for one in plans.ENV)}
+"""The variables that a plan depends on, as vLLM has them by default."""
+README_MODELS = {
+    "DeepSeek-V2": ("deepseek-v2-lite",), "V3": ("deepseek-v3",), "R1": ("deepseek-r1",),
+    "Kimi-K2.x": ("kimi-k2", "kimi-k2.5"), "GLM-4.7-Flash": ("glm-4.7-flash",),
+}  # fmt: skip
+
+
+def recipes() -> list[tuple[str, str, tuple[str, ...], tuple[str, ...]]]:
+    """(card, model, options, variables) of each row of the recipe table; "add ..." adds to the last whole command."""
+    found: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = []
+    for line in PAGES["operate.md"].partition("## Recipes")[2].partition("\n## ")[0].splitlines():
+        if line.count("`") < 2 or not line.startswith("| "):
+            continue
+        _, _, card, command, *_ = (cell.strip() for cell in line.split("|"))
+        words = shlex.split(command.partition("`")[2].rpartition("`")[0])
+        if not command.startswith("add "):
+            at = words.index("vllm")
+            model_, options_, variables = words[at + 2], tuple(words[at + 3 :]), tuple(words[:at])
+            added: tuple[str, ...] = ()
+        else:
+            added = tuple(words)
+        found += [(arch, model_, options_ + added, variables) for arch in CARDS[card]]
+    return found
+
+
+def readme_models() -> list[tuple[str, str, tuple[str, ...], tuple[str, ...]]]:
+    """(card, model, options, variables) of each model and card that README names, as it needs them."""
+    rows = dict(re.findall(r"^\| (a model|a card) \| (.*) \|$", PAGES["README.md"], re.M))
+    cards = re.findall(r"\((gfx\w+)\)", rows["a card"])
+    said = rows["a model"].partition("): ")[2].partition(", [")[0]
+    names = re.findall(r"([\w.-]+)(?: \(on (gfx\w+) with `([^`]+)`\))?(?:, |$)", said)
+    assert [name for name, *_ in names] == list(README_MODELS), "a model without its example here"
+    return [
+        (arch, example, ("-tp", "4"), (variable,) if variable and on == arch else ())
+        for name, on, variable in names for example in README_MODELS[name] for arch in cards
+    ]  # fmt: skip
+
+
+PROMISED = [
+    *(("0.30 to 0.32", *one) for one in (*recipes(), *readme_models())), *(("0.33", *one) for one in readme_models())
+]  # fmt: skip
+assert len(PROMISED) >= 34, "eight recipes, and six models with both defaults, on their cards"
+
+
+@slow
+@pytest.mark.parametrize(
+    ("default", "arch", "name", "options", "variables"), PROMISED,
+    ids=[f"{at} {' '.join(one[:3])}" for at, one in enumerate(PROMISED)],
+)  # fmt: skip
+def test_field_recipes_engage(
+    tmp_path: Path, default: str, arch: str, name: str, options: tuple[str, ...], variables: tuple[str, ...]
+) -> None:
+    """Each layer of each recipe and of each model that README names would engage, on each card that is named."""
+    if name in NOT_BUNDLED:
+        (tmp_path / "config.json").write_text(json.dumps(NOT_BUNDLED[name]))
+        name = str(tmp_path)
+    # A process for each set of variables: those that no plan depends on are only passed on.
+    read = [one for one in variables if one.partition("=")[0] in offline.VARIABLES and not one.endswith("AITER=1")]
+    plan, _ = plans.worker(arch, (*DEFAULTS[default], *read)).ask(model.find(name), options)
+    assert (plan.outcome, plan.reasons, plan.arch) == ("engaged", (), arch)
+    assert "aiter#4181" not in {issue.id for issue in issues.looked_up(plan).known_issues}
+
+
+@slow
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_field_recipes_engage_or_the_remedy_is_the_variable_to_set(default: str) -> None:
+    """Without the variable of its recipe GLM-4.7-Flash is the row that fails, and both remedies name it."""
+    plan, _ = plans.worker("gfx950", DEFAULTS[default]).ask(model.find("zai-org/GLM-4.7-Flash"), ())
+    by_id = {issue.id: issue for issue in issues.looked_up(plan).known_issues}
+    if default == "0.33":
+        assert (plan.outcome, "aiter#4181" in by_id) == ("engaged", False)
+        return
+    assert [reason.code for reason in plan.reasons] == ["mxfp4_width"]
+    variable = f"{offline.FP4_BMM}=0"
+    assert (variable in REMEDIES["mxfp4_width"], by_id["aiter#4181"].remedy) == (True, variable)
+
+
+AS_IT_STANDS = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "nobody_knows",
+    "auto_map": {"AutoConfig": "theirs.Config"},
+    "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 64,
+    "rope_theta": 10000.0, "max_position_embeddings": 32768, "torch_dtype": "bfloat16",
+}  # fmt: skip
+YARN = {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}
+
+
+@slow
+@pytest.mark.parametrize(
+    ("config", "status", "said"),
+    [
+        (AS_IT_STANDS | YARN, 1, ["not_mla", "read as they stand"]),
+        ({name: value for name, value in (AS_IT_STANDS | YARN).items() if "position" not in name}, 3,
+         ["the config class of 'nobody_knows' is not here", "Python files"]),
+    ],
+    ids=["yarn", "yarn without positions"],
+)  # fmt: skip
+def test_field_48_a_config_without_its_class_is_read_and_vllm_is_not_blamed(
+    typed: Any, tmp_path: Path, config: dict[str, Any], status: int, said: list[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, text = typed(str(tmp_path), "--trust-remote-code")
+    text = re.sub(r"[ |]+", " ", text)
+    assert (code, [one for one in said if one not in text], "vLLM could not" in text) == (status, [], False), text
+
+
+@slow
+def test_field_53_a_library_that_a_models_class_lacks_is_no_refusal_of_vllms() -> None:
+    """vLLM only logs what went wrong while it looked at the class."""
+    with pytest.raises(model.NotKnownError, match="vLLM lacks a_library on this machine"):
+        plans.worker("gfx942", ()).ask(model.find("deepseek-r1"), (), "the model's class needs a library")
+
+
+@slow
+def test_field_55_a_model_that_is_not_taken_gets_no_advice_for_the_fast_path(typed: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MINICPM3))
+    code, text = typed(str(tmp_path), "--trust-remote-code")
+    advice = ("max_token_num", "With measure=false", "unset ", "FP8BMM", "planned as if")
+    assert (code, "not_mla" in text, [one for one in advice if one in text]) == (1, True, []), text
+    code, text = typed("glm-5", "-tp", "8")
+    assert (code, "sparse_mla" in text, [one for one in advice[:2] if one in text]) == (1, True, []), text
+
+
+@slow
+def test_field_72_a_foreign_message_is_one_sentence(typed: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(AS_IT_STANDS | {"architectures": ["NobodyKnowsForCausalLM"]}))
+    code, text = typed(str(tmp_path), "--trust-remote-code")
+    assert (code, "NobodyKnowsForCausalLM" in text, "--verbose" in text, len(text) < 400) == (2, True, True, True), text
+
+
+@slow
+@pytest.mark.parametrize("line", [("-dp", "16", "--max-num-seqs", "4096", "--max-num-batched-tokens", "4096"), R1[1:]])
+def test_field_39_no_two_numbers_of_the_table_touch(typed: Any, line: tuple[str, ...]) -> None:
+    assert typed  # its process answers
+    shown = CliRunner().invoke(app, ["check", "deepseek-r1", "--only", "plan", *line]).stdout
+    rows = re.findall(r"^ *\d+ +(?:vLLM, \w+|aiter|triton) .*$", shown, re.M)
+    assert len(rows) == 12
+    for row in rows:
+        layer, step, of_a_layer, of_a_step = (int(one.replace(",", "")) for one in row.split()[-4:])
+        assert (step, of_a_step) == (61 * layer, 61 * of_a_layer), row
+        assert len(row) <= outputs.WIDTH
+
+
+def test_field_a_misspelt_variable_is_said_on_top() -> None:
+    text = printout.text(plans.made_up("VLLM_ROCM_USE_AITR_MOE=1", "HSA_NO_SCRATCH_RECLAIM=1"))
+    first = text.splitlines()[1]
+    assert ("VLLM_ROCM_USE_AITR_MOE=1" in first, "did you mean VLLM_ROCM_USE_AITER_MOE?" in first) == (True, True)
+    assert text.count("WARNING") == 1, "another library's variable is only passed on"
+
+
+@pytest.mark.parametrize("option", options.GONE)
+def test_field_42_an_option_of_an_earlier_vllm_is_answered_with_what_to_do(option: str) -> None:
+    assert option not in options.names(), "this release has it"
+    with pytest.raises(ValueError, match="no such option: ") as raised:
+        options.check([option, "1"])
+    named = re.findall(r"--?[a-z][\w-]+", str(raised.value).partition(": no such option: ")[2])
+    assert [one for one in named if one != "-cc" and one not in options.names()] == []
+    options.check(named)
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["--disable-log-request", "--no-enable-log-requestz", "--enable-prefix-cachingg", "--no-enable-prefix-cachingg",
+     "--disable-custom-all-reducee", "--no-async-schedulin"],
+)  # fmt: skip
+def test_field_42_no_hint_turns_a_switch_round(word: str) -> None:
+    with pytest.raises(ValueError, match="did you mean") as raised:
+        options.check([word])
+    meant = str(raised.value).partition("did you mean ")[2]
+    assert meant.startswith(options.OFF) is word.startswith(options.OFF)
+    options.check([meant.rstrip("?")])
+
+
+def test_field_no_remedy_sends_a_reader_of_the_plan_to_the_plan() -> None:
+    assert [code for code, remedy in REMEDIES.items() if "--only plan" in remedy] == []
+
+
+SHARED_EXPERTS = ("VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS=1",)
+GRAPHS = ("--compilation-config", '{"cudagraph_mode": "FULL_AND_PIECEWISE"}')
+MORIIO = '{"kv_connector": "MoRIIOConnector", "kv_role": "kv_consumer", "kv_connector_extra_config": {}}'
+PUBLIC = {
+    "recipes#661, 2026-07-21": (
+        ("gfx950", SHARED_EXPERTS), "kimi-k2.5-mxfp4", ("-tp", "4", "--kv-cache-dtype", "fp8", "--max-num-seqs", "512",
+         "--async-scheduling"), "61/61", 16, set(), ["aiter#4452"]),
+    "ATOM#886, 2026-05-22": (
+        ("gfx950", SHARED_EXPERTS), "kimi-k2.5-mxfp4", ("-dp", "8", "--enable-expert-parallel", *GRAPHS,
+         "--kv-cache-dtype", "fp8"), "61/61", 64, set(), ["aiter#4452"]),
+    "vllm#52312, 2026-08": (
+        ("gfx950", SHARED_EXPERTS), "deepseek-v3", ("-tp", "8", "--max-model-len", "16K"), "61/61", 16, set(),
+        ["aiter#5765"]),
+    "recipes#825, 2026-08-19": (
+        ("gfx950", SHARED_EXPERTS), "glm-5.1-mxfp4", ("-tp", "8", "--kv-cache-dtype", "fp8_e4m3", "--moe-backend",
+         "aiter"), "0/78", 8, {"sparse_mla"}, ["aiter#4452", "aiter#4181", "aiter#3737"]),
+    "vllm#50347, 2026-07-30": (
+        ("gfx950", SHARED_EXPERTS), "kimi-k3", ("-tp", "8", "--enforce-eager"), "0/24", 12, {"no_rope"},
+        ["vllm#51171"]),
+    "aiter#1455, 2025-11-20": (
+        ("gfx942", ()), "kimi-k2", ("--max-model-len", "100K", "--max-num-seqs", "256", "-tp", "4", "-dp", "2"),
+        "61/61", 16, set(), []),
+    "llm-d#1735, 2026-06-09": (
+        ("gfx942", ()), "deepseek-v3", ("-tp", "1", "-dp", "16", "--data-parallel-size-local", "8", "--headless",
+         "--data-parallel-start-rank", "8", "--all2all-backend", "mori_low_latency", "--enable-expert-parallel"),
+        "61/61", 128, set(), []),
+    "legacy-rocm-build#5376, 2025-09-18": (
+        ("gfx942", ()), "deepseek-r1", ("-tp", "8", "--max-num-seqs", "1024", "--max-num-batched-tokens", "131072",
+         "--max-model-len", "10240"), "61/61", 16, set(), ["aiter#4888"]),
+    "vllm#47276, 2026-07-01": (
+        ("gfx942", ()), "deepseek-v3", ("-dp", "8", "--enable-expert-parallel", "--kv-cache-dtype", "fp8",
+         "--block-size", "1"), "61/61", 128, set(), []),
+    "recipes#432, 2026-04-30": (
+        ("gfx942", ()), "glm-5", ("-tp", "8", *MTP, "--chat-template-content-format=string", "--block-size=1"),
+        "0/79", 8, {"sparse_mla"}, ["aiter#4888"]),
+}  # fmt: skip
+"""Public commands by their source: what they ran on, the model, its options; then layers that engage, heads of a rank,
+codes, and known issues."""
+
+
+@slow
+@pytest.mark.parametrize("source", PUBLIC)
+def test_field_a_public_command_is_planned_right(tmp_path: Path, source: str) -> None:
+    (arch, env), name, line, engaged, heads, codes, known = PUBLIC[source]
+    glm = model.examples()["glm-5"]["config"]
+    left_out = quark(IN_ATTENTION, "re:.*shared.*", "re:.*indexer.*")
+    made = {"kimi-k2.5-mxfp4": kimi_k25_mxfp4(), "glm-5.1-mxfp4": glm | {"quantization_config": left_out}}
+    if name in made:
+        (tmp_path / "config.json").write_text(json.dumps(made[name]))
+        name = str(tmp_path)
+    options.check(line)
+    plan = issues.looked_up(plans.worker(arch, env).ask(model.find(name), line)[0])
+    assert {reason.code for reason in plan.reasons} == codes, plan.reasons
+    assert (f"{plan.layers.engaged}/{plan.layers.mla}", plan.heads_per_rank) == (engaged, heads)
+    assert [issue.id for issue in plan.known_issues] == known
+
+
+@slow
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (("--speculative_config", '{"num_speculative_tokens": 2}'), "without speculative model"),
+        (("-cc", '{"full_cuda_graph": false, "cudagraph_mode": "PIECEWISE"}'), "full_cuda_graph is now cudagraph_mode"),
+        (("--cuda-graph-sizes", "1", "256"), "--cudagraph-capture-sizes"),
+        (("--swap-space", "64"), "drop it"),
+        (("--max-seq-len-to-capture", "16384"), "--max-cudagraph-capture-size"),
+    ],
+)
+def test_field_a_public_command_for_an_earlier_vllm_is_answered_with_what_to_change(
+    typed: Any, line: tuple[str, ...], said: str
+) -> None:
+    """vllm#28222 (2025-11-06), vllm#29304 (2025-11-24), legacy-rocm-build#5376 (2025-09-18)."""
+    code, text = typed("deepseek-v3", "-tp", "8", *line)
+    assert (code, said in text, "errors.pydantic.dev" in text) == (2, True, False), text
+
+
+def test_field_a_variable_of_an_earlier_vllm_is_answered_with_what_replaces_it() -> None:
+    for name, meant in options.GONE_VARIABLES.items():
+        assert not offline.has_variable(name), "this release has it"
+        (warning,) = plans.made_up(f"{name}=1").warnings
+        assert warning.endswith(meant)
+
+
+@slow
+def test_field_29304_a_connector_that_hangs_is_said() -> None:
+    pytest.importorskip("msgpack", reason="vLLM's MoRIIO needs it")
+    line = ("-tp", "1", "-dp", "8", "--enable-expert-parallel", "--block-size", "1", "--kv-transfer-config", MORIIO)
+    plan = issues.looked_up(plans.worker("gfx942", ()).ask(model.find("deepseek-v3"), line)[0])
+    assert ("vllm#45749" in {issue.id for issue in plan.known_issues}, plan.outcome) == (True, "engaged")

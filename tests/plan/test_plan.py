@@ -131,7 +131,7 @@ def test_a_supported_model_engages_and_its_weights_are_counted(arguments, format
                 ("gfx942", PLAIN, "plain", []),
                 ("gfx950", PLAIN, "plain", []),
                 ("gfx942", ("VLLM_ROCM_USE_AITER_MLA=0",), "fp8", ["aiter_off"]),
-                ("gfx942", ("VLLM_MLA_DISABLE=1",), None, ["not_mla"]),
+                ("gfx942", ("VLLM_MLA_DISABLE=1",), None, ["mla_disabled"]),
                 ("gfx942", ("VLLM_USE_BREAKABLE_CUDAGRAPH=1",), "fp8", []),
             )
         ),
@@ -201,7 +201,7 @@ MODULE = (OURS, '{"aiter_mla": {"integration": "module"}}')
         ("", (), None),
         ("vLLM has another forward", (), "unknown_forward"),
         ("vLLM has another rotary embedding", (), "rope_other_operand"),
-        pytest.param("", ("--model-impl", "transformers"), "unknown_forward", marks=slow),
+        pytest.param("", ("--model-impl", "transformers"), "transformers_backend", marks=slow),
         pytest.param("", ("-cc.pass_config.fuse_attn_quant=true",), "fused_output_quant", marks=slow),
     ],
 )

@@ -25,7 +25,7 @@ from vllm_aiter_mla.settings import Settings
 ENGINE = admission.ConfigView(
     in_window=False, missing=("x",), op_schema=("x",), atom_active=True, is_mla=False, is_sparse=True,
     enforce_eager=True, breakable_cudagraph=True, mode="NONE", backend="eager", dcp=2, pcp=2, hisparse=True,
-    kv_cache_dtype="fp8_e5m2", model_dtype="float16",
+    kv_cache_dtype="fp8_e5m2", model_dtype="float16", model_impl="transformers",
     splitting_ops=(admission.KV_UPDATE_OP,), user_pass="x", card="cuda", uses_aiter=False, attention="Other",
 )  # fmt: skip
 PASSES = Settings(integration="passes")
@@ -40,8 +40,9 @@ LAYER = admission.LayerView(
 
 def test_a_view_with_everything_wrong_gives_every_reason_of_admission():
     found = [skip.code for skip in build.engine_reasons(plans.made_up_answer(PASSES, **vars(ENGINE)))]
-    # A mode that breakable graphs did not set, and another attention with AITER on, are each a view of their own.
-    others = {"compilation_mode", "attention_backend", "not_known"}
+    # Each of these is a view of its own: a mode that breakable graphs did not set, another attention with AITER on, MLA
+    # that a variable switched off, and a model without a class in vLLM.
+    others = {"compilation_mode", "attention_backend", "mla_disabled", "no_vllm_class", *build.UNKNOWN}
     assert sorted(found) == sorted(set(admission.LEVELS["engine"]) - others)
     layer = [skip.code for skip in admission.layer_skips(LAYER)]
     shared = {"capability", "sparse_mla", "dcp", "pcp", "hisparse", "kv_cache_dtype"}

@@ -211,11 +211,11 @@ ROWS: dict[str, Row] = {
     "moonshotai/Kimi-K2-Base in bf16": Row(K2, {"mxfp4": 61}),
     "moonshotai/Kimi-K2.5": Row(example("kimi-k2.5"), {"mxfp4": 61}),
     "moonshotai/Kimi-VL-A3B": Row(KIMI_VL, {"mxfp4": 27}),
-    "moonshotai/Kimi-K3": Row(example("kimi-k3"), {"mxfp4": 24}, codes=("unknown_forward",)),
+    "moonshotai/Kimi-K3": Row(example("kimi-k3"), {"mxfp4": 24}, codes=("no_rope",)),
     "moonshotai/Kimi-K3, by the passes": Row(
         example("kimi-k3"), {"mxfp4": 24}, arguments=("-cc.use_inductor_graph_partition=true",), codes=("no_rope",)
     ),
-    "zai-org/GLM-4.7-Flash": Row(example("glm-4.7-flash"), {"mxfp4": 47}, codes=("kernel_shape",)),
+    "zai-org/GLM-4.7-Flash": Row(example("glm-4.7-flash"), {"mxfp4": 47}, codes=("mxfp4_width",)),
     "zai-org/GLM-5-FP8": Row(example("glm-5"), {"fp8": 78}, FP8, **SPARSE),
     "deepseek-ai/DeepSeek-V3.2": Row(example("deepseek-v3.2"), {"fp8": 61}, FP8, **SPARSE),
     "deepseek-ai/deepseek-vl2": Row(VL2, {"mxfp4": 30}),

@@ -97,6 +97,18 @@ ROWS = {
     "none takes the layer": (
         facts(*AUTO, aiter=DECLINES, aiter_opt=DECLINES, triton=DECLINES), {}, None, STATIC, "kernel_shape",
     ),
+    "AITER's GEMM has no right product": (
+        replace(
+            facts(*AUTO, aiter=DECLINES, aiter_opt=DECLINES, triton=DECLINES), no_product="it drops values"
+        ), {}, None, STATIC, "mxfp4_width",
+    ),
+    "no right product, which a reference does not need": (
+        replace(facts("reference"), no_product="it drops values"), {}, None, Settings(), "reference reference",
+    ),
+    "no right product, and none is built": (
+        replace(facts(*AUTO, aiter=ABSENT, aiter_opt=ABSENT, triton=ABSENT), no_product="it drops values"),
+        {}, None, STATIC, "kernel_unavailable",
+    ),
     "one is absent, the others decline": (
         facts(*AUTO, aiter=ABSENT, aiter_opt=DECLINES, triton=DECLINES), {}, None, STATIC, "kernel_shape",
     ),

@@ -107,7 +107,7 @@ ROWS: dict[str, Row] = {
     "Kimi-Linear": Row(_config(
         "KimiLinearForCausalLM", "kimi_linear", q_lora_rank=None, mla_use_nope=True, linear_attn_config=_KDA,
         num_experts=4, num_experts_per_token=2,
-    ), 0, "unknown_forward", vllm_fails="its linear attention needs kernels for GPUs"),
+    ), 0, "no_rope", vllm_fails="its linear attention needs kernels for GPUs"),
     "DeepSeek-V3 with an EAGLE-3 draft": Row(
         _V3 | {"num_hidden_layers": 3, "first_k_dense_replace": 3}, 4, drafts=2,
         draft=_config(

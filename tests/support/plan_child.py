@@ -54,7 +54,18 @@ def _without_their_wrappers(config: Any) -> Any:
     return [(kind._replace(why_not_module=None), count) for kind, count in _of_another_rotation(config)]
 
 
+def _whose_class_needs_a_library(args: Any) -> Any:
+    from vllm.model_executor.models import registry
+
+    def load(model: Any) -> Any:
+        raise ModuleNotFoundError("No module named 'a_library'", name="a_library")
+
+    with mock.patch.object(registry._LazyRegisteredModel, "load_model_cls", load):
+        return finished(args)
+
+
 BUGS = {
+    "the model's class needs a library": (rocm_config, "finished_config", _whose_class_needs_a_library),
     "nothing is quantised": (rocm_config, "finished_config", lambda args: _unquantised(finished(args))),
     "the limit is not the gate's": (answer, "engine_facts", lambda config: _with_limit(facts(config), 1)),
     "vLLM has another forward": (rocm_config, "finished_config", _over_another_forward),

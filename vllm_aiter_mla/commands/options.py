@@ -14,15 +14,63 @@ from pathlib import Path
 SOURCES = ("engine/arg_utils.py", "entrypoints/**/cli_args.py")
 OPPOSITES = (("--no-", "--"), ("--disable-", "--enable-"), ("--enable-", "--disable-"))
 """How vLLM's parser turns a switch round; the last two from 0.33 on."""
+OFF = ("--no-", "--disable-")
 SIMILAR = 0.75
 """Of two names, as difflib counts it: an option that is like no other is left to vLLM's parser."""
+DROP = "vLLM no longer has it, drop it"
+GONE = {
+    "--disable-log-requests": "vLLM no longer logs requests by default, drop it",
+    "--enable-reasoning": "vLLM no longer has it, --reasoning-parser is enough",
+    "--cuda-graph-sizes": "it is now --cudagraph-capture-sizes",
+    "--max-seq-len-to-capture": "it is now --max-cudagraph-capture-size, in tokens of a batch",
+    "--full-cuda-graph": "it is now -cc.cudagraph_mode=FULL",
+    "--compilation-level": "it is now -cc.mode",
+    "--task": "it is now --runner",
+    "--guided-decoding-backend": "it is now --structured-outputs-config.backend",
+    "--rope-scaling": "it is now a part of --hf-overrides",
+    "--rope-theta": "it is now a part of --hf-overrides",
+    "--speculative-model": "it is now model in --speculative-config",
+    "--num-speculative-tokens": "it is now num_speculative_tokens in --speculative-config",
+    "--speculative-draft-tensor-parallel-size": "it is now draft_tensor_parallel_size in --speculative-config",
+    "--num-redundant-experts": "it is now --eplb-config.num_redundant_experts",
+    "--eplb-window-size": "it is now --eplb-config.window_size",
+    "--enable-multimodal-encoder-data-parallel": "it is now --mm-encoder-tp-mode data",
+    "--disable-mm-preprocessor-cache": "it is now --mm-processor-cache-gb 0",
+    "--override-pooler-config": "it is now --pooler-config",
+    **dict.fromkeys(
+        ("--num-scheduler-steps", "--multi-step-stream-outputs", "--use-v2-block-manager", "--swap-space",
+         "--preemption-mode", "--scheduler-delay-factor", "--num-lookahead-slots", "--disable-async-output-proc",
+         "--worker-use-ray", "--engine-use-ray", "--max-num-partial-prefills", "--calculate-kv-scales",
+         "--disable-frontend-multiprocessing", "--quantization-param-path", "--enable-lora-bias"), DROP,
+    ),
+}  # fmt: skip
+"""Options of earlier releases, in scripts that are still passed on. A release that has one takes it."""
+GONE_FIELDS = {
+    "full_cuda_graph": "cudagraph_mode", "use_cudagraph": "cudagraph_mode", "level": "mode", "use_inductor": "mode",
+    "enable_fusion": "fuse_norm_quant", "enable_attn_fusion": "fuse_attn_quant", "enable_noop": "eliminate_noops",
+    "enable_fi_allreduce_fusion": "fuse_allreduce_rms",
+}  # fmt: skip
+"""Fields of --compilation-config and its pass_config in earlier releases, by what replaces them."""
+GONE_VARIABLES = {
+    "VLLM_ATTENTION_BACKEND": "it is now --attention-backend",
+    "VLLM_ALL2ALL_BACKEND": "it is now --all2all-backend",
+    "VLLM_MM_ENCODER_ATTN_BACKEND": "it is now --mm-encoder-attn-backend",
+    "VLLM_TORCH_PROFILER_DIR": "it is now torch_profiler_dir in --profiler-config",
+    "VLLM_MORIIO_CONNECTOR_READ_MODE": "it is now read_mode in kv_connector_extra_config",
+    **dict.fromkeys(("VLLM_USE_V1", "VLLM_USE_TRITON_FLASH_ATTN", "VLLM_ROCM_USE_AITER_PAGED_ATTN"), "drop it"),
+}  # fmt: skip
+"""Variables of earlier releases."""
+SIMILAR_VARIABLE = 0.85
+TURNED_BY_DISABLE = (0, 33)
+"""The release from which ``--disable-X`` turns ``--enable-X`` round."""
 
 
 def check(words: Sequence[str], own: Iterable[str] = ()) -> None:
     """Check the names of the options among the words after MODEL, up to "--"; ``own`` are the command's own options.
 
     Raises:
-        ValueError: an option is neither vLLM's nor the command's and looks like one that is; names both.
+        ValueError: an option is neither vLLM's nor the command's, and is one of ``GONE`` or looks like one that there
+            is; names both.
     """
     asked = [word for word in (words[: words.index("--")] if "--" in words else words) if word.startswith("--")]
     if not asked:
@@ -32,10 +80,20 @@ def check(words: Sequence[str], own: Iterable[str] = ()) -> None:
         given = word.partition("=")[0].partition(".")[0].replace("_", "-")
         if not re.match(r"--[a-z]", given) or any(name.startswith(given) for name in known):
             continue
-        if any(given.startswith(one) and other + given.removeprefix(one) in known for one, other in OPPOSITES):
+        turned = any(given.startswith(one) and other + given.removeprefix(one) in known for one, other in OPPOSITES)
+        typed = word.partition("=")[0]
+        if names() and given in GONE and not (turned and _release() >= TURNED_BY_DISABLE):
+            raise ValueError(f"{typed}: no such option: {GONE[given]}")
+        if turned:
             continue
-        if similar := get_close_matches(given, sorted(known), 1, SIMILAR):
-            raise ValueError(f"{word.partition('=')[0]}: no such option; did you mean {similar[0]}?")
+        if similar := get_close_matches(given, sorted(_of_its_sense(given, known)), 1, SIMILAR):
+            raise ValueError(f"{typed}: no such option; did you mean {similar[0]}?")
+
+
+def _of_its_sense(given: str, known: Iterable[str]) -> set[str]:
+    """Return the options that switch something off if ``given`` does, and else the others."""
+    turned = {one + name.removeprefix(other) for name in known for one, other in OPPOSITES if name.startswith(other)}
+    return {name for name in {*known, *turned} - GONE.keys() if name.startswith(OFF) == given.startswith(OFF)}
 
 
 @cache
@@ -53,3 +111,17 @@ def names() -> frozenset[str]:
         names.update(re.findall(r"[\"'](--?[a-z][\w-]*)[\"']", text))
         names.update("--" + field.replace("_", "-") for field in re.findall(r"^    ([a-z]\w*):", text, re.MULTILINE))
     return frozenset(names)
+
+
+def _release() -> tuple[int, ...]:
+    """Return the first two numbers of the installed vLLM's release; a high one where they cannot be read."""
+    found = find_spec("vllm")
+    text = Path(found.origin).with_name("_version.py").read_text(encoding="utf-8") if found and found.origin else ""
+    version = re.search(r"version = ['\"](\d+)\.(\d+)", text)
+    return tuple(map(int, version.groups())) if version else (2**9,)
+
+
+def renamed(said: str) -> str:
+    """Return what replaces the fields of an earlier release that pydantic does not know, as an end of its message."""
+    fields = re.findall(r"(\w+):? (?:Unexpected keyword argument|Extra inputs are not permitted)", said)
+    return "".join(f"; {field} is now {GONE_FIELDS[field]}" for field in fields if field in GONE_FIELDS)

@@ -65,7 +65,7 @@ def read(vllm_config: Any) -> ConfigView:
         **metric_labels(vllm_config),
     }
     if model is None or not model.use_mla:  # then nothing of vLLM's attention is imported
-        return ConfigView(**facts, is_mla=False)
+        return ConfigView(**facts, is_mla=False, mla_disabled=_mla_disabled())
     from vllm_aiter_mla.compat.layer import missing_names
 
     facts["missing"] += missing_names()
@@ -77,6 +77,7 @@ def read(vllm_config: Any) -> ConfigView:
         op_schema=release.op_differences(fused=False),
         fused_op=release.op_differences(fused=True),
         unknown_forward=_unknown_forward(),
+        model_impl=str(model.model_impl) if model.using_transformers_backend() else "",
         **platform_facts(vllm_config),
     )
 
@@ -341,6 +342,12 @@ def _atom_active() -> bool:
     from vllm.platforms import current_platform
 
     return any(cls.__module__.partition(".")[0] == "atom" for cls in type(current_platform).__mro__)
+
+
+def _mla_disabled() -> bool:
+    from vllm import envs
+
+    return bool(getattr(envs, "VLLM_MLA_DISABLE", False))
 
 
 def _breakable_cudagraph() -> bool:

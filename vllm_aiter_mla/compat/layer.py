@@ -136,6 +136,11 @@ def config_of(layer: Any) -> Any:
     return layer._vllm_config
 
 
+def is_nope(layer: Any) -> bool:
+    """Return whether the config says that the model's MLA rotates nothing: Kimi-Linear, Kimi-K3."""
+    return bool(getattr(config_of(layer).model_config.hf_text_config, "mla_use_nope", False))
+
+
 def rounds_once(layer: Any) -> bool:
     """Return whether Inductor compiles the layer's forward, and so rounds an expression of 16-bit values once."""
     compilation = config_of(layer).compilation_config

@@ -106,9 +106,7 @@ class AbsorbWeight:
     def refuse(self, platform: Platform) -> str | None:
         """Return why AITER has no right product on that card, or None. Metadata only.
 
-        AITER's fp8 GEMM reads the codes as the card's own type. Its mxfp4 GEMM bounds q by half its width wherever its
-        block does not divide P, so that it drops half of q's values: at P = 192 its own results show it. Its blocks are
-        powers of two, and none smaller than 128 was run.
+        AITER's fp8 GEMM reads the codes as the card's own type.
         """
         if self.format == "fp8" and self.values.dtype != platform.fp8:
             return f"W_K: {platform.fp8} expected on {platform.arch}, got {self.values.dtype}"
@@ -116,10 +114,7 @@ class AbsorbWeight:
             return None
         if platform.arch != MXFP4_ARCH:
             return f"W_K: AITER multiplies mxfp4 on {MXFP4_ARCH} only, not on {platform.arch}"
-        nope = self.sizes[1]
-        if nope < 128 or nope & (nope - 1):
-            return f"W_K: a nope width of 128, 256, 512 and so on expected, got {nope}: AITER's GEMM drops values there"
-        return None
+        return drops_values(self.format, self.sizes[1]) or None
 
     def product(self, q_nope: torch.Tensor, more: Mapping[str, Any] = {}) -> torch.Tensor:
         """Multiply q_nope [T, N, P] as vLLM does: [T, N, L], token-major and contiguous, in q_nope's dtype.
@@ -149,6 +144,18 @@ class AbsorbWeight:
             return absorb_fp8(q_nope, self.values, self.scale)
         assert self.format == "mxfp4"
         return dot_mxfp4(q_nope, self.values, self.scale).to(q_nope.dtype).contiguous()
+
+
+def drops_values(format: str, nope: int) -> str:
+    """Return why AITER's GEMM, which vLLM calls too, has no right product over a weight of nope width P, or "".
+
+    Over mxfp4 it bounds q by half its width wherever its block does not divide P, so that it drops half of q's values:
+    at P = 192 its own results show it (aiter#4181). Its blocks are powers of two, and none smaller than 128 was run.
+    """
+    if format != "mxfp4" or (nope >= 128 and not nope & (nope - 1)):
+        return ""
+    expected = "a nope width of 128, 256, 512 and so on expected over mxfp4"
+    return f"W_K: {expected}, got {nope}: AITER's GEMM drops values there"
 
 
 def read(tensors: Mapping[str, torch.Tensor]) -> AbsorbWeight:

@@ -227,9 +227,9 @@ class _Matcher:
     def _rope_cone(self, what: str) -> rope_probe.Cone:
         node = self.kw[what]
         if not isinstance(node, fx.Node) or not self.reads_table(node):
-            raise NoMatchError(
-                "no_rope", f"no rotary embedding is applied to {what} (a NoPE layer, or outside this graph)"
-            )
+            if isinstance(node, fx.Node) and view_root(node).op == "placeholder":
+                raise NoMatchError("rope_outside", f"{what} of attention comes from another graph piece")
+            raise NoMatchError("no_rope", f"no rotary embedding is applied to {what}")
         cone = rope_probe.Cone(node, self.reads_table)
         for call in cone.inner:
             if call.target is auto_functionalized:

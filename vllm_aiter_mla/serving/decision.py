@@ -45,6 +45,7 @@ class LayerFacts:
     offers: Mapping[str, Offer] = field(default_factory=dict)  # by back end, in static order
     # Token counts, ascending, the last one the decode limit: each offer holds from the count before, plus one, to it
     points: tuple[int, ...] = (1,)
+    no_product: str = ""  # why AITER's GEMM has no right product over the absorb weight, which ours are compared with
 
     def declines(self, name: str, tokens: int) -> str:
         """Return why a candidate does not take ``tokens``, or ""."""
@@ -223,7 +224,10 @@ def _without_a_kernel(
     if left and set(left) != {VLLM}:
         return None
     ours = {name: why for name, why in reasons.items() if name != VLLM}
-    code = "kernel_unavailable" if all(facts.offers[name].absent for name in ours) else "kernel_shape"
+    absent = all(facts.offers[name].absent for name in ours)
+    if facts.no_product and not absent:
+        return Skip("mxfp4_width", f"kernel={settings.kernel}: {facts.no_product}")
+    code = "kernel_unavailable" if absent else "kernel_shape"
     why = "; ".join(ours.values() if len(ours) == 1 else (f"{name}: {reason}" for name, reason in ours.items()))
     return Skip(code, f"kernel={settings.kernel}: {why}")
 

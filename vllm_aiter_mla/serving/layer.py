@@ -161,8 +161,9 @@ class Layer:
         skip = self._stopped or self.not_admitted()
         if skip is not None:
             return LayerFacts(skip)
-        points, offers = self.backends.offers(self.shape(), self.limit)
-        return LayerFacts(None, offers, points)
+        shape = self.shape()
+        points, offers = self.backends.offers(shape, self.limit)
+        return LayerFacts(None, offers, points, absorb.drops_values(shape.weight[0], shape.nope_dim))
 
     def not_admitted(self, act: torch.dtype | None = None, table_dtype: torch.dtype | None = None) -> Skip | None:
         """Return why no kernel may run the layer, from its own facts and the dtypes that a graph shows."""

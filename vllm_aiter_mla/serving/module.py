@@ -174,6 +174,8 @@ def why_not_wrapped(attention: Any) -> Skip | None:
     if skip is not None:
         return skip
     wrapper = wrapper_of(attention)
+    if wrapper is None and compat_layer.is_nope(attention):  # graph partition would not help
+        return Skip("no_rope", "the model's MLA has no rotary embedding (mla_use_nope in its config)")
     if wrapper is None:
         return Skip("unknown_forward", "the model's attention is not in vLLM's MultiHeadLatentAttentionWrapper")
     if compat_wrapper.quantises_output(wrapper):

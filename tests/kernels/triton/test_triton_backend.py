@@ -115,7 +115,7 @@ DECLINED = [
     *[("gfx942", {"nope": nope}, "nope width: blocks of 128 and a power of two from 16") for nope in (8, 96, 136)],
     *[("gfx942", CODES | {"nope": n}, "nope width: blocks of 128 and a power of two from 32")
      for n in (8, 96, 136, 144)],
-    *[("gfx950", MXFP4 | {"nope": nope}, "nope width: 128, 256, 512 and so on expected") for nope in (64, 192, 384)],
+    *[("gfx950", MXFP4 | {"nope": nope}, "W_K: a nope width of 128, 256, 512 and so") for nope in (64, 192, 384)],
     *[(a, MXFP4 | {"cache": "bfloat16"}, SET.format(a)) for a in ("gfx942", "sm90", "sm100", "gfx1201")],
     ("gfx950", MXFP4 | {"act": "float16", "cache": "float16"}, "W_K: bf16 activations expected"),
     ("gfx942", {"rope": 48}, "rope width: a power of two from 16 on"),

@@ -158,14 +158,46 @@ def engine_args(parsed: Any, folder: Path) -> tuple[Any, list[str]]:
     if kind in configs._CONFIG_REGISTRY or kind in CONFIG_MAPPING or args.config_format != "auto":
         return args, []
 
+    # transformers asks for numbers of the config, such as its positions, before it has set them.
+    numbers = {
+        name: value for name, value in fields.items()
+        if isinstance(value, (int, float)) and not hasattr(PreTrainedConfig, name)
+    }  # fmt: skip
+    stands_in: Any = type(PreTrainedConfig.__name__, (PreTrainedConfig,), numbers | {STANDS_IN: True})
+
     class AsItStands(ConfigParserBase):
         def parse(self, model: Any, *_: Any, **__: Any) -> tuple[dict[str, Any], Any]:
-            return dict(fields), PreTrainedConfig.from_dict(dict(fields))
+            try:
+                return dict(fields), stands_in.from_dict(dict(fields))
+            except Exception as error:
+                raise StandInError(kind, error) from error
 
     configs.register_config_parser("aiter_mla_as_it_stands")(AsItStands)
     args.config_format = "aiter_mla_as_it_stands"
-    note = f"neither vLLM nor transformers has a config class for {kind!r}: its fields were read as they stand"
+    note = (
+        f"neither vLLM nor transformers has a config class for {kind!r}: its fields were read as they stand; the "
+        "checkpoint's own Python files, in the same folder, say more"
+    )
     return args, [note]
+
+
+STANDS_IN = "aiter_mla_stands_in"
+
+
+class StandInError(RuntimeError):
+    """The config of a checkpoint whose Python files are not here cannot be read as it stands: no fault of vLLM's."""
+
+    def __init__(self, kind: Any, error: BaseException) -> None:
+        said = f"{type(error).__name__}: {error}"
+        super().__init__(f"the config class of {kind!r} is not here, and its fields are not enough: {said}")
+
+
+def stand_ins(error: BaseException) -> StandInError | None:
+    """Return the error to show, if vLLM has asked a config that was read as it stands for a field that it lacks."""
+    asked = getattr(error, "obj", None)
+    if isinstance(error, AttributeError) and hasattr(type(asked), STANDS_IN):
+        return StandInError(getattr(asked, "model_type", ""), error)
+    return None
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -179,6 +211,13 @@ def has_variable(name: str) -> bool:
     from vllm import envs
 
     return name in envs.environment_variables
+
+
+def variables() -> list[str]:
+    """Return the names of the variables that this vLLM reads."""
+    from vllm import envs
+
+    return list(envs.environment_variables)
 
 
 def switches() -> dict[str, bool]:

@@ -8,7 +8,8 @@ The model has no weights. Its layers are built on torch's ``meta`` device, with 
 3. one process group, which reports the size of the tensor-parallel group and holds all experts;
 4. the compilation mode is NONE while layers are built: passes would import compiled kernels;
 5. attention without MLA, which a draft may have, is an empty module;
-6. what would move or read a weight does nothing: ``Module.to``, the truth of a tensor, the device and its cache.
+6. what would move or read a weight does nothing: ``Module.to``, the truth of a tensor, the device and its cache;
+7. a tensor that vLLM puts on the card by name is put on ``meta`` too.
 """
 
 import tempfile
@@ -70,12 +71,13 @@ def import_what_plans_need() -> None:
 
 
 def inspect_in_process() -> None:
-    """Let vLLM look at model classes in this process."""
+    """Let vLLM look at model classes in this process, and raise what went wrong: it would only log it."""
     from vllm.model_executor.models import registry
 
     registry._LazyRegisteredModel.inspect_model_cls = lambda model: registry._ModelInfo.from_model_cls(  # type: ignore
         model.load_model_cls()
     )
+    registry._try_inspect_model_cls = lambda _, model: model.inspect_model_cls()  # type: ignore[assignment]
 
 
 class LayerKind(NamedTuple):
@@ -89,6 +91,16 @@ class LayerKind(NamedTuple):
     draft: bool  # it belongs to the draft model
     out_heads: int = 0  # that AITER's decode kernel takes, where vLLM pads; else 0
     why_not_module: Skip | None = None  # why the module integration leaves it out, but for the trial of its rotation
+
+
+def has_layerwise_connector(config: Any) -> bool:
+    """Return whether a KV connector works layer by layer, for which vLLM gives up full graphs."""
+    if config.kv_transfer_config is None:
+        return False
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    connector, extra = KVConnectorFactory.get_connector_class(config.kv_transfer_config), config.kv_transfer_config
+    return bool(connector.requires_piecewise_for_cudagraph(extra.kv_connector_extra_config))
 
 
 def finished_config(args: Any) -> Any:
@@ -147,7 +159,9 @@ def _kind(layer: Any, parent: Any, draft: bool) -> LayerKind:
         "mxfp4" if fp4 else "fp8" if fp8 else "plain",
         type(layer.kv_b_proj.quant_method).__name__,
         "" if weight is None else str(weight.dtype).removeprefix("torch."),
-        any(getattr(one, "rotary_emb", None) is not None for one in (layer, parent)),
+        # The code of Transformers rotates q by itself.
+        any(getattr(one, "rotary_emb", None) is not None for one in (layer, parent))
+        or layer._vllm_config.model_config.using_transformers_backend(),
         draft,
         padded.heads if padded else 0,
         module.why_not_wrapped(layer) or module.why_rope_unknown(module.wrapper_of(layer)),
@@ -156,7 +170,7 @@ def _kind(layer: Any, parent: Any, draft: bool) -> LayerKind:
 
 @contextmanager
 def _without_weights(config: Any) -> Iterator[None]:
-    """Build models on the meta device for a block: numbers 1 and 3 to 6 of the list above."""
+    """Build models on the meta device for a block: numbers 1 and 3 to 7 of the list above."""
     import torch
     from vllm.config import CompilationMode, ParallelConfig, set_current_vllm_config
     from vllm.distributed import parallel_state as groups
@@ -189,4 +203,19 @@ def _without_weights(config: Any) -> Iterator[None]:
         replaced(platform, "current_device", lambda *_: 0, create=True)
         stack.enter_context(set_default_torch_dtype(config.model_config.dtype))
         stack.enter_context(torch.device("meta"))
+        stack.enter_context(_instead_of_a_card())
         yield
+
+
+def _instead_of_a_card() -> Any:
+    """Return a mode in which ``device="cuda"`` of a call is ``meta``."""
+    from torch.overrides import TorchFunctionMode
+
+    class OnMeta(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            named = kwargs or {}
+            if str(named.get("device")).startswith("cuda"):
+                named = named | {"device": "meta"}
+            return function(*args, **named)
+
+    return OnMeta()

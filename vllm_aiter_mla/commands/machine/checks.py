@@ -257,7 +257,7 @@ def switches(env: Env) -> Check:
     wrong = [name for name, (wanted, _) in SWITCHES.items() if is_on[name] != wanted]
     if not wrong:
         return Check("ok", ", ".join(f"{name}={env[name]}" if name in env else f"{name} unset" for name in SWITCHES))
-    code = "not_mla" if offline.NO_MLA in wrong else "aiter_off"
+    code = "mla_disabled" if offline.NO_MLA in wrong else "aiter_off"
     needed = ", ".join(f"{name}={int(SWITCHES[name][0])} (it is {env.get(name, 'unset')})" for name in wrong)
     found = f"{code}: vLLM takes another attention, so no layer engages without {needed}"
     # Without ROCm vLLM reads none of AITER's.

@@ -8,13 +8,16 @@ The plugin is loaded, so the engine's own gate decides. ``card`` says what is ma
 import importlib.util
 import os
 import re
+import sys
+import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla.admission import Skip
+from vllm_aiter_mla.admission import REMEDIES, Skip
+from vllm_aiter_mla.commands import options
 from vllm_aiter_mla.commands.compat import offline, rocm_config
 from vllm_aiter_mla.commands.plan import card
 from vllm_aiter_mla.commands.plan import model as models
@@ -27,6 +30,8 @@ from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE, Settings, near_misses
 NO_REPOSITORY = ("ngram", "[ngram]", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
 OF_OTHER_ATTENTION = ("fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache")
 """vLLM's fusions for attention without MLA, as fields of its PassConfig."""
+LONGEST = 400
+"""Letters of a message of vLLM's that is passed on as it is."""
 MOST_LAYERS, MOST_POSITIONS = 2**9, 2**24
 
 
@@ -141,7 +146,9 @@ def answer(folder: Path, arguments: Sequence[str]) -> Answer:
     except (Exception, SystemExit) as error:
         if given is None or engine is None:
             raise _told(error, arguments, is_option=given is None) from error
-        return Answer(given, model, engine, [], Skip("not_known", _with_its_line(error)))
+        ours = offline.stand_ins(error)
+        skip = Skip("config_class", str(ours)) if ours else Skip("not_known", _with_its_line(error))
+        return Answer(given, model, engine, [], skip)
     return Answer(given, model, engine, layers)
 
 
@@ -156,10 +163,14 @@ def _told(error: BaseException, arguments: Sequence[str], is_option: bool) -> Ex
             option = ".".join(map(str, one["loc"])).replace("_", "-")
             named.append(f"--{option} {one['input']}: {one['msg']}" if option else one["msg"])
     said = " ".join("; ".join(named).replace("Value error, ", "").split()) or " ".join(str(error).split())
-    said = re.sub(r"<function loads at 0x[0-9a-f]+>", "JSON", said)
-    lacks = next(_lacking(error, (ImportError,) if is_option else (ImportError, OSError)), None)
+    said = re.sub(r" \[type=\w+, input_value=.*?\]( For further information visit \S+)?", "", said)
+    said = _first_sentence(re.sub(r"<function loads at 0x[0-9a-f]+>", "JSON", said) + options.renamed(said))
+    if ours := offline.stand_ins(error) or next(_led_to(error, (offline.StandInError,)), None):
+        return models.NotKnownError(f"not known: {ours} -> {REMEDIES['config_class']}")
+    lacks = next(_led_to(error, (ImportError,) if is_option else (ImportError, OSError)), None)
     if lacks is not None and not _is_named(getattr(lacks, "name", None), arguments):
-        return models.NotKnownError(f"not known, vLLM lacks something on this machine: {_with_its_line(error)}")
+        what = getattr(lacks, "name", None) or "something"
+        return models.NotKnownError(f"not known, vLLM lacks {what} on this machine: {_with_its_line(error)}")
     if is_option or said.startswith("--"):
         return ValueError(said)
     if isinstance(error, (ValueError, NotImplementedError)):
@@ -167,14 +178,14 @@ def _told(error: BaseException, arguments: Sequence[str], is_option: bool) -> Ex
     return models.NotKnownError(f"not known, vLLM could not be asked about this model here: {_with_its_line(error)}")
 
 
-def _lacking(error: BaseException, kinds: tuple[type[BaseException], ...]) -> Iterator[BaseException]:
-    """Yield what led to the error for want of a library, or by ``kinds`` of a file or the network."""
+def _led_to(error: BaseException, kinds: tuple[type[BaseException], ...]) -> Iterator[BaseException]:
+    """Yield the errors of ``kinds`` that led to this one."""
     if isinstance(error, kinds):
         yield error
     inner = [one.get("ctx", {}).get("error") for one in getattr(error, "errors", list)()]
     for one in (error.__cause__, error.__context__, *inner):
         if isinstance(one, BaseException):
-            yield from _lacking(one, kinds)
+            yield from _led_to(one, kinds)
 
 
 def _is_named(module: str | None, arguments: Sequence[str]) -> bool:
@@ -182,10 +193,18 @@ def _is_named(module: str | None, arguments: Sequence[str]) -> bool:
     return bool(module) and any(re.search(rf"(?<![\w.]){re.escape(str(module))}(?!\w)", text) for text in arguments)
 
 
+def _first_sentence(said: str) -> str:
+    """Return a message that fits a screen: its first sentence, where there is more; the log has the whole one."""
+    if len(said) <= LONGEST:
+        return said
+    print(said, file=sys.stderr)  # seen with --verbose
+    return textwrap.shorten(re.split(r"[.:;] ", said)[0], LONGEST, placeholder=" ...") + " (--verbose shows the rest)"
+
+
 def _with_its_line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     at = next((frame for frame in reversed(frames) if f"{os.sep}vllm{os.sep}" in frame.filename), frames[-1])
-    said = " ".join(str(error).split())
+    said = _first_sentence(" ".join(str(error).split()))
     return f"{type(error).__name__}: {said} ({Path(at.filename).name}:{at.lineno} in {at.name})"
 
 
@@ -206,6 +225,14 @@ def model_facts(model: Any) -> Model:
         max_position=getattr(model.hf_text_config, "max_position_embeddings", None) or positions,
         listed_layers=len(compat_config.mla_layers(model)),
     )
+
+
+def connectors(transfer: Any) -> tuple[str, ...]:
+    """Return the KV connectors of a ``KVTransferConfig`` by name, those that a MultiConnector holds too."""
+    if transfer is None:
+        return ()
+    held = (transfer.kv_connector_extra_config or {}).get("connectors") or ()
+    return (str(transfer.kv_connector), *(str(one.get("kv_connector")) for one in held))
 
 
 def engine_facts(config: Any) -> dict[str, Any]:
@@ -229,7 +256,10 @@ def engine_facts(config: Any) -> dict[str, Any]:
             "block_size": config.cache_config.block_size,
             "num_drafts": config.num_speculative_tokens,
             "kv_cache_dtype": str(config.cache_config.cache_dtype),
-            **{name: getattr(view, name) for name in ("dcp", "pcp", "enforce_eager", "mode")},
+            **{name: getattr(view, name) for name in ("dcp", "pcp", "enforce_eager", "mode", "attention")},
+            "connectors": connectors(config.kv_transfer_config),
+            "layerwise": rocm_config.has_layerwise_connector(config),
+            "sleep": bool(config.model_config.enable_sleep_mode),
         },
         "ranges": [(one.start, one.end) for one in compilation.get_compile_ranges()] if compilation.mode else [],
         "graphs": compat_config.graph_sizes(config),

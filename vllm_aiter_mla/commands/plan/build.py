@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_aiter_mla import __version__, admission
 from vllm_aiter_mla.admission import Skip, integration_of, why_not_passes
+from vllm_aiter_mla.commands import options
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.compat.offline import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
 from vllm_aiter_mla.commands.compat.rocm_config import LayerKind
@@ -20,7 +21,8 @@ from vllm_aiter_mla.kernels.absorb import FORMATS
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings
 
 # What the matcher says of a layer without RoPE (passes/match.py): it reads graphs, and a plan has none.
-NO_ROPE = Skip("no_rope", "no rotary embedding is applied to q (a NoPE layer, or outside this graph)")
+NO_ROPE = Skip("no_rope", "no rotary embedding is applied to q")
+UNKNOWN = {"not_known", "config_class"}  # codes with which nobody can tell what a server would do
 # Past these the sizes that a plan forms leave 64 bits.
 MOST = {"max_num_seqs": 2**20, "max_num_batched_tokens": 2**30, "block_size": 2**16, "num_drafts": 2**10,
         LIMIT_FIELD: 2**30}  # fmt: skip
@@ -47,9 +49,12 @@ def build(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[s
     total = sum(kind.count for kind in kinds) or model.listed_layers
     against = engine_reasons(answer)
     engaged = 0 if against else sum(kind.count for kind in kinds if not kind.reasons)
-    # Another attention implementation follows from what stops the engine.
+    # Another attention implementation follows from what stops the engine; so does Transformers' forward.
     engine_codes = {reason.code for reason in against} | ({"impl"} if against else set())
-    reasons = [*against, *_layer_reasons(kinds, total, engine_codes)]
+    if engine["view"].model_impl:
+        engine_codes |= {"unknown_forward"}
+    hopeless = any(admission.REMEDIES[reason.code].startswith("none:") for reason in against)
+    reasons = [*against, *_layer_reasons([] if hopeless else kinds, total, engine_codes)]
     formats: Counter[str] = Counter()
     for kind in kinds:
         formats[kind.built.format] += kind.count
@@ -72,6 +77,7 @@ def build(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[s
         kernels=main.spans if main else None,
         figures=_figures(model, main, limit, engine["view"].enforce_eager) if main else None,
         assumptions=tuple(_assumptions(answer, about, variables, main)),
+        warnings=tuple(_misspelt(variables, about["vllm"])),
     )
 
 
@@ -137,7 +143,7 @@ def _outcome(reasons: list[Skip], engaged: int, total: int) -> str:
     codes = {reason.code for reason in reasons}
     if total and engaged == total:
         return "engaged"
-    if "not_known" in codes and not any(level(code) == "engine" for code in codes - {"not_known"}):
+    if UNKNOWN & codes and not any(level(code) == "engine" for code in codes - UNKNOWN):
         return "unknown"
     return "some" if engaged else "skipped"
 
@@ -204,16 +210,18 @@ def _assumptions(
 ) -> list[str]:
     """Return what vLLM took by default, and what it would take from a card that is not here, as sentences."""
     arch, engine, settings = about["arch"], answer.engine, answer.given.settings
-    heads, pp = main.view.num_heads if main else 0, engine["options"]["pp"]
+    heads, pp, has_mla = main.view.num_heads if main else 0, engine["options"]["pp"], answer.model.is_mla
     notes = (
         (about["made_up"], f"this machine has no ROCm: vLLM ran with a driver, cards and libraries made up for {arch}"),
         *((True, default) for default in _defaults(answer, about, variables)),
-        (not settings.enabled, f"pass_config.{FLAG_FIELD} is not given: planned as if it were true"),
-        (True, "ROCm 7 or newer, an AITER with the 15-argument op: `vllm-aiter-mla check --only machine` looks"),
-        *((name not in VARIABLES, _passed_on(name, value, about["vllm"])) for name, (value, _) in variables.items()),
+        (has_mla and not settings.enabled, f"pass_config.{FLAG_FIELD} is not given: planned as if it were true"),
+        (has_mla, "ROCm 7 or newer, an AITER with the 15-argument op: `vllm-aiter-mla check --only machine` looks"),
+        *((name not in VARIABLES and (offline.has_variable(name) or not name.startswith("VLLM_")),
+           f"{name}={value} is passed on to vLLM: the plan does not look at it")
+          for name, (value, _) in variables.items()),
         (main and vllm_own.may_take_parts(arch, heads, main.fp8_cache), f"vLLM may decode {heads} heads by Gluon (a "
          "layer's cache up to 2 GiB), which needs no concat: vLLM then has a launch less than the figures say"),
-        (_integration(engine, settings) == "module",
+        (has_mla and _integration(engine, settings) == "module",
          "each layer's rotary embedding has a known class, and start-up's trial finds that it rotates by its table"),
         (pp > 1, f"figures are for all layers; with --pipeline-parallel-size {pp} a rank holds its share"),
         *((True, note) for note in answer.given.notes),
@@ -221,11 +229,15 @@ def _assumptions(
     return [note for holds, note in notes if holds]
 
 
-def _passed_on(name: str, value: str, vllm: str) -> str:
-    known = offline.has_variable(name)
-    read = "the plan does not look at it" if known else f"vLLM {vllm} has no variable of that name"
-    similar = () if known else get_close_matches(name, VARIABLES, 1)
-    return f"{name}={value} is passed on to vLLM: {read}" + (f"; did you mean {similar[0]}?" if similar else "")
+def _misspelt(variables: Mapping[str, tuple[str, str]], vllm: str) -> Iterator[str]:
+    """Yield a sentence for each of vLLM's variables that this release does not have."""
+    for name, (value, _) in variables.items():
+        if name.startswith("VLLM_") and name not in VARIABLES and not offline.has_variable(name):
+            similar = get_close_matches(name, offline.variables(), 1, options.SIMILAR_VARIABLE)
+            meant = f"; did you mean {similar[0]}?" if similar else ""
+            if name in options.GONE_VARIABLES:
+                meant = f": {options.GONE_VARIABLES[name]}"
+            yield f"{name}={value}: vLLM {vllm} has no variable of that name{meant}"
 
 
 def _defaults(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[str, str]]) -> Iterator[str]:
@@ -239,6 +251,8 @@ def _defaults(answer: Answer, about: dict[str, Any], variables: Mapping[str, tup
     if variables[USE_AITER][1] == "default":
         yield f"{USE_AITER}=1 is assumed; vLLM's default is 0: export it"
     # The fp4 switch acts on gfx950 only, and only where kv_b_proj is in bfloat16.
+    if not answer.model.is_mla:
+        return
     bf16 = any(kind.weight == "bfloat16" for kind, _ in answer.layers)
     for name in (FP8_BMM, FP4_BMM) if arch == "gfx950" and bf16 else (FP8_BMM,):
         if name not in variables:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known faults of what runs beside the plugin: AITER's decode kernels and its collectives. ``check`` says which ones
-concern a shape.
+"""Known faults of what runs beside the plugin: AITER's kernels and collectives, vLLM's graphs, sleep and connectors.
+``check`` says which ones concern a shape.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,22 +40,36 @@ def has_fp8_cache(plan: Plan) -> bool:
 
 
 def applies(issue: Mapping[str, Any], plan: Plan) -> bool:
-    """Return whether a known issue is of the shape that was planned; an unknown release counts as concerned.
+    """Return whether a known issue is of the shape that was planned; what is not known counts as concerned.
 
     So does an AITER that is not installed here, or does not tell its release.
     """
-    numbers = {"heads": plan.heads_per_rank, "rows": 1 + (plan.options.num_drafts or 0), "tp": plan.options.tp}
-    cache = "fp8" if has_fp8_cache(plan) else "16 bits"
-    if plan.arch not in issue["arch"] or issue["cache"] not in (cache, "any"):
-        return False
+    options = plan.options
+    numbers = {"heads": plan.heads_per_rank, "rows": 1 + (options.num_drafts or 0), "tp": options.tp}
     if any(not issue[name][0] <= value <= issue[name][1] for name, value in numbers.items() if name in issue):
         return False
     releases = {"vllm": plan.vllm, "aiter": files.stamp("plan").aiter}
     if any(not _within(issue[name], release) for name, release in releases.items() if name in issue):
         return False
-    if "switch" in issue and plan.environment[issue["switch"]][0].lower() not in ("1", "true"):
-        return False
-    return "graphs" not in issue or not plan.captures.full
+    return all(FIELDS[name](issue[name], plan) for name in issue if name in FIELDS)
+
+
+FIELDS: dict[str, Callable[[Any, Plan], bool]] = {
+    "arch": lambda cards, plan: plan.arch in cards,
+    "cache": lambda cache, plan: cache in ("any", "fp8" if has_fp8_cache(plan) else "16 bits"),
+    "switch": lambda name, plan: plan.environment[name][0].lower() in ("1", "true"),
+    "graphs": lambda _, plan: not plan.captures.full,
+    "absorb": lambda formats, plan: any(one in formats for one in plan.absorb_weights or (plan.absorb_weight,)),
+    "nope": lambda _, plan: any(kind.nope & (kind.nope - 1) for kind in plan.model.kinds),
+    "v": lambda bounds, plan: any(bounds[0] <= kind.v <= bounds[1] for kind in plan.model.kinds),
+    "dtype": lambda dtype, plan: plan.options.dtype == dtype,
+    "backend": lambda names, plan: plan.options.attention in ("", *names),
+    "connector": lambda name, plan: name in plan.options.connectors,
+    "layerwise": lambda wanted, plan: plan.options.layerwise is wanted,
+    "sleep": lambda _, plan: plan.options.sleep,
+}
+"""What an entry may say besides its bounds. "nope": a width that is no power of two. "graphs": no full graphs.
+"backend": vLLM's attention back ends that call the kernel. "layerwise": whether a connector takes them."""
 
 
 def _within(bounds: tuple[str | None, str | None], release: str | None) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from vllm_aiter_mla.admission import OVERFLOW, LayerView
 from vllm_aiter_mla.commands.plan.record import KernelSpan
+from vllm_aiter_mla.kernels import absorb
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.route import PER_HEAD_TOKENS
 from vllm_aiter_mla.kernels.backend import Binding
@@ -75,7 +76,7 @@ def planned(
     # By its sources AITER's op overflows to NaN. Every kernel is taken to pass its check.
     overflows = view.kv_cache_dtype.startswith("fp8")
     checks = {name: Checked(writes_nan=overflows and name in AITER_KERNELS) for name in offers}
-    facts = LayerFacts(None, offers, points)
+    facts = LayerFacts(None, offers, points, absorb.drops_values(format, view.qk_nope_head_dim))
     decision = decide(facts, checks, None, settings)
     return decision, tuple(_spans(backends, shape, facts, decision))
 

@@ -36,6 +36,7 @@ def table(plans: Sequence[Plan]) -> str:
         rows.append((str(size), str(heads), str(limit), engaged + why, plan.integration, ", ".join(spans) or "-"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     said = [f"{first.model.name} on {first.arch}, vLLM {first.vllm}, {first.options.kv_cache_dtype} cache"]
+    said += [f"WARNING: {text}" for text in first.warnings]
     for *cells, last in rows:
         said.append("  ".join((*(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)), last)))
     return "\n".join(map(line, said))
@@ -57,7 +58,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield from _graph_lines(plan)
     yield ""
     yield from _issues(plan)
-    if plan.kernels is not None:
+    never = any(REMEDIES[reason.code].startswith("none:") for reason in plan.reasons)
+    if plan.kernels is not None and not never:
         yield ""
         yield from _kernels(plan)
         yield ""
@@ -71,6 +73,7 @@ def _lines(plan: Plan) -> Iterator[str]:
 def _model(plan: Plan) -> Iterator[str]:
     model, options, layers = plan.model, plan.options, plan.layers
     yield f"{model.name} on {plan.arch}, vLLM {plan.vllm}, vllm-aiter-mla {plan.plugin}"
+    yield from (f"  WARNING      {text}" for text in plan.warnings)
     yield f"  config       {model.source}"
     if model.basis:
         yield f"               example: {model.basis}"
@@ -109,7 +112,7 @@ def _graph_lines(plan: Plan) -> Iterator[str]:
         yield f"  as full graphs       {_sizes(captures.full) or 'none'}"
     yield f"  captured above       {_sizes(captures.outside) or 'none'}"
     largest = max((*captures.inside, 0))
-    if 0 < largest < plan.limit:
+    if 0 < largest < plan.limit and plan.layers.engaged:
         yield f"  {largest + 1}..{plan.limit} tokens run without a graph; max_token_num={largest} ends the decode limit"
         yield "  at the largest graph: docs/configuration.md, Where the decode limit ends"
 
@@ -161,11 +164,17 @@ def _figures(plan: Plan) -> Iterator[str]:
     mla = figures.layers
     yield f"Query preparation and KV write of {mla} layers on one rank, absorb BMM included"
     yield "by formula (docs/configuration.md), not measured"
-    yield f"{'':<38}{'launches of a':>15}{'bytes of a':>27}"
-    yield f"{'T':>6} {'path':<31}{'layer':>8}{'step':>7}{'layer':>12}{'step':>15}"
+    rows = [("T", "path", "layer", "step", "layer", "step")]
     for tokens, paths in figures.by_tokens.items():
         for name, path in paths.items():
             count, moved = len(path.launches), path.bytes
-            yield f"{tokens:>6} {name:<31}{count:>8}{path.launches_per_step:>7}{moved:>12,}{moved * mla:>15,}"
+            rows.append((f"{tokens}", name, f"{count}", f"{path.launches_per_step}", f"{moved:,}", f"{moved * mla:,}"))
+    least = (4, 13, 5, 6, 11, 14)
+    widths = [max(width, *(len(row[column]) for row in rows)) for column, width in enumerate(least)]
+    before, launches, moved_by = (sum(widths[first : first + 2]) + 2 for first in (0, 2, 4))
+    yield f"{'':<{before}}  {'launches of a':>{launches}}  {'bytes of a':>{moved_by}}"
+    for row in rows:
+        cells = (f"{cell:{'<' if at == 1 else '>'}{widths[at]}}" for at, cell in enumerate(row))
+        yield "  ".join(cells)
     yield f"  q_prepared at the limit: {figures.q_prepared_bytes:,} bytes, one layer's at a time"
     yield f"  cos and sin halves (aiter only): {figures.table_halves_bytes:,} bytes, once per rotary table"

@@ -63,6 +63,10 @@ class Options:
     mode: str
     dtype: str
     settings: Settings
+    attention: str = ""  # vLLM's back end
+    connectors: tuple[str, ...] = ()  # of KV transfer, by name
+    layerwise: bool = False  # a connector takes the full graphs
+    sleep: bool = False  # --enable-sleep-mode
 
 
 @dataclass(frozen=True)
@@ -177,4 +181,5 @@ class Plan:
     figures: Figures | None
     assumptions: tuple[str, ...]
     known_issues: tuple[KnownIssue, ...] = ()  # none without a known shape
+    warnings: tuple[str, ...] = ()  # what was probably typed by mistake
     evidence: files.Stamp = files.stamped("plan")

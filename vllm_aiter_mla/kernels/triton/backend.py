@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.kernels.absorb import AbsorbWeight
+from vllm_aiter_mla.kernels.absorb import AbsorbWeight, drops_values
 from vllm_aiter_mla.kernels.backend import OWN_BMM, Binding, KernelBackend
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.formats import is_fp8
@@ -165,15 +165,15 @@ def _broken_weight(weight: AbsorbWeight, arch: str) -> Iterator[str]:
 def _broken_widths(inputs: DecodeInputs) -> Iterator[str]:
     """Also why the reduction over P cannot be cut into blocks: 128 each, the rest a power of two.
 
-    Over mxfp4 P has to be a power of two: at other widths vLLM's own GEMM drops values, and nothing right is known.
+    Over mxfp4 P has to be one at which vLLM's own GEMM drops no values: elsewhere nothing right is known.
     """
     for name, width in {"rope": inputs.rope_dim, "latent": inputs.latent_dim}.items():
         if width < MIN_WIDTH or width & (width - 1):
             yield f"{name} width: a power of two from {MIN_WIDTH} on expected, got {width}"
     nope, rest = inputs.nope_dim, inputs.nope_dim % BLOCK_K
     if inputs.weight.format == "mxfp4":
-        if nope < BLOCK_K or nope & (nope - 1):
-            yield f"nope width: 128, 256, 512 and so on expected over mxfp4, got {nope}"
+        if why := drops_values(inputs.weight.format, nope):
+            yield why
         return
     least = MIN_FP8_WIDTH if inputs.weight.format == "fp8" else MIN_WIDTH
     if nope < least or (rest and (rest < least or rest & (rest - 1))):
