@@ -198,7 +198,7 @@ def _first_sentence(said: str) -> str:
     if len(said) <= LONGEST:
         return said
     print(said, file=sys.stderr)  # seen with --verbose
-    return textwrap.shorten(re.split(r"[.:;] ", said)[0], LONGEST, placeholder=" ...") + " (--verbose shows the rest)"
+    return textwrap.shorten(re.split(r"[.;] ", said)[0], LONGEST, placeholder=" ...") + " (--verbose shows the rest)"
 
 
 def _with_its_line(error: BaseException) -> str:
