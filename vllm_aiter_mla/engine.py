@@ -37,6 +37,7 @@ THESE_FALL_BACK = "the layers concerned run vLLM's own kernels"
 GOES_ON = "serving goes on"
 UNCHECKED = "the kernels could not be checked"
 LAYER_UNCHECKED = "its kernel could not be checked"
+UNGATHERED = "the status of the other ranks could not be gathered"
 
 
 def attach(worker: Any) -> "Engine | None":
@@ -153,7 +154,7 @@ class Engine:
                 backends = self.make_layers()
                 self.check(first_call.prepare(backends, compat_config.cache_folder(), self.worker.rank))
                 checked_to = self.limit
-        except SystemExit:  # a signal: this rank answers nobody any more
+        except (SystemExit, KeyboardInterrupt):  # a signal: this rank answers nobody any more
             ended = True
             raise
         finally:
@@ -273,16 +274,20 @@ class Engine:
         """
         record: RankStatus | None = None
         records: list[RankStatus | None] = []
+        ended = False
         try:
             try:
                 with self.deciding("the status is not complete", ()):
                     self._run_once()
                 with self.deciding("no status line could be made", ()):
                     record = self.status.record = self._record()
+            except (SystemExit, KeyboardInterrupt):  # a signal, as above: the others may wait in the decode step
+                ended = True
+                raise
             finally:
                 # A rank that stops here hands over what it has: the other ranks wait for it.
-                with self.deciding("the status of the other ranks could not be gathered", ()):
-                    records = ranks.exchange(record)[1]
+                with nullcontext() if ended else self.deciding(UNGATHERED, ()):
+                    records = [] if ended else ranks.exchange(record)[1]
             if record is not None:
                 self._write_down(replace(record, ranks=len(records)))
                 with self.deciding("no status line could be said", ()):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_aiter_mla import plugin
-from vllm_aiter_mla.commands.compat import engine, offline
+from vllm_aiter_mla.commands.compat import engine, offline, rocm_config
 from vllm_aiter_mla.commands.plan import model
 
 plugin.register()
@@ -49,6 +49,22 @@ def test_an_option_of_the_engine_is_honoured() -> None:
     parsed, same = (offline.serve_options(["M", *typed]) for _ in range(2))
     assert engine.leave_out(parsed) == []
     assert vars(parsed) == vars(same)
+
+
+def test_the_engine_has_the_defaults_of_the_server_that_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM has other defaults for a server than for an engine: on an MI300X 1,024 requests and 128."""
+    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+
+    asked = []
+    monkeypatch.setattr(EngineArgs, "create_engine_config", lambda self, usage_context: asked.append(usage_context))
+    monkeypatch.setattr("vllm.v1.engine.llm_engine.LLMEngine.__init__", lambda *_, **__: None)
+    monkeypatch.setattr("vllm.v1.executor.Executor.get_class", lambda config: None)
+    with model.find("deepseek-r1").folder() as folder:
+        parsed = offline.serve_options([str(folder)])
+        parsed.model = str(folder)
+        rocm_config.finished_config(AsyncEngineArgs.from_cli_args(parsed))
+        engine.start(parsed, None)
+    assert asked[0] == asked[1]
 
 
 def positions(config: Any) -> Any:

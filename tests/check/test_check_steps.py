@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -213,6 +214,11 @@ def nothing_engaged(card: dict[str, Any]) -> None:
     card["answers"]["on"]["status"] = [record_of(["layer"], 16, "fp8", 0)]
 
 
+def a_rank_without_a_status(card: dict[str, Any]) -> None:
+    answer = card["answers"]["on"]
+    answer["status"] = [replace(answer["status"][0], ranks=2)]
+
+
 def a_broken_decode_on_both_sides(card: dict[str, Any]) -> None:
     for answer in card["answers"].values():
         answer["prefill"]["short"] = [[-2.5] * 20]
@@ -244,6 +250,7 @@ PLANTED: dict[str, dict[Callable[[dict[str, Any]], None], str]] = {
         other_tokens: "off and on are apart in short",
         log_probabilities_apart: "off and on are apart in short",
         nothing_engaged: "not every MLA layer engaged",
+        a_rank_without_a_status: "1 of 2 ranks wrote no status",
     },
     "prefill": {
         three_roundings_above_the_limit: engine.ABOVE,
@@ -529,7 +536,7 @@ def test_a_step_that_raises_has_failed_and_the_next_one_runs(
         (model.ANSWER, "plan", "vLLM {how}", [*steps.STEPS][2:]),
         (f"{idle.__name__}:{idle.why_not.__name__}", "timing", "its process {how}: {line}", []),
         (f"{engine.__name__}:{engine.answer.__name__}", "engine",
-         "vLLM's engine, on: its process {how}; its last lines:\n{line}", ["prefill", "decode", "launches"]),
+         "its process of vLLM's engine, flag on, {how}: {line}", ["prefill", "decode", "launches"]),
     ],
 )  # fmt: skip
 def test_a_step_whose_process_ends_has_failed_and_the_record_says_how(
@@ -625,6 +632,23 @@ def test_over_an_fp8_cache_fifteen_right_requests_do_not_hide_a_wrong_one() -> N
     wrong = [(STEP[0], {token: logprob - 0.27 for token, logprob in STEP[1].items()})] * 20
     assert engine.explained(engine.figures([right] * 16, [right] * 16), noise)
     assert not engine.explained(engine.figures([right] * 16, [right] * 15 + [wrong]), noise)
+
+
+def test_a_noise_that_is_a_fault_explains_nothing() -> None:
+    apart = replace(engine.Figures(), tokens=1, compared=1, mean_abs_dlogprob=0.6)
+    assert not engine.explained(apart, math.inf)
+    assert engine.explained(replace(apart, mean_abs_dlogprob=0.4), math.inf)
+
+
+def test_on_a_card_a_reference_that_is_compared_with_itself_does_not_pass(card: dict[str, Any]) -> None:
+    card["results"] = [Result("fresh-data", "fp8", "reference", "graph capture")]
+    assert outcomes()["kernels"].status == "skipped"
+
+
+def test_prefill_that_has_nothing_to_compare_does_not_pass(card: dict[str, Any]) -> None:
+    for answer in card["answers"].values():
+        answer["batches"] = {name: [[], []] for name in answer["batches"]}
+    assert outcomes()["prefill"].status == "skipped"
 
 
 def test_a_check_that_is_cut_off_leaves_the_steps_before(card: dict[str, Any], tmp_path: Path) -> None:

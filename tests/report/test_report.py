@@ -427,6 +427,16 @@ def test_a_check_that_was_cut_off_shows_the_steps_that_ended(written: Write) -> 
     assert "was cut off" not in html_of([written("whole.json", check_run(done, status=1))])
 
 
+@pytest.mark.parametrize(("status", "word"), [(None, "cut off"), (1, "failed"), (0, "planned, nothing ran")])
+def test_a_check_of_promises_that_was_cut_off_or_failed_says_so(
+    files: dict[str, Path], written: Write, status: int | None, word: str
+) -> None:
+    plan = Step("passed", "61/61", data=data_of(json.loads(files["plan"].read_text())), name="plan")
+    machine = Step("failed" if status == 1 else "passed", "a card", name="machine")
+    page = html_of([written("check.json", check_run(machine, plan, status=status))])
+    assert [said for said, *_ in glances(page)] == [word]
+
+
 def test_a_check_without_a_gain_says_so(written: Write) -> None:
     page = html_of([written("check.json", check_run(Step("no gain", "faster", name="engine"), status=4))])
     assert "engine: no gain: faster" in page

@@ -74,6 +74,15 @@ def test_self_check_accepts_inferred_truncation_and_rounding_too(fake_gfx942, mo
     assert ("opt", 256) in op.forget()
 
 
+@pytest.mark.parametrize(("limit", "ok"), [(512, True), (128, False)])
+def test_a_kernel_is_checked_at_the_counts_that_it_takes_and_fails_if_there_are_none(fake_gfx942, limit, ok):
+    """AITER's opt kernel cuts a bf16 cache's rope part below 256 tokens on gfx942, where ours declines it."""
+    op.forget()
+    result = self_check(AiterBackend(MI300X, opt=True), BF16, limit)
+    assert (result.ok, "refused the self-check: kernel" in result.message) == (ok, not ok), result.message
+    assert [tokens for _, tokens in op.forget()] == [256] * ok
+
+
 class Changed(ReferenceBackend):
     """The reference, but for what ``change`` makes of the result and of the cache."""
 

@@ -265,6 +265,35 @@ def test_ranks_that_a_larger_engine_left_behind_are_no_part_of_the_next(said, tm
     assert [(record.rank, record.ranks) for record in found] == [(0, 1)]
 
 
+def test_ranks_of_an_engine_before_one_that_is_skipped_whole_are_no_part_of_it(said, tmp_path, monkeypatch):
+    monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [mine] * 2))
+    for rank in range(2):
+        another_engine()
+        engage_all()
+        after_warm_up(rank=rank)
+    (before, _) = status.record.read_all(tmp_path, "*", pytest.fail)
+    whole = status.record.record_of_skipped_engine("dcp", "made up", (0, 1), "fp8")
+    status.record.write(tmp_path, replace(whole, model_name=before.model_name, engine=before.engine))
+    (found,) = status.record.by_engine(status.record.read_all(tmp_path, "*", pytest.fail)).values()
+    assert [(record.rank, record.engaged) for record in found] == [(0, {})]
+
+
+def test_what_a_later_rank_alone_has_is_in_the_engines_record():
+    first, second = (replace(record_of(), rank=rank) for rank in range(2))
+    second = replace(second, overflows=("aiter",), tuned={"16 heads": "1..16 32x64"})
+    found = status.record.of_engine([first, second]).record
+    assert (found.overflows, found.tuned) == (("aiter",), {"16 heads": "1..16 32x64"})
+
+
+@pytest.mark.parametrize("signal", [SystemExit(143), KeyboardInterrupt()])
+def test_a_rank_that_a_signal_ends_in_its_warm_up_waits_for_no_other(said, monkeypatch, signal):
+    """The others may be waiting for it in a collective of the decode step."""
+    monkeypatch.setattr(Engine, "_record", raising(signal))
+    monkeypatch.setattr(engines.ranks, "exchange", raising(AssertionError("it waits")))
+    with pytest.raises(type(signal)):
+        after_warm_up()
+
+
 def test_a_status_file_that_goes_while_the_folder_is_read_hides_no_other(said, tmp_path, monkeypatch):
     after_warm_up(rank=3)
     after_warm_up()

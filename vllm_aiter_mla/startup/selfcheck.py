@@ -50,8 +50,9 @@ def self_check(backend: KernelBackend, shape: LayerShape, limit: int | None = No
     """Warm ``backend`` up and compare it with the reference on synthetic rows; a disagreement does not raise.
 
     Call it on every rank, outside graph capture; it synchronises with the device. Each kernel of the back end that a
-    batch of up to ``limit`` rows reaches is checked, one batch each, over each cache that it may meet. If the weight
-    format has a bound for its product, the rest is compared with the reference over the kernel's own product.
+    batch of up to ``limit`` rows reaches is checked, one batch each, over each cache that it may meet. Batches that it
+    declines are left out; one that declines them all has failed. If the weight format has a bound for its product, the
+    rest is compared with the reference over the kernel's own product.
 
     Args:
         backend: what is checked.
@@ -68,28 +69,27 @@ def self_check(backend: KernelBackend, shape: LayerShape, limit: int | None = No
     one.slot_mapping.fill_(-1)  # loads or compiles the module, and writes nothing to the cache
     if backend.refuse(one) is None:
         backend.prepare(one)
-    result, seen = None, set()
+    result, seen, declined = None, set(), ""
     for large in backend.caches:
         few = synthetic_inputs(shape, large=large)
         counts = sorted({min(count, limit or count) for count in backend.tried_counts(few)})
         for tokens in (few.num_tokens, *counts):
             inputs = synthetic_inputs(shape, tokens, large=large)
+            if (reason := backend.refuse(inputs)) is not None:
+                declined = declined or reason
+                continue
             kernel = (backend.kernel_of(inputs), large)
-            if kernel in seen or (result is not None and backend.refuse(inputs) is not None):
+            if kernel in seen:
                 continue
             seen.add(kernel)
             found = _check_once(backend, inputs)
             if not found.ok:
                 return found
             result = found if result is None or found.writes_nan else result
-    assert result is not None, "a back end tries at least one cache"
-    return result
+    return result or SelfCheckResult(False, f"{backend.name}: refused the self-check: {declined}", {}, 0)
 
 
 def _check_once(backend: KernelBackend, inputs: DecodeInputs) -> SelfCheckResult:
-    reason = backend.refuse(inputs)
-    if reason is not None:
-        return SelfCheckResult(False, f"{backend.name}: refused the self-check: {reason}", {}, 0)
     product = backend.absorbed(inputs) if inputs.weight.product_bound else None
     off = 0.0 if product is None else deviation(product, inputs.weight.reference(inputs.q_nope))
     if off > inputs.weight.product_bound:

@@ -100,7 +100,7 @@ def time_kernels(config: Any, settings: Settings, layers: Sequence[Layer], limit
         for text in groups.keys() & chosen.keys():
             _apply(text, groups[text], taken[text], chosen[text])
     except Exception as error:
-        troubles, place = [f"rank {place}: {_line(error)}"], 0  # which says so, whichever rank it is
+        troubles, place = [f"rank {rank}: {_line(error)}"], 0  # which says so, whichever rank it is
     _leave_untimed(layers, next(iter(troubles), "vLLM's own kernels cannot be timed here"))
     num_timed = sum(bool(one.key) and not one.since for one in taken.values())
     # Only here: an exception's traceback holds what was allocated until it has been handled.

@@ -112,13 +112,15 @@ def _left_out(why: str) -> None:
 def _refresh(gauges: Mapping[str, Any], folder: Path) -> None:
     set_before: dict[str, Samples] = {name: {} for name in gauges}
     while True:
-        with suppress(Exception):
+        try:
             found = samples(folder)
             for name, gauge in gauges.items():
                 # The shared files forget no sample: one that has gone reads 0.
                 for labels, value in (dict.fromkeys(set_before[name], 0) | found[name]).items():
                     gauge.labels(*labels).set(value)
                 set_before[name] |= found[name]
+        except Exception as error:
+            _left_out(f"{folder}: {type(error).__name__}: {error}")
         sleep(REFRESH_S)
 
 

@@ -133,7 +133,13 @@ def of_engine(ranks: Sequence[RankStatus | None]) -> EngineRecord:
     skipped = {layer: why for record in known for layer, why in record.skipped.items()}
     fallen = {record.rank: why for record in known for layer, why in record.skipped.items() if layer in engaged}
     left = {layer: why for layer, why in skipped.items() if layer not in engaged}
-    record = replace(known[0], total=len((engaged | skipped).keys() - {ENGINE}), engaged=engaged, skipped=left)
+    record = replace(
+        known[0], total=len((engaged | skipped).keys() - {ENGINE}), engaged=engaged, skipped=left,
+        # The stages of a pipeline have layers of their own.
+        measured=next((one.measured for one in known if one.measured), ()),
+        overflows=tuple(dict.fromkeys(name for one in known for name in one.overflows)),
+        tuned={layers: tiles for one in reversed(known) for layers, tiles in one.tuned.items()},
+    )  # fmt: skip
     return EngineRecord(record, len(ranks), fallen, len(ranks) - len(known))
 
 
@@ -154,7 +160,7 @@ def record_of_skipped_engine(code: str, message: str, layers: Sequence[int], kv_
     skipped = dict.fromkeys([f"layer {index}" for index in layers] or [ENGINE], (code, message))
     return RankStatus(
         rank=0, integration="", card="", total=len(layers), engaged={}, skipped=skipped, compiled={}, measured=(),
-        overflows=(), decode_limit=0, kv_cache_dtype=kv_cache_dtype,
+        overflows=(), decode_limit=0, kv_cache_dtype=kv_cache_dtype, ranks=1,
     )  # fmt: skip
 
 

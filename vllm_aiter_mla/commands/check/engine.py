@@ -123,9 +123,10 @@ def explained(found: Figures, noise: float = 0.0) -> bool:
 
     Over an fp8 cache another kernel's rounding before the cast moves a value by a step of fp8. There each request's
     mean difference must stay below ``noise``: what the cast does to vLLM's own decode, see ``decode_against_prefill``.
+    A noise that fails that step explains nothing more.
     """
     if noise:
-        return found.tokens > 0 and found.mean_abs_dlogprob <= noise
+        return found.tokens > 0 and found.mean_abs_dlogprob <= min(noise, DECODE_AGAINST_PREFILL)
     return found.tokens > 0 and found.top1_agreement >= TOP1 and found.max_abs_dlogprob <= MAX_DLOGPROB
 
 
@@ -216,8 +217,8 @@ def run(
         deployment.
 
     Raises:
-        RuntimeError: the engine's process ended without an answer (the message holds its last lines), or a status file
-            cannot be read.
+        EndedError: the engine's process ended without an answer.
+        RuntimeError: a status file cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="aiter-mla-check-") as work:
         # A status file of another server must not be taken for this one's, and no graph of a broken run be kept.
@@ -230,8 +231,7 @@ def run(
         try:
             found = process.call(f"{__name__}:answer", *asked, environment=full)
         except process.EndedError as error:
-            said = "\n".join((f"vLLM's engine, {side}: its process {error.how}; its last lines:", *error.lines))
-            raise RuntimeError(said) from error
+            raise process.EndedError(f"of vLLM's engine, flag {side}, {error.how}", *error.lines) from error
         bad = list[str]()
         found["status"] = status.record.read_all(cache / "aiter_mla", "*", bad.append)
     if bad:

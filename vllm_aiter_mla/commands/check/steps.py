@@ -168,9 +168,11 @@ def judge(answers: Mapping[runs.Side, Any], fp8_cache: bool) -> Step:
     faster = bool(records) and all({code for code, _ in one.skipped.values()} == {VLLM_FASTER} for one in records)
     no_gain = faster and not any(one.engaged for one in records)
     engaged = bool(records) and all(len(one.engaged) == one.total > 0 for one in records)
+    silent = status.record.with_silent(records).count(None) if records else 0
     noise = runs.decode_against_prefill(answers["off"])
     apart = [name for name, figures in found.items() if not runs.explained(figures, noise if fp8_cache else 0.0)]
     wrong = "" if engaged or no_gain else "not every MLA layer engaged"
+    wrong = wrong or (f"{silent} of {silent + len(records)} ranks wrote no status" if silent else "")
     wrong = wrong or (f"off and on are apart in {', '.join(apart)}" if apart else "")
     if wrong:
         return Step("failed", wrong, tuple(lines), data)
@@ -207,7 +209,7 @@ def prefill_rows(context: Context) -> Step:
         return Step("warning", f"slower with the flag on: {', '.join(slower)}", lines, data)
     equal, prompts = (sum(getattr(found, of) for found in compared.values()) for of in ("equal", "prompts"))
     detail = f"{equal} of {prompts} prompts have the same bytes, flag off and on"
-    return Step("passed", detail if compared else "no such step fits", lines, data)
+    return Step("passed" if compared else "skipped", detail if compared else "no such step fits", lines, data)
 
 
 def decode_against_prefill(context: Context) -> Step:

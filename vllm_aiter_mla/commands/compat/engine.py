@@ -97,11 +97,12 @@ def with_layers(args: Any, layers: int) -> dict[str, Any]:
 
 
 def start(parsed: Any, random_layers: int | None) -> Any:
-    """Start vLLM's ``LLMEngine`` from parsed options of ``vllm serve``.
+    """Start vLLM's ``LLMEngine`` from parsed options of ``vllm serve``, with the defaults that a server has.
 
     It draws the weights of ``random_layers`` layers; None loads the checkpoint.
     """
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
 
     args = EngineArgs.from_cli_args(parsed)
@@ -110,7 +111,7 @@ def start(parsed: Any, random_layers: int | None) -> Any:
     if random_layers is not None:
         register_random_weights()
         args.load_format, args.hf_overrides = RANDOM_FORMAT, with_layers(args, random_layers)
-    return LLMEngine.from_engine_args(args)
+    return LLMEngine.from_engine_args(args, usage_context=UsageContext.OPENAI_API_SERVER)
 
 
 def generate(engine: Any, requests: Sequence[Request], adapter: Any = None) -> list[list[Step]]:

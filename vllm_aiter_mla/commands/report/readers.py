@@ -329,7 +329,8 @@ def _of_check(data: CheckRun, machine: Any, records: Sequence[Any]) -> Glance:
     here = {one["name"]: one["detail"] for one in machine or () if one["status"] in ("ok", "warning")}
     used: dict[str, str] = next((one.machine for one in records if getattr(one, "machine", None)), {})
     card = _card(used) if used else here.get("gpu", NO_CARD)
-    if plans and all(step.name in PROMISES for step in data.steps):
+    promises = data.exit is not None and all(step.name in PROMISES for step in data.steps)
+    if plans and promises and set(failed) <= {"plan"}:
         word, card, means = NOTHING_RAN, f"none: planned for {plans[0].arch}", _promise(plans)
     if any(getattr(one, "emulated", False) for one in records):
         card, means = f"emulated: {card}", f"{means}; an emulator says nothing of time, nor of a card's faults"
