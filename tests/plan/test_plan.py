@@ -327,7 +327,8 @@ def test_quoted_plans_run_in_a_process_of_their_own_that_opens_no_connection(tmp
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     lines = [command for page in PAGES.values() for command in quoted(page)]
     typed = [words(line.partition(" check ")[2].partition(" >")[0]) for line in lines if " check deep" in line]
-    found = [[word for word in line if word not in ("--only", "plan")] for line in typed if "plan" in line]
+    plans_typed = (tuple(word for word in line if word not in ("--only", "plan")) for line in typed if "plan" in line)
+    found = [*dict.fromkeys(plans_typed)]  # several pages quote the same
     assert any("--speculative-config" in arguments for arguments in found)
     assert any("1,2,4,8" in arguments for arguments in found)
     for arguments in found:

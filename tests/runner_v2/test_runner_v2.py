@@ -34,7 +34,11 @@ def table(adaptive):
     return {kind: tuple(rest[:3]) for kind, *rest in cells[1:]}
 
 
-@pytest.fixture(scope="module", params=RUNS)
+# Two minutes each: engines run V2 over bf16 caches in .ci/run already.
+OF_CI = [pytest.param(name, marks=[pytest.mark.wide] * name.startswith("bf16"), id=name) for name in RUNS]
+
+
+@pytest.fixture(scope="module", params=OF_CI)
 def found(request, tmp_path_factory):
     asked, first = RUNS[request.param], FIRST.get(request.param, "0.32")
     if Version(release.vllm_version()) < Version(first):
