@@ -37,7 +37,6 @@ THESE_FALL_BACK = "the layers concerned run vLLM's own kernels"
 GOES_ON = "serving goes on"
 UNCHECKED = "the kernels could not be checked"
 LAYER_UNCHECKED = "its kernel could not be checked"
-UNGATHERED = "the status of the other ranks could not be gathered"
 
 
 def attach(worker: Any) -> "Engine | None":
@@ -148,19 +147,14 @@ class Engine:
         """
         self.strict, self.our_pass.key = self.settings.strict, None
         checked_to: int | None = None  # the decode limit, once every kernel is checked
-        ended = False
-        try:
-            with self.deciding(UNCHECKED):
-                backends = self.make_layers()
-                self.check(first_call.prepare(backends, compat_config.cache_folder(), self.worker.rank))
-                checked_to = self.limit
-        except (SystemExit, KeyboardInterrupt):  # a signal: this rank answers nobody any more
-            ended = True
-            raise
-        finally:
-            # Also after an error: the other ranks wait for this one's answer.
-            if not ended:
-                timing.time_kernels(self.config, self.settings, self.layers, checked_to, self.worker.rank)
+
+        def time_kernels() -> None:
+            timing.time_kernels(self.config, self.settings, self.layers, checked_to, self.worker.rank)
+
+        with _then(time_kernels), self.deciding(UNCHECKED):
+            backends = self.make_layers()
+            self.check(first_call.prepare(backends, compat_config.cache_folder(), self.worker.rank))
+            checked_to = self.limit
         with self.deciding(UNCHECKED):
             # Before the first graph is compiled: which layers the passes leave alone depends on it.
             key = self.cache_key()
@@ -274,20 +268,17 @@ class Engine:
         """
         record: RankStatus | None = None
         records: list[RankStatus | None] = []
-        ended = False
+
+        def gather() -> None:
+            with self.deciding("the status of the other ranks could not be gathered", ()):
+                records.extend(ranks.exchange(record)[1])
+
         try:
-            try:
+            with _then(gather):
                 with self.deciding("the status is not complete", ()):
                     self._run_once()
                 with self.deciding("no status line could be made", ()):
                     record = self.status.record = self._record()
-            except (SystemExit, KeyboardInterrupt):  # a signal, as above: the others may wait in the decode step
-                ended = True
-                raise
-            finally:
-                # A rank that stops here hands over what it has: the other ranks wait for it.
-                with nullcontext() if ended else self.deciding(UNGATHERED, ()):
-                    records = [] if ended else ranks.exchange(record)[1]
             if record is not None:
                 self._write_down(replace(record, ranks=len(records)))
                 with self.deciding("no status line could be said", ()):
@@ -359,6 +350,20 @@ class Engine:
         _tell(lambda: ranks.exchange(None))
         with log.warned("the reasons of skipped layers could not be kept or read"):
             self._keep_skips(self.worker.rank)
+
+
+@contextmanager
+def _then(answer: Callable[[], None]) -> Iterator[None]:
+    """Give the other ranks this one's answer after the block, also after an error: they wait for it.
+
+    A signal answers nobody: the others may be waiting in a collective of the block.
+    """
+    try:
+        yield
+    except Exception:
+        answer()
+        raise
+    answer()
 
 
 def _lacks_weight(layer: Layer) -> bool:

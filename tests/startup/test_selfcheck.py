@@ -1,11 +1,14 @@
 """What the self-check compares: each kernel that the decode limit reaches, over each cache; and what it reports."""
 
+import logging
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.sandbox.simulated_aiter import ROCM, install, op
+from tests.support.opcalls import layer_of
+from tests.support.worker import check
 from vllm_aiter_mla.kernels import reference, stopwatch
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.backend import Binding, Bounds, KernelBackend
@@ -14,6 +17,9 @@ from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.kernels.triton import launcher
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
+from vllm_aiter_mla.serving.backends import Backends
+from vllm_aiter_mla.serving.layer import Layer
+from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.startup import selfcheck
 from vllm_aiter_mla.startup.selfcheck import Difference, deviation, difference, self_check
 
@@ -81,6 +87,22 @@ def test_a_kernel_is_checked_at_the_counts_that_it_takes_and_fails_if_there_are_
     result = self_check(AiterBackend(MI300X, opt=True), BF16, limit)
     assert (result.ok, "refused the self-check: kernel" in result.message) == (ok, not ok), result.message
     assert [tokens for _, tokens in op.forget()] == [256] * ok
+
+
+@pytest.mark.parametrize(
+    ("kernel", "spans"), [("auto", [(1, 512, "aiter")]), ("aiter-opt", [(1, 255, "vllm"), (256, 512, "aiter-opt")])]
+)
+def test_a_kernel_that_takes_large_batches_only_is_checked_without_a_warning(
+    fake_gfx942, monkeypatch, said, kernel, spans
+):
+    """With default options over a bf16 cache, each start on a gfx942 once warned of aiter-opt."""
+    shape = replace(BF16, heads=16)
+    monkeypatch.setattr(Layer, "shape", lambda layer: shape)
+    settings = Settings(enabled=True, kernel=kernel, measure=False)
+    layer = Layer(layer_of("auto"), Backends(settings, MI300X), limit=512)
+    check([layer], strict=True)
+    assert [tuple(span) for span in layer.decision.kernels] == spans
+    assert said.at(logging.WARNING) == said.at(logging.ERROR) == []
 
 
 class Changed(ReferenceBackend):
