@@ -33,6 +33,8 @@ before it first runs; or the "kernel" that could run it. ``make docs`` makes a p
 REMEDIES = {code: remedy.replace("`", "") for codes in LEVELS.values() for code, (_, remedy) in codes.items()}
 """What to do about each code: the status line, `status` and `check` all say this."""
 REASONS = frozenset(REMEDIES)
+UNSUPPORTED = frozenset(code for code, remedy in REMEDIES.items() if remedy.startswith("none: "))
+"""Codes of what no setting changes: the model is not taken, and advice for the fast path would be wrong."""
 
 KV_CACHE_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3"})
 """vLLM's names of the caches that the kernels write: the activation dtype, or fp8 e4m3 with one scale per tensor."""

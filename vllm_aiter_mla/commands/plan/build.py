@@ -53,8 +53,8 @@ def build(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[s
     engine_codes = {reason.code for reason in against} | ({"impl"} if against else set())
     if engine["view"].model_impl:
         engine_codes |= {"unknown_forward"}
-    hopeless = any(admission.REMEDIES[reason.code].startswith("none:") for reason in against)
-    reasons = [*against, *_layer_reasons([] if hopeless else kinds, total, engine_codes)]
+    taken = not any(reason.code in admission.UNSUPPORTED for reason in against)
+    reasons = [*against, *_layer_reasons(kinds if taken else [], total, engine_codes)]
     formats: Counter[str] = Counter()
     for kind in kinds:
         formats[kind.built.format] += kind.count

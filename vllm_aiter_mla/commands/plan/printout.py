@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from vllm_aiter_mla.admission import REMEDIES
+from vllm_aiter_mla.admission import REMEDIES, UNSUPPORTED
 from vllm_aiter_mla.commands.outputs import line
 from vllm_aiter_mla.commands.plan.issues import without_a_shape
 from vllm_aiter_mla.commands.plan.record import Plan
@@ -58,8 +58,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield from _graph_lines(plan)
     yield ""
     yield from _issues(plan)
-    never = any(REMEDIES[reason.code].startswith("none:") for reason in plan.reasons)
-    if plan.kernels is not None and not never:
+    if plan.kernels is not None and not any(reason.code in UNSUPPORTED for reason in plan.reasons):
         yield ""
         yield from _kernels(plan)
         yield ""
