@@ -81,6 +81,16 @@ def test_a_source_is_known_by_its_code_and_not_by_docstrings_comments_or_layout(
     assert compat_wrapper.digest(len) == "", "no source"
 
 
+def test_the_sources_are_parsed_once_and_not_for_each_layer(monkeypatch):
+    compat_wrapper._digest_of.cache_clear()
+    parsed = []
+    inner = compat_wrapper.source_digest
+    monkeypatch.setattr(compat_wrapper, "source_digest", lambda source: parsed.append(source) or inner(source))
+    for _ in range(61):
+        assert compat_wrapper.why_forwards_unknown() is None
+    assert len(parsed) == len(compat_wrapper.KNOWN_FORWARDS)
+
+
 PROGRAM = f"""
 from __future__ import annotations
 import ast, hashlib, sys, textwrap

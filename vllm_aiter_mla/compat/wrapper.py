@@ -2,6 +2,7 @@
 """vLLM's MLA wrapper: its registry of replaced layers, and the two forwards that the module integration replaces."""
 
 import ast
+import functools
 import hashlib
 import inspect
 import textwrap
@@ -66,9 +67,14 @@ def digest(function: Any) -> str:
 
     For a decorated function this is the decorator's own source, not the source of the function inside.
     """
+    return _digest_of(getattr(function, "__code__", None))
+
+
+@functools.cache  # asked for each layer of a model; another function has another code object
+def _digest_of(code: Any) -> str:
     try:
-        return source_digest(inspect.getsource(function.__code__))
-    except (AttributeError, OSError, TypeError, SyntaxError):
+        return source_digest(inspect.getsource(code))
+    except (OSError, TypeError, SyntaxError):
         return ""
 
 
