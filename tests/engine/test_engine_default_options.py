@@ -131,6 +131,7 @@ def test_default_options_and_one_other_give_the_tokens_of_the_flag_off(engines, 
     assert_parity(engines(f"{name}-off"), on)
 
 
+@pytest.mark.wide  # tests/serving/test_module.py wraps it too
 @pytest.mark.engine("eager-off", "mutation-unknown-forward")
 @pytest.mark.mutation("I11")
 def test_mutation_an_unknown_forward_of_the_wrapper_is_left_to_vllm(engines):

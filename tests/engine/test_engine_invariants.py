@@ -15,23 +15,24 @@ def above_the_decode_limit(result):
     return result.graphs["{}-{}".format(*result.ranges[-1])]
 
 
-# Planted bugs that the tokens show.
+# Planted bugs that the tokens show. A wide one is caught in seconds too, where its line says.
 
 
-def planted(base, bug, *invariants, wide=()):
-    return pytest.param(base, bug, marks=[pytest.mark.engine(base, bug), pytest.mark.mutation(*invariants), *wide])
+def planted(base, bug, *invariants, wide=False):
+    marks = [pytest.mark.engine(base, bug), pytest.mark.mutation(*invariants), *[pytest.mark.wide] * wide]
+    return pytest.param(base, bug, marks=marks)
 
 
 @pytest.mark.parametrize(
     ("base", "bug"),
     [
         planted("fp32-off", "mutation-padded-slots", "I10"),
-        planted("eager-off", "mutation-swapped"),
-        planted("eager-off", "mutation-no-kv-write"),
         planted("eager-drafts-off", "mutation-draft-rows"),
-        planted("eager-drafts-off", "mutation-mixed-as-decode", "I3"),
+        planted("eager-off", "mutation-swapped", wide=True),  # tests/serving/test_module_forward.py
+        planted("eager-off", "mutation-no-kv-write", wide=True),  # tests/verify/test_verify_faults.py
+        planted("eager-drafts-off", "mutation-mixed-as-decode", "I3", wide=True),  # tests/runner_v2, tests/passes
         # Another wrong scale of the query is in the CI: that of the first layer.
-        planted("eager-drafts-off", "mutation-scale-twice", wide=[pytest.mark.wide]),
+        planted("eager-drafts-off", "mutation-scale-twice", wide=True),
     ],
 )
 def test_mutation_a_wrong_op_changes_tokens(engines, base, bug):
@@ -66,6 +67,7 @@ def test_mutation_i2_an_op_inside_a_captured_piece_ends_the_start_and_names_the_
     assert "compilation_config.splitting_ops" in failure.value.log
 
 
+@pytest.mark.wide  # tests/passes/test_recognised.py plants it too
 @pytest.mark.engine("bf16-off", "mutation-raw-prefill-and-no-range")
 @pytest.mark.mutation("I3")
 def test_mutation_i3_prefill_rows_that_stay_raw_change_the_tokens(engines):
@@ -137,6 +139,7 @@ def test_i5_flag_off_is_vllm_without_the_plugin(engines):
     assert off.status == bare.status == []
 
 
+@pytest.mark.wide  # tests/startup/test_startup.py plants it too
 @pytest.mark.engine("bf16-off", "mutation-raw-prefill-and-no-range")
 @pytest.mark.mutation("I5")
 def test_mutation_i5_passes_that_ignore_the_range_are_caught(engines):
@@ -162,13 +165,17 @@ def test_i8_an_engine_in_which_nothing_failed_warns_of_nothing(engines):
 @pytest.mark.parametrize(
     ("bug", "line", "words"),
     [
-        pytest.param(bug, *said, marks=[pytest.mark.engine("eager-off", bug), pytest.mark.mutation(invariant)])
-        for bug, invariant, *said in (
-            ("skipped", "I8", "0/2", ("WARNING", "impl: ", "SandboxMLAImpl")),
-            ("renamed", "I11", "off although it was switched on", ("capability: ", "get_attention_context")),
+        pytest.param(bug, *said, marks=[pytest.mark.engine("eager-off", bug), pytest.mark.mutation(invariant), *marks])
+        for bug, invariant, marks, *said in (
+            ("skipped", "I8", [], "0/2", ("WARNING", "impl: ", "SandboxMLAImpl")),
+            # tests/gate/test_gate_skips.py renames it too.
+            (
+                "renamed", "I11", [pytest.mark.wide], "off although it was switched on",
+                ("capability: ", "get_attention_context"),
+            ),
         )
     ],
-)
+)  # fmt: skip
 def test_mutation_nothing_engaged_is_one_line_with_the_reason_and_vllm_results(engines, bug, line, words):
     (said,) = [one for one in engines(bug).log if line in one]
     assert [word for word in words if word not in said] == []
@@ -176,6 +183,7 @@ def test_mutation_nothing_engaged_is_one_line_with_the_reason_and_vllm_results(e
     assert_parity(engines("eager-off"), engines(bug), 0.0)
 
 
+@pytest.mark.wide  # tests/gate/test_gate_skips.py ends a start so too
 @pytest.mark.engine("strict")
 def test_i8_nothing_engaged_is_an_error_with_the_reason_in_strict_mode(engines):
     """Triton cannot run on this CPU: no layer engages."""

@@ -137,6 +137,21 @@ def test_the_fused_forward_hands_on_what_vllms_does_before_its_rotation(wrapper_
     assert name == one.mla_attn.layer_name
 
 
+@pytest.mark.mutation
+def test_mutation_a_key_that_changes_places_with_a_query_is_caught(wrapper_with, op_calls, monkeypatch):
+    project = module._project
+
+    def swapped(one, hidden):
+        q, kv_c, k_pe = project(one, hidden)
+        other = q.clone()
+        other[:, 0, NOPE:] = k_pe
+        return other, kv_c, q[:, 0, NOPE:]
+
+    monkeypatch.setattr(module, "_project", swapped)
+    with pytest.raises(AssertionError, match="where False"):
+        test_the_fused_forward_hands_on_what_vllms_does_before_its_rotation(wrapper_with, op_calls, {})
+
+
 def assert_own_scales(wrappers, op_calls):
     """Check that the op is given the k_scale of each wrapper's layer."""
     own = [(float(one.mla_attn._k_scale), one.mla_attn.layer_name) for one in wrappers]
