@@ -77,13 +77,13 @@ test-rest: extras
 	$(MAKE) -j 2 engines slow rehearsals avx2-quick types amx-quick
 
 engines: extras
-	$(BIN)/python -m pytest --durations=10 -m "engine and not wide and not rehearsal"
+	$(BIN)/python -m pytest --durations=10 -m "engine and not wide" tests/engine
 
 slow: extras
 	$(BIN)/python -m pytest --durations=10 -m "slow and not engine and not wide and not rehearsal"
 
 rehearsals: extras
-	$(BIN)/python -m pytest -m "rehearsal and not wide"
+	$(BIN)/python -m pytest -m "rehearsal and not wide" tests/rehearsal
 
 # Topologies of several processes, other models, every head count: too long for .ci/run. Run it before a release,
 # and `make test-torch` with TORCH=2.10 and 2.11, five minutes each, which install a torch of their own.

@@ -14,6 +14,10 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
+# Inductor takes the vector unit that the processor names. Else each process that compiles starts Pythons which import
+# torch to try it: ten seconds of processor time.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 # A deadline in milliseconds fails on a machine that does other work. Each run has the same examples.
 settings.register_profile("claims", deadline=None, derandomize=True, database=None)
 settings.load_profile("claims")

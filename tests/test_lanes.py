@@ -15,7 +15,7 @@ QUICK = "not engine and not slow"
 
 
 def test_every_lane_of_the_makefile_has_a_minimum() -> None:
-    assert set(selections("test-all")) == set(lanes.LANES)
+    assert {" ".join(lane) for lane in selections("test-all")} == set(lanes.LANES)
     assert all(least > 0 for least in lanes.LANES.values())
 
 

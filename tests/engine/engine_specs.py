@@ -8,7 +8,7 @@ from tests.engine import (
     specs_topology,
 )
 
-MOST = 20
+MOST = 16
 """Engines that compile in .ci/run; one takes up to a minute. Show what you can without one, or in eager mode, which
 takes half of that, or mark its test ``wide``. One run of unmodified vLLM serves many tests."""
 

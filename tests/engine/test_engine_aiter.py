@@ -32,6 +32,7 @@ def pairs(names):
     ]
 
 
+@pytest.mark.wide  # in the CI a rehearsal's engine runs it, over an fp8 cache
 @pytest.mark.engine("eager-off", "triton")
 def test_the_triton_kernel_on_cpu_tensors_serves_the_engine_within_the_bound_of_the_gpu_demo(engines):
     ours = engines("triton")

@@ -58,6 +58,7 @@ def test_mutation_own_scales_that_are_those_of_the_first_layer_change_tokens(eng
     assert mixed.tokens_equal < mixed.tokens
 
 
+@pytest.mark.wide  # tests/serving/test_op_mutations.py
 @pytest.mark.engine("mutation-no-split")
 @pytest.mark.mutation("I2")
 def test_mutation_i2_an_op_inside_a_captured_piece_ends_the_start_and_names_the_option(engines):
@@ -103,6 +104,7 @@ def uses_before_the_op(code, buffer):
 # I4: a layer is rewritten completely or not at all, and never because of another layer.
 
 
+@pytest.mark.wide  # tests/passes/test_layers_apart.py
 @pytest.mark.engine("bf16-off", "mutation-half-a-layer")
 def test_i4_a_skipped_layer_changes_nothing_for_an_engaged_one(engines):
     record = engines("mutation-half-a-layer").status[0]
@@ -195,6 +197,7 @@ def test_i8_nothing_engaged_is_an_error_with_the_reason_in_strict_mode(engines):
 # I9: a changed plugin never runs a stale artifact; a warm start says the same as a cold one.
 
 
+@pytest.mark.wide  # the module's warm start is in the CI: test_engine_default_options.py
 @pytest.mark.engine("bf16-on", "warm")
 def test_i9_a_warm_start_runs_no_pass_and_says_the_same(engines):
     cold, warm = engines("bf16-on"), engines("warm")
@@ -206,6 +209,7 @@ def test_i9_a_warm_start_runs_no_pass_and_says_the_same(engines):
     assert said[0] == said[1]
 
 
+@pytest.mark.wide
 @pytest.mark.engine("bf16-on", "mutation-half-a-layer")
 def test_i9_a_changed_fingerprint_compiles_again(engines):
     """It started in the cache of ``bf16-on``, whose artifact holds both layers fused."""

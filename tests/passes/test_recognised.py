@@ -134,6 +134,7 @@ def test_string_constants_name_layers_too():
 
 
 @pytest.mark.slow
+@pytest.mark.wide  # `make test-torch TORCH=2.10` runs all of them with strings
 def test_chain_is_bit_exact_where_vllm_names_layers_by_string():
     """The ops take strings only with this variable, which vLLM reads when it is imported: a process of its own."""
     case = f"{Path(__file__)}::test_every_chain_is_bit_exact_in_bf16_with"

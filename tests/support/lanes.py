@@ -1,10 +1,11 @@
 """The lanes of the Makefile: how many tests each runs at least, and what a run has skipped, by reason.
 
-``tests/lanes.json`` has the number for each expression that the Makefile gives to pytest's ``-m``. Raise it with the
-suite; a run that collects less has lost tests.
+``tests/lanes.json`` has the number for each expression that the Makefile gives to pytest's ``-m``, with the folder that
+it names. Raise it with the suite; a run that collects less has lost tests.
 """
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,11 +24,12 @@ def too_few(arguments: Sequence[str], chosen: str, keyword: str, ran: int) -> st
         keyword: by ``-k``; a run with one is no lane.
         ran: tests that passed or failed.
     """
-    whole = {Path(one).resolve() for one in arguments} <= {TESTS, TESTS.parent}
-    least = LANES.get(chosen, 0)
-    if not whole or keyword or ran >= least:
+    named = {Path(one).resolve() for one in arguments} - {TESTS, TESTS.parent}
+    lane = " ".join([chosen, *sorted(os.path.relpath(one, TESTS.parent) for one in named)])
+    least = LANES.get(lane, 0)
+    if keyword or ran >= least:
         return ""
-    return f"{ran} tests ran of at least {least} in the lane -m {chosen!r}: tests/lanes.json"
+    return f"{ran} tests ran of at least {least} in the lane -m {lane!r}: tests/lanes.json"
 
 
 def skips(reports: Iterable[Any]) -> list[str]:

@@ -55,7 +55,13 @@ class Worker:
         self._cache.cleanup()
 
 
-worker = functools.cache(Worker)
+_worker = functools.cache(Worker)
+
+
+def worker(arch: str, env: tuple[str, ...]) -> Worker:
+    """Return the process for a card and variables, whatever their order; of two values the last one counts."""
+    last = dict(one.partition("=")[::2] for one in env)
+    return _worker(arch, tuple(f"{name}={value}" for name, value in sorted(last.items())))
 
 
 @functools.cache
