@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -159,6 +160,43 @@ def test_an_option_in_the_wrong_place_or_with_a_wrong_value_is_named_and_nothing
     done = CliRunner().invoke(app, ["check", *typed])
     assert (done.exit_code, done.stdout) == (outputs.WRONG, ""), done.output
     assert named in done.stderr.splitlines()[-1]
+
+
+def folder_gone(monkeypatch, folder):
+    """The folder of the files goes while the steps run."""
+    run = machine.run
+    monkeypatch.setattr(machine, "run", lambda *asked: shutil.rmtree(folder) or run(*asked))
+
+
+def record_too_large(monkeypatch, folder):
+    monkeypatch.setattr(files, "LARGEST", 10)
+
+
+@pytest.mark.parametrize(
+    ("harm", "option"), [(folder_gone, "--json"), (folder_gone, "--html"), (record_too_large, "--html")]
+)
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [("ok", outputs.WRONG), ("problem", outputs.FINDING), ("unknown", outputs.NOT_LOOKED)],
+)
+def test_a_file_that_cannot_be_written_at_the_end_hides_nothing_that_was_found(
+    monkeypatch, tmp_path, harm, option, status, expected
+):
+    (tmp_path / "out").mkdir()
+    machine_finds(status)(monkeypatch, tmp_path)
+    harm(monkeypatch, tmp_path / "out")
+    done = CliRunner().invoke(app, ["check", *MACHINE, option, str(tmp_path / "out" / "x")])
+    assert done.exit_code == expected, done.output
+    assert str(tmp_path / "out" / "x") in done.stderr.splitlines()[-1]
+
+
+def test_a_page_is_written_also_where_the_json_cannot_be(monkeypatch, tmp_path):
+    (tmp_path / "out").mkdir()
+    machine_finds("problem")(monkeypatch, tmp_path)
+    folder_gone(monkeypatch, tmp_path / "out")
+    asked = ["check", *MACHINE, "--json", str(tmp_path / "out" / "x"), "--html", str(tmp_path / "page.html")]
+    assert CliRunner().invoke(app, asked).exit_code == outputs.FINDING
+    assert "made up" in (tmp_path / "page.html").read_text()
 
 
 def test_exit_status_every_command_is_in_the_table():

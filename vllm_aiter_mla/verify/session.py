@@ -16,7 +16,7 @@ from vllm_aiter_mla.serving.backends import AITER_KERNELS, Backends
 from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.verify.cases import LIMITS, REAL, SMALL, TINY, Geometry, Item, cases, variants
 from vllm_aiter_mla.verify.engine import EagerEngine, GraphEngine
-from vllm_aiter_mla.verify.results import Result, Verification, status_of
+from vllm_aiter_mla.verify.results import Result, Verification, joined, status_of
 from vllm_aiter_mla.verify.runner import run_case
 
 # What runs where nothing else is asked for: a layer, the last capture size, and replays of a long run. 1024 is vLLM's
@@ -133,7 +133,7 @@ class Session:
             engine=self.engine.name,
             sizes=asdict(self.items[0].geometry) if self.items else None,
             missing=self.missing,
-            results=tuple(self.results),
+            results=joined(self.results),
             emulated=self.emulated,
         )
 

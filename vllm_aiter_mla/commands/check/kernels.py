@@ -61,7 +61,7 @@ def _in_a_process(
     context: Context, options: Mapping[str, Any], backend: str, before: Sequence[Verification]
 ) -> Verification | Exception:
     """Return what ``run`` returns, or the record of a process that ended before; ``before`` are the others' records."""
-    from vllm_aiter_mla.verify.results import Verification
+    from vllm_aiter_mla.verify.results import Verification, joined
 
     told, running = [Verification(NOTHING, {}, "no engine", None, {}, ())], list[Any]()
 
@@ -70,11 +70,11 @@ def _in_a_process(
             told[0] = value
         elif value.status == STARTED:
             running[:] = [value]
-            done = sum(len(part.results) for part in (*before, *told))
+            done = sum(result.rounds for part in (*before, *told) for result in part.results)
             context.now(f"{backend} {value.variant} {value.case}, {done} cases done")
         else:
             running.clear()
-            told[0] = replace(told[0], results=(*told[0].results, value))
+            told[0] = replace(told[0], results=joined((*told[0].results, value)))
             found = _merged([*before, *told])
             context.so_far(Step("cut off", _counted(found.results), data=found))
 
@@ -179,8 +179,16 @@ def _merged(parts: Sequence[Verification]) -> Verification:
     return replace(first, status=status_of(results), sizes=sizes, missing=missing, results=results)
 
 
+def _count(results: Sequence[Result]) -> Counter[str]:
+    """Return how many cases ended in each status, each round of one counted."""
+    counts = Counter[str]()
+    for result in results:
+        counts[result.status] += result.rounds
+    return counts
+
+
 def _counted(results: Sequence[Result]) -> str:
-    counts = Counter(result.status for result in results)
+    counts = _count(results)
     return ", ".join(f"{counts[status]} {status}" for status in _MARKS)
 
 
@@ -248,7 +256,7 @@ def _table(backend: str, results: list[Result]) -> Table:
         table.add_column(name, justify="left" if name in ("case", "variants") else "right", no_wrap=True)
     for case in dict.fromkeys(result.case for result in results):
         of_case = [result for result in results if result.case == case]
-        counts = Counter(result.status for result in of_case)
+        counts = _count(of_case)
         marks = ", ".join(f"{counts[status]} {mark}" for status, mark in _MARKS.items() if counts[status])
         sums = (str(sum(getattr(result, name) for result in of_case)) for name in ("captures", "replays", "checks"))
         table.add_row(case, marks, *sums, f"{sum(result.seconds for result in of_case):.2f}")
@@ -260,7 +268,8 @@ def _outcome(found: Verification) -> Iterator[str]:
     from vllm_aiter_mla.verify.oracles import ORACLES
 
     for result in (result for result in found.results if result.status == "failed"):
-        yield f"\n[red bold]FAILED[/] {result.backend} {result.case} ({result.variant}, seed {result.seed})"
+        often = f", first of {result.rounds} rounds that failed" * (result.rounds > 1)
+        yield f"\n[red bold]FAILED[/] {result.backend} {result.case} ({result.variant}, seed {result.seed}{often})"
         for finding in result.findings[:6]:
             yield f"  {finding.oracle}: {escape(finding.message)}"
             yield f"    must hold: {ORACLES[finding.oracle]}"

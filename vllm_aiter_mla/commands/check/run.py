@@ -72,20 +72,28 @@ class Run:
                 files.write(self.json, self.record(status))
 
     def write(self, status: int, html: Path | None, html_of: Callable[[Sequence[Path]], str] | None) -> None:
-        """Write the files that were asked for; end the command with a line if that fails."""
-        written = self.record(status)
-        if self.json is not None:
-            outputs.write(self.json, files.text_of(written))
-        if html is None or html_of is None:
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "check.json"
-            try:
-                files.write(path, written)
-                page = html_of([path])
-            except (OSError, ValueError) as error:
-                outputs.fail(f"check: --html {html}: {str(error).replace(str(path), 'the record')}")
-        outputs.write(html, page)
+        """Write the files that were asked for; end the command with a line if that fails.
+
+        What was found stays the exit status then. Only that of a check in which all was well becomes ``WRONG``.
+        """
+        record, otherwise = self.record(status), status or outputs.WRONG
+        try:
+            if self.json is not None:
+                outputs.write(self.json, files.text_of(record), otherwise)
+        finally:  # the page too, where the JSON could not be written
+            if html is not None and html_of is not None:
+                outputs.write(html, _page(html, record, html_of, otherwise), otherwise)
+
+
+def _page(html: Path, record: CheckRun, html_of: Callable[[Sequence[Path]], str], otherwise: int) -> str:
+    """Return the page of a record; end the command with the exit status ``otherwise`` if there can be none."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "check.json"
+        try:
+            files.write(path, record)
+            return html_of([path])
+        except (OSError, ValueError) as error:
+            outputs.fail(f"check: --html {html}: {str(error).replace(str(path), 'the record')}", otherwise)
 
 
 def carried_out(asked: Context, chosen: Sequence[str] = tuple(steps.STEPS)) -> Iterator[Step]:

@@ -210,7 +210,7 @@ def kernels(page: Page, name: str, data: Verification) -> None:
     notes += [f"{backend}: not measured: {why}" for backend, why in data.missing.items()]
     alarms = []
     for one in results:
-        counts[one.backend][one.status] += 1
+        counts[one.backend][one.status] += one.rounds
         if one.status == "skipped":
             notes.append(f"skipped: {one.reason}")
         if one.status == "failed":
