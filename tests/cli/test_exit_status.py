@@ -152,6 +152,13 @@ def test_the_outcome_of_a_plan_is_in_the_json_and_the_exit_status_is_its(monkeyp
         ((*PLAN, "--tokens", "1", "--port", "1"), "--tokens 1: "),
         (("--only", "timing", "--tokens", "1", "--port=1"), "--port=1 "),
         (("deepseek-r1", "--heads", "8", "--heads", "16"), "--heads 8 16: "),
+        (("--heads", "8", "--heads", "16", "--only", "timing,kernels"), "--heads 8 16: "),
+        (("--only", "machine,kernels", "--backend", "triton", "--backend", "x?"), "--backend x?: "),
+        (("--only", "machine,kernels", "--case", "x?"), "--case x?: "),
+        (("--only", "machine,kernels", "--variant", "x?"), "--variant x?: "),
+        (("deepseek-r1", "--variant", "fp8-weight"), "--variant fp8-weight: "),
+        (("--only", "machine,kernels", "--limit", "8193"), "--limit 8193: "),
+        (("--only", "timing", "--weights", "mxfp4", "--nope", "48"), "--nope 48: "),
         (("deepseek-r1", "--model", "other"), "--model other "),
     ],
 )

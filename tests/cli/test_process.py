@@ -270,7 +270,7 @@ def test_vllms_sockets_have_a_path_that_is_short_enough(monkeypatch, length, own
 
 @pytest.mark.mutation
 def test_mutation_a_folder_that_is_too_long_for_a_socket_is_caught(monkeypatch):
-    monkeypatch.setattr(process, "LONGEST", 1000)
+    monkeypatch.setattr(process, "LONGEST_SOCKET_FOLDER", 1000)
     with pytest.raises(process.EndedError, match="AF_UNIX path too long"):
         test_vllms_sockets_have_a_path_that_is_short_enough(monkeypatch, 69, False)
 

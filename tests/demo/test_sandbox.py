@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.metadata import distributions, entry_points
 from types import SimpleNamespace
 
@@ -27,8 +28,9 @@ def test_make_demo_plans_each_cache_and_runs_its_engine_over_each_by_both_integr
         return tuple(plans.made_up(kv_cache_dtype="fp8" if "fp8" in arguments else "auto") for arguments in asked)
 
     def engine_of(context):
-        partition = "-cc.use_inductor_graph_partition=true" in context.arguments
-        *_, integration = (one for one in context.arguments if one.startswith(f"{check.PLUGIN}integration="))
+        arguments = context.options.arguments
+        partition = "-cc.use_inductor_graph_partition=true" in arguments
+        *_, integration = (one for one in arguments if one.startswith(f"{check.PLUGIN}integration="))
         ran.append((context.plan.options.kv_cache_dtype, integration.rpartition("=")[2], partition))
         assert context.answers == {}
         return steps.Step("passed", "")
@@ -37,6 +39,7 @@ def test_make_demo_plans_each_cache_and_runs_its_engine_over_each_by_both_integr
     passing = dict.fromkeys(steps.STEPS, steps.Entry(lambda context: steps.Step("passed", "")))
     with_plan = passing | {"plan": steps.STEPS["plan"]} | dict.fromkeys(check.ENGINE, steps.Entry(engine_of))
     monkeypatch.setattr(steps, "STEPS", with_plan)
+    monkeypatch.setattr(check, "engines_on_this_cpu", lambda variables: nullcontext())
     check.main()
     ways = [(cache, *way) for way in (("module", False), ("passes", True)) for cache in ("auto", "fp8")]
     assert ran == [way for way in ways for _ in check.ENGINE]

@@ -176,7 +176,7 @@ def test_quoted_outcomes_are_what_the_status_says():
 
 def test_the_readmes_launches_and_bytes_are_those_of_the_formulas():
     """DeepSeek-R1 at TP 8: 61 layers, 64 tokens, 16 heads a rank; query, cache and absorb weight in fp8."""
-    paths = formulas.paths(formulas.Step(64, 16, 128, 64, 512, 1, 1))
+    paths = formulas.paths(formulas.StepSize(64, 16, 128, 64, 512, 1, 1))
     counted = [(61 * len(path), formulas.moved(path)) for path in paths.values()]
     rows = re.findall(r"^\| (?:vLLM|plugin)[^|]*\| ([\d,]+) \| ([\d,]+) \|$", PAGES["README.md"], re.M)
     assert [tuple(int(cell.replace(",", "")) for cell in row) for row in rows] == counted

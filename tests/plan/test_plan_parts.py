@@ -115,7 +115,7 @@ def bytes_once(t, n, stored, weight):
     weight=st.integers(1, 2),
 )
 def test_the_one_launch_moves_each_value_once(tokens, heads, stored, weight):
-    step = formulas.Step(tokens, heads, 128, 64, 512, stored, weight)
+    step = formulas.StepSize(tokens, heads, 128, 64, 512, stored, weight)
     _, fused, aiter, once = map(formulas.moved, formulas.paths(step).values())
     assert once == bytes_once(tokens, heads, stored, weight)
     # docs/kernels.md: the unfused sequence writes and reads the absorbed and the rotated query once, and k_pe back.
@@ -129,7 +129,7 @@ def test_the_one_launch_moves_each_value_once(tokens, heads, stored, weight):
 def test_at_64_tokens_and_16_heads_the_one_launch_over_fp8_weights_moves_at_most_half_of_vllms_bytes(
     weight, moved, share
 ):
-    step = formulas.Step(64, 16, 128, 64, 512, stored=1, weight=weight)
+    step = formulas.StepSize(64, 16, 128, 64, 512, stored=1, weight=weight)
     _, fused, _, once = map(formulas.moved, formulas.paths(step).values())
     assert (once, once / fused) == (moved, pytest.approx(share, abs=0.0005))
 
@@ -137,7 +137,7 @@ def test_at_64_tokens_and_16_heads_the_one_launch_over_fp8_weights_moves_at_most
 @pytest.mark.parametrize("stored", [1, 2])
 def test_launches_per_layer_are_those_of_the_architecture(stored):
     """vLLM's own concat and fp8 quantisation are one compiled kernel: docs/evidence.md counts it so."""
-    step = formulas.Step(8, 16, 128, 64, 512, stored)
+    step = formulas.StepSize(8, 16, 128, 64, 512, stored)
     assert tuple(map(len, formulas.paths(step).values())) == (4, 3, 2, 1)
 
 
@@ -212,7 +212,7 @@ def test_a_module_that_an_option_names_and_that_is_not_there_is_a_wrong_option()
 
 
 def test_in_eager_mode_vllms_fusion_does_not_run_and_fp8_takes_a_launch_more():
-    step = formulas.Step(64, 16, 128, 64, 512, 1)
+    step = formulas.StepSize(64, 16, 128, 64, 512, 1)
     assert {name: len(launches) for name, launches in formulas.paths(step, eager=True).items()} == {
         "vLLM, unfused": 5, "aiter": 2, "triton": 1,
     }  # fmt: skip

@@ -190,7 +190,7 @@ def test_a_process_that_ends_fails_in_its_case_and_what_passed_is_kept(monkeypat
     assert set(passed) == before | SECOND
     assert [(one["backend"], one["case"]) for one in failed] == [("first", case)]
     (finding,) = failed[0]["findings"]
-    assert finding["message"] == in_process.ENDED.said(case)
+    assert finding["message"] == f"{in_process.ENDED.said(case)}; no later case of first ran"
     assert f"{in_process.ENDED.how} in {case}" in done.stdout
     assert (f"--case {case}" in failed[0]["command"]) == (case != "start")
 

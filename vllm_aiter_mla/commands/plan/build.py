@@ -190,10 +190,10 @@ def _figures(model: record.Model, planned: _Planned, limit: int, eager: bool) ->
     heads, nope, rope, latent, _ = planned.view.sizes
     table: dict[int, dict[str, record.Cost]] = {}
     for tokens in sorted({1, min(64, limit), limit}):
-        step = formulas.Step(tokens, heads, nope, rope, latent, stored, FORMATS[planned.built.format].bytes)
+        size = formulas.StepSize(tokens, heads, nope, rope, latent, stored, FORMATS[planned.built.format].bytes)
         table[tokens] = {
             name: record.Cost(launches, len(launches) * planned.count, formulas.moved(launches))
-            for name, launches in formulas.paths(step, eager).items()
+            for name, launches in formulas.paths(size, eager).items()
         }
     return record.Figures(
         planned.count,
