@@ -144,7 +144,7 @@ def printable(text: str) -> str:
 
 def folded(text: str) -> str:
     """Return the text in lines of ``width`` columns; what follows a line is indented as its last column is."""
-    return "\n".join("\n".join(_parts(one)) for one in text.splitlines())
+    return "\n".join("\n".join(_parts(each)) for each in text.splitlines())
 
 
 def _parts(text: str) -> list[str]:

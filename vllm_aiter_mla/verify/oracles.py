@@ -42,7 +42,7 @@ class Expected:
     def __init__(self, buffers: Buffers, backend: KernelBackend, size: int, rows: int) -> None:
         self._buffers, attends = buffers, buffers.case.kind != "kernel"  # else the preparation alone runs
         self._copies = {name: tensor.clone() for name, tensor in _operands(buffers)}
-        self._layers = [_Layer(backend, layer, layer.inputs(rows), attends) for layer in buffers.layers]
+        self._layers = [_ExpectedLayer(backend, layer, layer.inputs(rows), attends) for layer in buffers.layers]
         self._produced = size if attends else 0
 
     @property
@@ -54,8 +54,8 @@ class Expected:
         """Return what the step, which has run, broke."""
         findings: list[Finding] = []
         for i, layer in enumerate(self._layers):
-            found = layer.check(outputs.get(("query", i)), outputs.get(("final", i)), self._copies["slot_mapping"])
-            findings += [replace(f, message=f"layer {i}: {f.message}") for f in found]
+            broken = layer.check(outputs.get(("query", i)), outputs.get(("final", i)), self._copies["slot_mapping"])
+            findings += [replace(finding, message=f"layer {i}: {finding.message}") for finding in broken]
         pairs = [(name, tensor, self._copies[name]) for name, tensor in _operands(self._buffers)]
         for i, own in enumerate(self._buffers.layers):
             names = (f"work buffer {name} of layer {i}" for name in Rows._fields)
@@ -73,7 +73,7 @@ class Expected:
         return wanted
 
 
-class _Layer:
+class _ExpectedLayer:
     """One layer's operands and cache before a step, and the expected result for each accepted rounding."""
 
     def __init__(self, backend: KernelBackend, own: Layer, inputs: DecodeInputs, attends: bool) -> None:
@@ -213,8 +213,8 @@ def _least(
 ) -> str:
     """Return how far ``got`` is from the first of ``accepted``, or an empty string if it agrees with one of them."""
     distances = [difference(got.contiguous(), each.contiguous(), slack) for each in accepted]
-    for each, found in zip(accepted, distances, strict=True):
-        if torch.equal(raw(got), raw(each)) or (not exact and found.steps <= 1 and found.share <= share):
+    for each, distance in zip(accepted, distances, strict=True):
+        if torch.equal(raw(got), raw(each)) or (not exact and distance.steps <= 1 and distance.share <= share):
             return ""
     wrong = (got.float() != accepted[0].float()).nonzero()
     where = f", first at {wrong[0].tolist()}" if wrong.numel() else ""

@@ -95,7 +95,7 @@ def judge(context: Context) -> Step:
         wrong += f"; known faults outside the plugin may be the cause: {names}"
     if wrong:
         return Step("failed", wrong, tuple(lines), data)
-    equal, tokens = (sum(getattr(one, field) for one in figures.values()) for field in ("tokens_equal", "tokens"))
+    equal, tokens = (sum(getattr(each, name) for each in figures.values()) for name in ("tokens_equal", "tokens"))
     detail = f"{equal} of {tokens} tokens are equal, flag off and on"
     if no_gain:
         return Step("no gain", f"{detail}; vLLM's own kernels were the fastest for every layer", tuple(lines), data)
