@@ -580,7 +580,13 @@ def test_the_page_of_a_check_shows_its_steps_and_what_plan_kernels_and_timing_fo
     done = CliRunner().invoke(app, ["check", "deepseek-r1", "--html", str(page)])
     assert done.exit_code == 1, done.output
     text = page.read_text()
-    for shown in ("engine FAILED", "deepseek-r1: the steps", "token by token", "Kernels of one decode step", "<svg"):
+    for shown in (
+        '<span class="word bad">failed</span>',
+        "deepseek-r1: the steps",
+        "token by token",
+        "Kernels of one decode step",
+        "<svg",
+    ):
         assert shown in text, shown
 
 
