@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -83,22 +84,20 @@ def test_a_status_names_each_reason_and_its_layers(written: Write) -> None:
     assert row[7].strip().endswith(f"sparse_mla: <b>sparse</b> MLA (1): {made_files.LAYERS[3]}")
 
 
-def test_a_plan_shows_every_reason_and_its_launches(files: dict[str, Path]) -> None:
+def test_a_plan_shows_every_reason(files: dict[str, Path]) -> None:
     plan = data_of(json.loads(files["plan"].read_text()))
     page = html_of([files["plan"]])
     codes = {reason["code"] for reason in plan["reasons"]}
     assert len(codes) > 1
     assert all(f"{code}: " in page for code in codes)
     assert "nothing was run" in page
-    launches = {row[1]: row[2] for row in rows_of(page) if row[0] == "256"}
-    assert (launches["aiter"], launches["triton"]) == ("2", "1")
 
 
 def test_one_layer_is_drawn_launch_after_launch(files: dict[str, Path]) -> None:
     launches = dict(tables(html_of([files["plan"]])))
     (rows,) = (rows for title, rows in launches.items() if title.startswith("One layer at 64 tokens by formula"))
-    assert [row[0] for row in rows].count("triton") == 1
-    assert len([row for row in rows if row[0] == "vLLM, unfused"]) == 4
+    launches = Counter(row[0] for row in rows)
+    assert (launches["vLLM, unfused"], launches["aiter"], launches["triton"]) == (4, 2, 1)
 
 
 @pytest.mark.parametrize(("given", "word"), [([0], "unknown"), ([0, 1, 2], "engaged"), ([0, 0, 1], "unknown")])

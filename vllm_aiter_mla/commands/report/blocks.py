@@ -17,8 +17,14 @@ PLAN = "Plan"
 SECTIONS = ("Serving", "Check", PLAN, "Status", "Timing", "Kernels")
 """In their order on the page."""
 
-NOTHING_RAN = "planned"
-ON_CPU, ON_EMULATOR = "passed on a CPU", "passed on an emulator"
+NOTHING_RAN, ON_CPU, ON_EMULATOR = "planned", "passed on a CPU", "passed on an emulator"
+OUTCOMES = {
+    "passed": "good", "engaged": "good", "failed": "bad", "cut off": "bad",
+    "warning": "mind", "partly": "mind", "no gain": "mind",
+    "skipped": "none", "unknown": "none", NOTHING_RAN: "none", ON_CPU: "none", ON_EMULATOR: "none",
+    "engaged on a CPU": "none", "ended": "none", "compared": "none",
+}  # fmt: skip
+"""The colour of each word that is an outcome, as a class of the page's style: a word stands beside every colour."""
 NO_CARD = "none: nothing here ran on a GPU"
 
 
@@ -35,7 +41,7 @@ class Input:
 class Glance:
     """What the first screen says of one input."""
 
-    word: str  # the outcome, one of ``charts.OUTCOMES``
+    word: str  # the outcome, one of ``OUTCOMES``
     what: str  # what was done, to which model
     card: str
     means: str

@@ -18,13 +18,6 @@ from matplotlib.figure import Figure
 INK = "#010203"
 GREY, BLUE, GREEN = "#8a929b", "#2b7fc4", "#2a9d6f"
 SERIES = (BLUE, "#d9822b", GREEN, "#9467bd", "#c45a9a", "#6b8e23", "#8c6d5a", "#3aa6a6")
-OUTCOMES = {
-    "passed": "good", "ok": "good", "engaged": "good", "timed": "good", "failed": "bad", "problem": "bad",
-    "cut off": "bad", "warning": "mind", "partly": "mind", "no gain": "mind", "skipped": "none", "unknown": "none",
-    "planned": "none", "passed on a CPU": "none", "passed on an emulator": "none", "engaged on a CPU": "none",
-    "ended": "none", "compared": "none",
-}  # fmt: skip
-"""The colour of each word that is an outcome, as a class of the page's style: a word stands beside every colour."""
 COLOURED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 STYLE: Any = dict.fromkeys(COLOURED, INK) | {
     "svg.fonttype": "none",  # text stays text

@@ -21,7 +21,7 @@ from vllm_aiter_mla.commands.report.engine_reader import label_of, plan
 from vllm_aiter_mla.verify.results import Verification
 
 MEANING = {
-    None: ("cut off", "the run was cut off: nothing is shown"),
+    None: ("cut off", "the run was cut off: it proves nothing"),
     0: ("passed", "every step that ran passed"),
     1: ("failed", "do not switch the fast path on before the failed steps pass"),
     2: ("failed", "an option or the model was wrong, and the rest did not run"),

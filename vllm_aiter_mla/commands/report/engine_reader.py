@@ -83,7 +83,7 @@ def plan(page: Page, record: Plan) -> None:
         note = "The first start on a card times them."
         _add_spans(page, PLAN, f"Which kernel could run, {label}", note, spans)
     if record.figures:
-        _add_launches(page, label, record.figures.by_tokens)
+        _add_layer(page, label, record.figures.by_tokens)
     issues = [(label, one.id, one.effect, one.state, one.remedy, one.link) for one in record.known_issues]
     if issues:
         columns = ("input", "issue", "effect", "state", "remedy", "link")
@@ -95,21 +95,14 @@ def label_of(record: Plan) -> str:
     return f"{record.model.name} on {record.arch}, TP {record.options.tp}, {record.options.kv_cache_dtype} cache"
 
 
-def _add_launches(page: Page, label: str, by_tokens: Mapping[int, Mapping[str, Cost]]) -> None:
-    """Add what each path costs at each number of tokens, and draw one layer launch after launch."""
-    rows = [
-        (tokens, path, len(cost.launches), cost.launches_per_step, f"{cost.bytes:,}")
-        for tokens, costs in by_tokens.items()
-        for path, cost in costs.items()
-    ]
-    heads = ("tokens", "path", "launches per layer", "launches per step", "bytes per layer")
-    page.add(PLAN, f"Launches by formula, {label}", heads, rows)
+def _add_layer(page: Page, label: str, by_tokens: Mapping[int, Mapping[str, Cost]]) -> None:
+    """Draw one layer of each path, launch after launch."""
     tokens = min(by_tokens, key=lambda planned: abs(planned - DRAWN))
     paths = {path: cost.launches for path, cost in by_tokens[tokens].items()}
-    moved = [(path, each.name, f"{each.read + each.written:,}") for path, run in paths.items() for each in run]
+    rows = [(path, each.name, f"{each.read + each.written:,}") for path, run in paths.items() for each in run]
     strips = {path: _end_to_end(run) for path, run in paths.items()}
     draw = partial(charts.strips, "MB moved, launch after launch", strips, planned=True)
-    page.add(PLAN, f"One layer at {tokens} tokens by formula, {label}", ("path", "launch", "bytes"), moved, draw)
+    page.add(PLAN, f"One layer at {tokens} tokens by formula, {label}", ("path", "launch", "bytes"), rows, draw)
 
 
 def _end_to_end(launches: Sequence[Launch]) -> list[tuple[float, float, str]]:

@@ -14,8 +14,7 @@ import jinja2
 from vllm_aiter_mla import __version__, files
 from vllm_aiter_mla.commands.check.record import CheckRun
 from vllm_aiter_mla.commands.outputs import printable
-from vllm_aiter_mla.commands.report import charts
-from vllm_aiter_mla.commands.report.blocks import PLAN, Glance, Input, Page
+from vllm_aiter_mla.commands.report.blocks import OUTCOMES, PLAN, Glance, Input, Page
 from vllm_aiter_mla.commands.report.check_reader import check
 from vllm_aiter_mla.commands.report.engine_reader import status
 from vllm_aiter_mla.commands.report.serving import Serving
@@ -58,7 +57,7 @@ def html_of(paths: Sequence[Path]) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_shown)
     template = environment.from_string(Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8"))
     text = template.render(
-        glances=page.glances, outcomes=charts.OUTCOMES, sections=page.sections, planned=PLAN, plugin=__version__
+        glances=page.glances, outcomes=OUTCOMES, sections=page.sections, planned=PLAN, plugin=__version__
     )
     return text + "\n"
 
