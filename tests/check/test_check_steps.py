@@ -436,7 +436,7 @@ def test_field_f5_a_plan_that_is_not_known_does_not_pass(card: dict[str, Any]) -
     """vLLM could not build the layers here: no step takes their missing shape for one."""
     answer = plans.made_up_answer()
     skip, facts = Skip("not_known", "no such kernel"), replace(answer.model, listed_layers=61)
-    made = build.build(replace(answer, model=facts, layers=[], skip=skip), plans.ABOUT, model.environment((), {}))
+    made = build.build(replace(answer, model=facts, layers=[], skip=skip), plans.VLLM, model.environment((), {}))
     card["plan"] = json.loads(files.text_of(made))
     found = outcomes(strict=True)
     assert (card["plan"]["outcome"], found["plan"].status, failed(found)) == ("unknown", "unknown", [])
@@ -572,7 +572,7 @@ def test_a_step_that_raises_has_failed_and_the_next_one_runs(
     ("function", "step", "said", "skipped"),
     [
         (f"{machine.__name__}:{machine.examine.__name__}", "machine", "its process {how}: {line}", []),
-        (model.ANSWER, "plan", "vLLM {how}", [*steps.STEPS][2:]),
+        (model.PLANS, "plan", "vLLM {how}", [*steps.STEPS][2:]),
         (f"{idle.__name__}:{idle.why_not.__name__}", "timing", "its process {how}: {line}", []),
         (f"{engine.__name__}:{engine.answer.__name__}", "engine",
          "vLLM's engine with the flag on {how}: {line}", ["prefill", "decode", "launches"]),
@@ -619,7 +619,13 @@ def test_the_page_of_a_check_shows_its_steps_and_what_plan_kernels_and_timing_fo
     done = CliRunner().invoke(app, ["check", "deepseek-r1", "--html", str(page)])
     assert done.exit_code == 1, done.output
     text = page.read_text()
-    for shown in ("engine FAILED", "deepseek-r1: the steps", "token by token", "Kernels of one decode step", "<svg"):
+    for shown in (
+        '<span class="word bad">failed</span>',
+        "deepseek-r1: the steps",
+        "token by token",
+        "Kernels of one decode step",
+        "<svg",
+    ):
         assert shown in text, shown
 
 

@@ -188,13 +188,13 @@ def test_a_library_that_is_missing_is_not_known_and_no_wrong_option():
     try:
         import_module("a_library_that_nobody_has")
     except ImportError as error:
-        told = answer._told(error, ["--option"], is_option=True)
+        told = answer._refusal(error, ["--option"], is_option=True)
     assert isinstance(told, model.NotKnownError)
     assert "a_library_that_nobody_has" in str(told)
 
 
 def test_a_file_that_an_option_names_and_that_is_not_there_is_a_wrong_option():
-    told = answer._told(FileNotFoundError(2, "No such file", "no.yaml"), [], is_option=True)
+    told = answer._refusal(FileNotFoundError(2, "No such file", "no.yaml"), [], is_option=True)
     assert not isinstance(told, model.NotKnownError)
     assert "no.yaml" in str(told)
 
@@ -204,7 +204,7 @@ def test_a_module_that_an_option_names_and_that_is_not_there_is_a_wrong_option()
         try:
             raise ModuleNotFoundError("No module named 'mine'", name="mine")
         except ModuleNotFoundError as error:
-            return answer._told(error, arguments, is_option=True)
+            return answer._refusal(error, arguments, is_option=True)
 
     assert not isinstance(told(["-cc", '{"pass": "mine.ours"}']), model.NotKnownError)
     for other in ('{"backend": "mine_high"}', '{"backend": "to.mine"}', "--nothing"):

@@ -81,25 +81,25 @@ def applied(config: Any) -> Any:
     return found
 
 
-def planned(request: dict[str, Any], about: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
+def planned(request: dict[str, Any], vllm: answer.LoadedVllm) -> tuple[Plan, dict[str, Any]]:
     """Return the plan with the gate's decision."""
     bug = BUGS.get(request.pop("bug"))
     with mock.patch.object(*bug) if bug else nullcontext():
         made = answer.answer(Path(request["folder"]), request["arguments"])
         variables = {name: (value, origin) for name, (value, origin) in request["variables"].items()}
-        found = build.build(made, about, variables)
+        found = build.build(made, vllm, variables)
     last = decisions[-1] if decisions else None
     skip = last.code if isinstance(last, Skip) else None
     return found, {"limit": getattr(last, "limit", None), "skip": skip}
 
 
-def answered(request: dict[str, Any], about: dict[str, Any]) -> Any:
+def answered(request: dict[str, Any], vllm: answer.LoadedVllm) -> Any:
     """Return ``planned``, or the error that it raised."""
     try:
-        return planned(request, about)
+        return planned(request, vllm)
     except BaseException as error:  # without an answer the test would wait for ever
         traceback.print_exc()
-        return build.failure(error), {}
+        return several.failure(error), {}
 
 
 def main(arch: str) -> None:
@@ -107,10 +107,10 @@ def main(arch: str) -> None:
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # vLLM logs to stdout
     gate.apply = applied
-    about = answer.start(arch)
+    vllm = answer.load(arch)
     several.warm()
     for line in sys.stdin:
-        pickle.dump(several.forked(partial(answered, json.loads(line), about)), out)
+        pickle.dump(several.forked(partial(answered, json.loads(line), vllm)), out)
         out.flush()
 
 

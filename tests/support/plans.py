@@ -15,7 +15,7 @@ from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import ConfigView, LayerView
 from vllm_aiter_mla.commands.compat import offline, rocm_config
 from vllm_aiter_mla.commands.plan import build, model
-from vllm_aiter_mla.commands.plan.answer import Answer, Given
+from vllm_aiter_mla.commands.plan.answer import Answer, Given, LoadedVllm
 from vllm_aiter_mla.commands.plan.record import Model, Plan
 from vllm_aiter_mla.compat.config import GraphSizes
 from vllm_aiter_mla.settings import Settings
@@ -26,7 +26,7 @@ ENV = ("VLLM_ROCM_USE_AITER_FP8BMM=1", "VLLM_ROCM_USE_AITER_FP4BMM=1")
 
 
 class Worker:
-    """The process for a card and variables; :attr:`about` is what it says when it is ready."""
+    """The process for a card and variables."""
 
     def __init__(self, arch: str, env: tuple[str, ...]) -> None:
         self.variables, self._cache = model.environment(env, {}), tempfile.TemporaryDirectory()
@@ -75,8 +75,8 @@ def parsed(plan: dict[str, Any]) -> Plan:
     return files.part(Plan, Path("plan"), plan)
 
 
-ABOUT = {"arch": "gfx942", "made_up": True, "vllm": "0.32.0", "on": dict.fromkeys(offline.VARIABLES, True)}
-"""What ``answer.start`` may say."""
+VLLM = LoadedVllm("gfx942", True, "0.32.0", dict.fromkeys(offline.VARIABLES, True))
+"""What ``answer.load`` may return."""
 
 
 def made_up_answer(settings: Settings = Settings(), **changes: Any) -> Answer:  # noqa: B008  frozen
@@ -95,7 +95,7 @@ def made_up_answer(settings: Settings = Settings(), **changes: Any) -> Answer:  
 
 def made_up(*env: str, **changes: Any) -> Plan:
     """The plan of ``made_up_answer(**changes)`` under the variables ``env``."""
-    return build.build(made_up_answer(**changes), ABOUT, model.environment(env, {}))
+    return build.build(made_up_answer(**changes), VLLM, model.environment(env, {}))
 
 
 def codes(plan: dict[str, Any]) -> list[str]:

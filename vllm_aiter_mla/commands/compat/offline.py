@@ -228,10 +228,10 @@ def switches() -> dict[str, bool]:
     """
     from vllm import envs
 
-    found = {}
+    states = {}
     for name in VARIABLES:
         try:
-            found[name] = bool(envs.environment_variables.get(name, bool)())
+            states[name] = bool(envs.environment_variables.get(name, bool)())
         except ValueError as error:
             raise ValueError(f"{name}={os.environ[name]}: {error}") from error
-    return found
+    return states
