@@ -225,13 +225,9 @@ def test_a_newer_release_of_a_bundled_example_is_answered_with_its_name():
 
 
 def test_aiter_that_is_off_comes_before_what_vllm_raises_without_it():
-    view = replace(admission.ConfigView(), uses_aiter=False, attention="not known (ValueError: block size 1)")
-    planned = SimpleNamespace(
-        engine={"view": view, "gate": None},
-        skip=admission.Skip("not_known", "ValueError"),
-        given=SimpleNamespace(settings=Settings()),
-    )
-    first, second = build.engine_reasons(planned)
+    answered = plans.made_up_answer(uses_aiter=False, attention="not known (ValueError: block size 1)")
+    skip = admission.Skip("not_known", "ValueError")
+    first, second = build.engine_reasons(replace(answered, skip=skip))
     assert (first.code, second.code) == ("aiter_off", "not_known")
     assert "ValueError" not in first.message
 

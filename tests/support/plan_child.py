@@ -11,6 +11,7 @@ import pickle
 import sys
 import traceback
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ def _unquantised(config: Any) -> Any:
     return config
 
 
-def _with_limit(engine: dict[str, Any], limit: int) -> dict[str, Any]:
-    return engine | {"gate": engine["gate"] | {"limit": limit}}
+def _with_limit(engine: answer.EngineFacts, limit: int) -> answer.EngineFacts:
+    assert engine.gate is not None
+    return replace(engine, gate=replace(engine.gate, limit=limit))
 
 
 def _over_another_forward(args: Any) -> Any:
@@ -67,7 +69,7 @@ def _whose_class_needs_a_library(args: Any) -> Any:
 BUGS = {
     "the model's class needs a library": (rocm_config, "finished_config", _whose_class_needs_a_library),
     "nothing is quantised": (rocm_config, "finished_config", lambda args: _unquantised(finished(args))),
-    "the limit is not the gate's": (answer, "engine_facts", lambda config: _with_limit(facts(config), 1)),
+    "the limit is not the gate's": (answer, "engine_facts", lambda *given: _with_limit(facts(*given), 1)),
     "vLLM has another forward": (rocm_config, "finished_config", _over_another_forward),
     "vLLM has another rotary embedding": (rocm_config, "mla_layers", _of_another_rotation),
     "plan asks no wrapper": (rocm_config, "mla_layers", _without_their_wrappers),

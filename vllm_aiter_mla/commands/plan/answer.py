@@ -12,16 +12,16 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla.admission import REMEDIES, Skip
+from vllm_aiter_mla.admission import REMEDIES, ConfigView, Skip
 from vllm_aiter_mla.commands import options
 from vllm_aiter_mla.commands.compat import offline, rocm_config
 from vllm_aiter_mla.commands.plan import card
 from vllm_aiter_mla.commands.plan.model import NotKnownError, looked_up
-from vllm_aiter_mla.commands.plan.record import Model
+from vllm_aiter_mla.commands.plan.record import Model, Options
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import release
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE, Settings, near_misses
@@ -56,12 +56,31 @@ class Given:
 
 
 @dataclass(frozen=True)
+class Gate:
+    """What the gate put into the config."""
+
+    limit: int  # the decode limit in tokens
+    integration: str  # "passes" or "module"
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What the options became in vLLM's finished config."""
+
+    gate: Gate | None  # None where the gate left the config as it was
+    view: ConfigView  # what admission reads
+    options: Options
+    ranges: tuple[tuple[int, int], ...]  # compile ranges, (first, last) in tokens
+    graphs: compat_config.GraphSizes
+
+
+@dataclass(frozen=True)
 class Answer:
     """What vLLM decides for one model and one set of options."""
 
     given: Given
     model: Model  # with what ``model_facts`` knows
-    engine: dict[str, Any]  # see ``engine_facts``
+    engine: EngineFacts
     layers: list[tuple[rocm_config.LayerKind, int]]  # counted, the most frequent first; empty without MLA
     skip: Skip | None = None  # the error that the layers raise
 
@@ -147,9 +166,10 @@ def answer(folder: Path, arguments: Sequence[str]) -> Answer:
     try:
         args, given = engine_args(folder, arguments)
         config = rocm_config.finished_config(args)
-        model, engine = model_facts(config.model_config), engine_facts(config)
+        model, engine = model_facts(config.model_config), engine_facts(config, given.settings)
         layers = rocm_config.mla_layers(config) if model.is_mla else []
-        engine["options"]["block_size"] = config.cache_config.block_size
+        # Building the layers sets the size of a block.
+        engine = replace(engine, options=replace(engine.options, block_size=config.cache_config.block_size))
     except (Exception, SystemExit) as error:
         if given is None or engine is None:
             raise _refusal(error, arguments, is_option=given is None) from error
@@ -235,11 +255,15 @@ def model_facts(model: Any) -> Model:
     return Model(
         architecture=str(model.architecture),
         is_mla=bool(model.use_mla),
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=_dtype(model),
         layers=layers,
         max_position=getattr(model.hf_text_config, "max_position_embeddings", None) or positions,
         listed_layers=len(compat_config.mla_layers(model)),
     )
+
+
+def _dtype(model: Any) -> str:
+    return str(model.dtype).removeprefix("torch.")
 
 
 def connectors(transfer: Any) -> tuple[str, ...]:
@@ -250,32 +274,33 @@ def connectors(transfer: Any) -> tuple[str, ...]:
     return (str(transfer.kv_connector), *(str(connector.get("kv_connector")) for connector in inner))
 
 
-def engine_facts(config: Any) -> dict[str, Any]:
-    """Return what the options became.
-
-    Returns:
-        ``gate``: limit and integration of the plugin's pass in vLLM's slot, None without one. ``view``: what admission
-        reads. ``options``. ``ranges``: compile ranges. ``graphs``: sizes of CUDA graphs.
-    """
+def engine_facts(config: Any, settings: Settings) -> EngineFacts:
+    """Return what a finished ``VllmConfig`` says, under the plugin's ``settings``."""
     compilation, scheduler, parallel = config.compilation_config, config.scheduler_config, config.parallel_config
-    engaged, view = compat_config.engaged_pass(config), compat_config.read(config)
-    return {
-        "gate": None if engaged is None else {"limit": engaged.limit, "integration": engaged.integration},
-        "view": view,
-        "options": {
-            "tp": parallel.tensor_parallel_size,
-            "pp": parallel.pipeline_parallel_size,
-            "dp": parallel.data_parallel_size,
-            "max_num_seqs": scheduler.max_num_seqs,
-            "max_num_batched_tokens": scheduler.max_num_batched_tokens,
-            "block_size": config.cache_config.block_size,
-            "num_drafts": config.num_speculative_tokens,
-            "kv_cache_dtype": str(config.cache_config.cache_dtype),
-            **{name: getattr(view, name) for name in ("dcp", "pcp", "enforce_eager", "mode", "attention")},
-            "connectors": connectors(config.kv_transfer_config),
-            "layerwise": rocm_config.has_layerwise_connector(config),
-            "sleep": bool(config.model_config.enable_sleep_mode),
-        },
-        "ranges": [(part.start, part.end) for part in compilation.get_compile_ranges()] if compilation.mode else [],
-        "graphs": compat_config.graph_sizes(config),
-    }
+    our_pass, view = compat_config.engaged_pass(config), compat_config.read(config)
+    return EngineFacts(
+        gate=None if our_pass is None else Gate(our_pass.limit, our_pass.integration),
+        view=view,
+        options=Options(
+            tp=parallel.tensor_parallel_size,
+            pp=parallel.pipeline_parallel_size,
+            dp=parallel.data_parallel_size,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            block_size=config.cache_config.block_size,
+            num_drafts=config.num_speculative_tokens,
+            kv_cache_dtype=str(config.cache_config.cache_dtype),
+            dcp=view.dcp,
+            pcp=view.pcp,
+            enforce_eager=view.enforce_eager,
+            mode=view.mode,
+            dtype=_dtype(config.model_config),
+            settings=settings,
+            attention=view.attention,
+            connectors=connectors(config.kv_transfer_config),
+            layerwise=rocm_config.has_layerwise_connector(config),
+            sleep=bool(config.model_config.enable_sleep_mode),
+        ),
+        ranges=tuple((part.start, part.end) for part in compilation.get_compile_ranges()) if compilation.mode else (),
+        graphs=compat_config.graph_sizes(config),
+    )

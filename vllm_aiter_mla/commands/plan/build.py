@@ -14,7 +14,7 @@ from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.compat.offline import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
 from vllm_aiter_mla.commands.compat.rocm_config import LayerKind
 from vllm_aiter_mla.commands.plan import formulas, kernels, record
-from vllm_aiter_mla.commands.plan.answer import Answer, LoadedVllm
+from vllm_aiter_mla.commands.plan.answer import Answer, EngineFacts, LoadedVllm
 from vllm_aiter_mla.kernels import vllm_own
 from vllm_aiter_mla.kernels.absorb import FORMATS
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings
@@ -36,13 +36,13 @@ def build(answer: Answer, vllm: LoadedVllm, variables: Mapping[str, tuple[str, s
         ValueError: a number that no engine comes near.
     """
     settings, model, engine = answer.given.settings, answer.model, answer.engine
-    numbers = engine["options"] | {LIMIT_FIELD: settings.max_token_num}
+    numbers = {LIMIT_FIELD: settings.max_token_num, **vars(engine.options)}
     for name, most in MOST.items():
-        if (number := numbers.get(name) or 0) > most:
+        if (number := numbers[name] or 0) > most:
             raise ValueError(f"--{name.replace('_', '-')} {number}: a number up to {most} expected")
     # Where the gate declines, the limit that it would have set.
-    asked = (numbers["max_num_seqs"], numbers["num_drafts"], settings.max_token_num)
-    limit = engine["gate"]["limit"] if engine["gate"] else admission.decode_limit(*asked)
+    asked = engine.options.max_num_seqs, engine.options.num_drafts or 0, settings.max_token_num
+    limit = engine.gate.limit if engine.gate else admission.decode_limit(*asked)
     kinds = [_PlannedKind(vllm.arch, settings, engine, *layer, limit) for layer in answer.layers]
     main = kinds[0] if kinds else None
     total = sum(kind.count for kind in kinds) or model.listed_layers
@@ -50,7 +50,7 @@ def build(answer: Answer, vllm: LoadedVllm, variables: Mapping[str, tuple[str, s
     engaged = 0 if against else sum(kind.count for kind in kinds if not kind.reasons)
     # Another attention implementation follows from what stops the engine; so does Transformers' forward.
     engine_codes = {reason.code for reason in against} | ({"impl"} if against else set())
-    if engine["view"].model_impl:
+    if engine.view.model_impl:
         engine_codes |= {"unknown_forward"}
     taken = not any(reason.code in admission.UNSUPPORTED for reason in against)
     reasons = [*against, *_layer_reasons(kinds if taken else [], total, engine_codes)]
@@ -63,7 +63,7 @@ def build(answer: Answer, vllm: LoadedVllm, variables: Mapping[str, tuple[str, s
         vllm=vllm.version,
         model=replace(model, notes=tuple(answer.given.notes), kinds=tuple(kind.sizes() for kind in kinds)),
         arch=vllm.arch,
-        options=record.Options(**engine["options"], dtype=model.dtype, settings=settings),
+        options=engine.options,
         environment={name: (str(int(on)), "default") for name, on in vllm.switches.items()} | dict(variables),
         heads_per_rank=main.view.num_heads if main else 0,
         absorb_weight=main.built.format if main else None,
@@ -74,7 +74,7 @@ def build(answer: Answer, vllm: LoadedVllm, variables: Mapping[str, tuple[str, s
         layers=record.Layers(total, drafts, model.layers, engaged),
         reasons=tuple(record.Reason(level(reason.code), reason.code, reason.message) for reason in reasons),
         kernels=main.spans if main else None,
-        figures=_figures(model, main, limit, engine["view"].enforce_eager) if main else None,
+        figures=_figures(model, main, limit, engine.view.enforce_eager) if main else None,
         assumptions=tuple(_assumptions(answer, vllm, variables, main)),
         warnings=tuple(_misspelt(variables, vllm.version)),
     )
@@ -84,10 +84,10 @@ class _PlannedKind:
     """What is planned for one kind of layer."""
 
     def __init__(
-        self, arch: str, settings: Settings, engine: dict[str, Any], built: LayerKind, count: int, limit: int
+        self, arch: str, settings: Settings, engine: EngineFacts, built: LayerKind, count: int, limit: int
     ) -> None:
         self.built, self.view, self.count = built, built.view, count
-        self.tp = engine["options"]["tp"]
+        self.tp = engine.options.tp
         self.fp8_cache = self.view.kv_cache_dtype.startswith("fp8")
         unpadded = vllm_own.may_take_parts(arch, self.view.num_heads, self.fp8_cache)  # as ``serving.layer`` has it
         self.out_heads = self.view.num_heads if unpadded else built.out_heads or self.view.num_heads
@@ -96,7 +96,8 @@ class _PlannedKind:
             self.reasons += [] if built.has_rope else [NO_ROPE]
         elif built.why_not_module and not self.reasons:  # a wrapper is asked for layers that nothing else skips
             self.reasons = [built.why_not_module]
-        block = engine["options"]["block_size"]
+        block = engine.options.block_size
+        assert block is not None, "vLLM has built the layers"
         self.decision, self.spans = kernels.planned(arch, settings, self.view, built.format, block, limit)
         self.reasons += [self.decision.skip] if self.decision.skip else []
 
@@ -111,7 +112,7 @@ class _PlannedKind:
 
 def engine_reasons(answer: Answer) -> list[Skip]:
     """Return every reason for which no layer would engage, in the order in which they would stop the fast path."""
-    engine, view = answer.engine, answer.engine["view"]
+    engine, view = answer.engine, answer.engine.view
     # Eager mode sets the compilation mode, which is no reason of its own.
     every = [
         skip
@@ -122,14 +123,14 @@ def engine_reasons(answer: Answer) -> list[Skip]:
     first = [skip for skip in every if skip.code == "aiter_off"]
     others = [skip for skip in every if skip not in first]
     ordered = [skip for skip in (*first, answer.skip, *others) if skip]
-    if not engine["gate"] and not ordered:
+    if not engine.gate and not ordered:
         ordered.append(Skip("not_known", "the gate switched the fast path off; --verbose shows its line"))
     return ordered
 
 
-def _integration(engine: dict[str, Any], settings: Settings) -> str:
+def _integration(engine: EngineFacts, settings: Settings) -> str:
     """Return which integration runs, or would if the gate engaged."""
-    return engine["gate"]["integration"] if engine["gate"] else integration_of(engine["view"], settings)
+    return engine.gate.integration if engine.gate else integration_of(engine.view, settings)
 
 
 def level(code: str) -> str:
@@ -159,13 +160,13 @@ def _layer_reasons(kinds: list[_PlannedKind], total: int, engine_codes: set[str]
     ]
 
 
-def _graph(engine: dict[str, Any], settings: Settings, limit: int) -> dict[str, Any]:
+def _graph(engine: EngineFacts, settings: Settings, limit: int) -> dict[str, Any]:
     """Return which integration would run, vLLM's compile ranges, and its captured sizes."""
-    view, sizes = engine["view"], engine["graphs"].captured
+    view, sizes = engine.view, engine.graphs.captured
     cut = why_not_passes(view)
     compiled = view.mode == "VLLM_COMPILE" and not view.enforce_eager
-    ranges = tuple(engine["ranges"] if compiled else ())
-    passes = engine["gate"] is not None and engine["gate"]["integration"] == "passes"
+    ranges = engine.ranges if compiled else ()
+    passes = engine.gate is not None and engine.gate.integration == "passes"
     no_graph = "--enforce-eager" if view.enforce_eager else "CUDA graphs are off"
     return {
         "integration": _integration(engine, settings),
@@ -179,7 +180,7 @@ def _graph(engine: dict[str, Any], settings: Settings, limit: int) -> dict[str, 
             tuple(size for size in sizes if size <= limit),
             tuple(size for size in sizes if size > limit),
             "" if sizes else f"none: {no_graph}",
-            tuple(size for size in engine["graphs"].full if size <= limit),
+            tuple(size for size in engine.graphs.full if size <= limit),
         ),
     }
 
@@ -209,7 +210,7 @@ def _assumptions(
 ) -> list[str]:
     """Return what vLLM took by default, and what it would take from a card that is not here, as sentences."""
     arch, engine, settings = vllm.arch, answer.engine, answer.given.settings
-    heads, pp, has_mla = main.view.num_heads if main else 0, engine["options"]["pp"], answer.model.is_mla
+    heads, pp, has_mla = main.view.num_heads if main else 0, engine.options.pp, answer.model.is_mla
     notes = (
         (vllm.is_made_up, f"this machine has no ROCm: vLLM ran with a driver, cards and libraries made up for {arch}"),
         *((True, default) for default in _defaults(answer, vllm, variables)),
@@ -246,7 +247,7 @@ def _defaults(answer: Answer, vllm: LoadedVllm, variables: Mapping[str, tuple[st
              "max_num_batched_tokens": "that server's default"}  # fmt: skip
     for name, whose in batch.items():
         if getattr(answer.given, name) is None:
-            yield f"--{name.replace('_', '-')} is not given: {answer.engine['options'][name]}, {whose}"
+            yield f"--{name.replace('_', '-')} is not given: {getattr(answer.engine.options, name)}, {whose}"
     if variables[USE_AITER][1] == "default":
         yield f"{USE_AITER}=1 is assumed; vLLM's default is 0: export it"
     # The fp4 switch acts on gfx950 only, and only where kv_b_proj is in bfloat16.
