@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib.metadata import distributions, entry_points
 from types import SimpleNamespace
 
@@ -14,7 +15,9 @@ from tests.sandbox import check, engine, knobs, platform, plugin
 from tests.sandbox.card import PageIndices
 from tests.sandbox.spec import Emulation, EngineSpec, PluginOptions, VllmOptions
 from tests.support import plans
+from tests.support.statuses import record_of
 from vllm_aiter_mla import status
+from vllm_aiter_mla.commands.check import engine as check_engine
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.plan import model
 
@@ -43,6 +46,25 @@ def test_make_demo_plans_each_cache_and_runs_its_engine_over_each_by_both_integr
     check.main()
     ways = [(cache, *way) for way in (("module", False), ("passes", True)) for cache in ("auto", "fp8")]
     assert ran == [way for way in ways for _ in check.ENGINE]
+
+
+def test_the_sandbox_runs_both_sides_on_this_cpu_with_its_variables(monkeypatch, tmp_path):
+    """``check`` itself skips the engine without a card."""
+    rank = replace(record_of(["layer"], 16, "fp8", 0), engaged={"layer": "reference"}, skipped={})
+    sides = []
+
+    def run(folder, arguments, side, environment, layers, limit):
+        sides.append((side, environment["A_SANDBOX"], layers, arguments[-1]))
+        return check_engine.EngineAnswer({}, {}, {}, {}, 0, ranks=(rank,))
+
+    monkeypatch.setattr(check_engine, "run", run)
+    asked = check.context(tmp_path)
+    asked.plan = plans.made_up()
+    assert steps.STEPS["engine"].run(asked).status == "skipped"
+    with check.engines_on_this_cpu({"A_SANDBOX": "1"}):
+        assert steps.STEPS["engine"].run(asked).status == "passed"
+    assert sorted(sides) == [("off", "1", 4, "512"), ("on", "1", 4, "512")]
+    assert set(asked.answers) == {"off", "on"}
 
 
 def test_no_installed_package_lists_the_sandbox():

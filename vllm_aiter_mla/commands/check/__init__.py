@@ -174,7 +174,7 @@ def check(
         _check_words(model, context, chosen)
         _check_options(context, chosen, model)
         if listing:
-            kernels.listing(outputs.Stdout(highlight=False))
+            kernels.list_cases(outputs.Stdout(highlight=False))
             return
         given = CheckOptions(
             source=find(model) if model else None,

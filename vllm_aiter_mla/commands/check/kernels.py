@@ -70,7 +70,7 @@ def _in_a_process(
         else:
             running, record = None, replace(record, results=joined((*record.results, told)))
             merged = _merged([*before, record])
-            context.progress.so_far(Step("cut off", _counted(merged.results), data=merged))
+            context.progress.so_far(Step("cut off", _counts_in_words(merged.results), data=merged))
 
     environment = context.options.environment()
     try:
@@ -200,12 +200,13 @@ def _count(results: Sequence[Result]) -> Counter[str]:
     return counts
 
 
-def _counted(results: Sequence[Result]) -> str:
+def _counts_in_words(results: Sequence[Result]) -> str:
     counts = _count(results)
     return ", ".join(f"{counts[status]} {status}" for status in _MARKS)
 
 
 def _judged(context: Context, record: Verification) -> Step:
+    """Return how the step ended: it passes if a kernel was compared, and each back end that was named was there."""
     options, plan = context.options, context.plan
     failed = [result for result in record.results if result.status == "failed"]
     lines = tuple(
@@ -229,12 +230,12 @@ def _judged(context: Context, record: Verification) -> Step:
         able = able and any(result.backend != "reference" for result in record.results)
     status: Status = "failed" if failed or serving else "passed" if able else "skipped"
     ran = ", ".join(dict.fromkeys(result.backend for result in record.results)) or "no back end"
-    detail = f"{_counted(record.results)} ({record.engine}; {ran})"
+    detail = f"{_counts_in_words(record.results)} ({record.engine}; {ran})"
     detail += "".join(f"; back end {name}: {why}" for name, why in missing.items())
     return Step(status, detail, lines, record)
 
 
-def listing(console: Console) -> None:
+def list_cases(console: Console) -> None:
     """Print the cases and the oracles."""
     from vllm_aiter_mla.verify import cases, oracles
 
@@ -298,4 +299,4 @@ def _outcome(record: Verification) -> Iterator[str]:
             yield f"launches of {result.backend} {result.variant}, T={size}: {escape(text)}"
     yield f"oracles: {', '.join(ORACLES)}"
     replays, seconds = (sum(getattr(result, name) for result in record.results) for name in ("replays", "seconds"))
-    yield f"{record.engine}: {_counted(record.results)}; {replays} replays; {seconds:.1f} s"
+    yield f"{record.engine}: {_counts_in_words(record.results)}; {replays} replays; {seconds:.1f} s"

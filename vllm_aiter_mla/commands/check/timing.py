@@ -151,6 +151,7 @@ def _asked(context: Context) -> dict[str, Any]:
 
 
 def _judged(context: Context, record: Measurement) -> Step:
+    """Return how the step ended: it fails if a kernel is wrong, a size raised, or nothing of ours was timed."""
     lines = tuple(
         f"{row.tokens} tokens: " + ", ".join(f"{name} {us:.2f} us" for name, us in sorted(row.us.items()))
         for row in record.rows

@@ -77,7 +77,7 @@ def leave_out(parsed: Any) -> list[str]:
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name for field in fields(EngineArgs)} | {"model_tag"}
-    others = DEPLOYMENT | set(offline.OF_A_TOKENIZER)
+    others = DEPLOYMENT | set(offline.TOKENIZER_OPTIONS)
     return offline.leave_out(
         parsed, lambda name: name.startswith("data_parallel_") or name in others or name not in known
     )

@@ -20,7 +20,7 @@ SERVE_PARSERS = (
 )
 
 # Options that vLLM answers by the model's tokenizer. Ours load none, because a config may come alone.
-OF_A_TOKENIZER = ("tokenizer", "reasoning_parser", "reasoning_parser_plugin", "reasoning_config")
+TOKENIZER_OPTIONS = ("tokenizer", "reasoning_parser", "reasoning_parser_plugin", "reasoning_config")
 
 USE_AITER, USE_AITER_MLA = "VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_MLA"
 FP8_BMM, FP4_BMM = "VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM"

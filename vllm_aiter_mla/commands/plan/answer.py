@@ -122,7 +122,7 @@ def engine_args(folder: Path, arguments: Sequence[str]) -> tuple[Any, Given]:
     own = dict((parsed.additional_config or {}).get(NAMESPACE, {})) | {"enabled": True, "strict": False}
     parsed.additional_config = {**(parsed.additional_config or {}), NAMESPACE: own}
     _check_what_is_named(parsed, folder)
-    left_out = offline.leave_out(parsed, offline.OF_A_TOKENIZER.__contains__)
+    left_out = offline.leave_out(parsed, offline.TOKENIZER_OPTIONS.__contains__)
     parsed.model, parsed.skip_tokenizer_init, parsed.tokenizer = str(folder), True, None
     args, notes = offline.engine_args(parsed, folder)
     if left_out:
