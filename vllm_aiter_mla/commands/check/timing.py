@@ -29,6 +29,7 @@ from vllm_aiter_mla.commands.check.record import Step
 from vllm_aiter_mla.commands.plan.issues import has_fp8_cache
 
 if TYPE_CHECKING:
+    from vllm_aiter_mla.kernels.backend import KernelBackend
     from vllm_aiter_mla.kernels.inputs import LayerShape
     from vllm_aiter_mla.serving.backends import Backends
 
@@ -221,39 +222,17 @@ def run(asked: Mapping[str, Any]) -> Measurement:
 def rows_of(
     backends: Backends, shape: LayerShape, tokens: Sequence[int], wrong: dict[str, str], left_out: Mapping[str, str]
 ) -> Iterator[Row]:
-    """Check and time the contenders on one layer shape.
+    """Check the contenders on one layer shape, then time those that are right.
 
     A kernel that fails its check goes to ``wrong``; one that is ``left_out`` is not called.
     """
-    from vllm_aiter_mla.commands.check import rivals
     from vllm_aiter_mla.compat import layer as compat_layer
     from vllm_aiter_mla.kernels import stopwatch
     from vllm_aiter_mla.kernels.device import card
     from vllm_aiter_mla.kernels.inputs import synthetic_inputs
-    from vllm_aiter_mla.serving import decision
-    from vllm_aiter_mla.serving.decision import Checked
-    from vllm_aiter_mla.startup import checks
 
-    kind, overflows = kind_of(shape), dict[str, Checked]()
-    where = f"{shape.heads} heads, {kind}"
-    contenders: dict[str, Any] = {}  # a back end, or why it is not timed
-    for name in backends.names:
-        process.tell(Doing(name, f"the check of {name} at {where}"))
-        backend = contenders[name] = left_out.get(name) or backends.get(name)
-        if isinstance(backend, str) or backend.trusted:
-            continue
-        if (why := backend.refuse(synthetic_inputs(shape, 1))) is not None:
-            contenders[name] = why
-        elif not (checked := checks.self_check(name, backend, shape, (), max(tokens))).ok:
-            contenders[name], wrong[name] = checked.message, f"{where}: {checked.message}"
-        elif checked.writes_nan:
-            overflows[name] = Checked(writes_nan=True)
-    facts = decision.LayerFacts(None, dict.fromkeys(overflows, decision.Offer()))
-    served = decision.usable(facts, overflows, backends.settings)
-    not_ours = [name for name in overflows if name not in served]
-    process.tell(Doing("", f"the checks of the rivals at {where}"))
-    vllm_is_here = not isinstance(contenders.get(VLLM, ""), str)
-    contenders |= rivals.checked(backends.platform, shape, max(tokens), vllm_is_here)
+    where = f"{shape.heads} heads, {kind_of(shape)}"
+    contenders, not_ours = checked_contenders(backends, shape, max(tokens), where, wrong, left_out)
     able = {name: backend for name, backend in contenders.items() if not isinstance(backend, str)}
     untimed = {name: why for name, why in contenders.items() if isinstance(why, str)}
     helper = compat_layer.padding_helper() if shape.out_heads else None
@@ -265,8 +244,43 @@ def rows_of(
         weight, budget = synthetic_inputs(shape).weight, stopwatch.Budget(float("inf"))
         rounds = stopwatch.time_shape(able, shape, weight, [count], budget, pad=pad)[count]
         us = {name: statistics.median(times) for name, times in rounds.items()}
-        yield row_of(count, shape.heads, kind, us, untimed | skipped, not_ours)
+        yield row_of(count, shape.heads, kind_of(shape), us, untimed | skipped, not_ours)
         card().give_back()
+
+
+def checked_contenders(
+    backends: Backends, shape: LayerShape, most: int, where: str, wrong: dict[str, str], left_out: Mapping[str, str]
+) -> tuple[dict[str, KernelBackend | str], list[str]]:
+    """Check the kernels and the rivals with up to ``most`` tokens.
+
+    Returns:
+        Each back end, or why it is not timed, by name; the names that do not count as ours, because an fp8 overflow
+        becomes NaN and ``kernel=auto`` leaves them out.
+    """
+    from vllm_aiter_mla.commands.check import rivals
+    from vllm_aiter_mla.kernels.inputs import synthetic_inputs
+    from vllm_aiter_mla.serving import decision
+    from vllm_aiter_mla.serving.decision import Checked
+    from vllm_aiter_mla.startup import checks
+
+    contenders, overflows = dict[str, Any](), dict[str, Checked]()
+    for name in backends.names:
+        process.tell(Doing(name, f"the check of {name} at {where}"))
+        backend = contenders[name] = left_out.get(name) or backends.get(name)
+        if isinstance(backend, str) or backend.trusted:
+            continue
+        if (why := backend.refuse(synthetic_inputs(shape, 1))) is not None:
+            contenders[name] = why
+        elif not (checked := checks.self_check(name, backend, shape, (), most)).ok:
+            contenders[name], wrong[name] = checked.message, f"{where}: {checked.message}"
+        elif checked.writes_nan:
+            overflows[name] = Checked(writes_nan=True)
+    facts = decision.LayerFacts(None, dict.fromkeys(overflows, decision.Offer()))
+    served = decision.usable(facts, overflows, backends.settings)
+    process.tell(Doing("", f"the checks of the rivals at {where}"))
+    vllm_is_here = not isinstance(contenders.get(VLLM, ""), str)
+    contenders |= rivals.checked(backends.platform, shape, most, vllm_is_here)
+    return contenders, [name for name in overflows if name not in served]
 
 
 def row_of(
