@@ -116,13 +116,13 @@ class _ExpectedLayer:
         rows, lat = self.num_defined, self.inputs.latent_dim
         got, expected = got[:rows], [query[:rows] for query in self.queries]
         declared = any(torch.equal(got.float().isnan(), each.float().isnan()) for each in expected)
-        self.writes_nan = bool(bad := _not_finite(got))
+        self.writes_nan = bool(bad := _rows_not_finite(got))
         if bad and not declared:
             yield Finding("finite", f"q_prepared holds NaN or Inf in {bad}")
             return
-        nope = _least(got[..., :lat], [e[..., :lat] for e in expected], self.exact_nope, OWN_BMM.slack, 1.0)
+        nope = _why_apart(got[..., :lat], [e[..., :lat] for e in expected], self.exact_nope, OWN_BMM.slack, 1.0)
         nope = self._by_norm(nope, got[..., :lat], expected[0][..., :lat])
-        rope = _least(got[..., lat:], [e[..., lat:] for e in expected], self.exact_rope)
+        rope = _why_apart(got[..., lat:], [e[..., lat:] for e in expected], self.exact_rope)
         yield from (Finding(name, reason) for name, reason in (("query-nope", nope), ("query-rope", rope)) if reason)
 
     def _by_norm(self, reason: str, got: torch.Tensor, expected: torch.Tensor) -> str:
@@ -145,12 +145,12 @@ class _ExpectedLayer:
         if written.numel():
             each = (raw(cache.flatten(0, 1)) for cache in (storage, *self.storages))
             got, *accepted = (rows.index_select(0, written).view(storage.dtype) for rows in each)
-            latent = _least(got[:, :lat], [rows[:, :lat] for rows in accepted], exact=True)
-            rope = _least(got[:, lat:], [rows[:, lat:] for rows in accepted], self.exact_rope)
+            latent = _why_apart(got[:, :lat], [rows[:, :lat] for rows in accepted], exact=True)
+            rope = _why_apart(got[:, lat:], [rows[:, lat:] for rows in accepted], self.exact_rope)
             for part, reason in (("latent", latent), ("rotated", rope)):
                 if reason:
                     yield Finding("cache-rows", f"{part} part of the written rows: {reason}")
-        yield from _elsewhere(self.own, self.storage, written)
+        yield from _written_elsewhere(self.own, self.storage, written)
 
     def _output_findings(self, final: torch.Tensor | None) -> Iterator[Finding]:
         batch, out = self.own.buffers.batch, self.own.out
@@ -158,7 +158,7 @@ class _ExpectedLayer:
         if self.out is None or not n:
             return
         got, wanted = out[:n].float(), self.out.float()
-        if bad := _not_finite(got):
+        if bad := _rows_not_finite(got):
             yield Finding("finite", f"the attention's output holds NaN or Inf in {bad}")
             return
         error = (got - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-6)
@@ -202,13 +202,13 @@ def _operands(buffers: Buffers) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((f"{name} of layer {i}", tensor) for name, tensor in (*named, *layer.source._asdict().items()))
 
 
-def _not_finite(x: torch.Tensor) -> str:
+def _rows_not_finite(x: torch.Tensor) -> str:
     """Return which rows hold NaN or Inf, or an empty string."""
     bad = (~x.float().isfinite().flatten(1).all(dim=1)).nonzero().flatten().tolist()
     return f"row(s) {', '.join(map(str, bad[:6]))}{' ...' if len(bad) > 6 else ''}" if bad else ""
 
 
-def _least(
+def _why_apart(
     got: torch.Tensor, accepted: list[torch.Tensor], exact: bool, slack: float = 0.0, share: float = EXACT.rope_share
 ) -> str:
     """Return how far ``got`` is from the first of ``accepted``, or an empty string if it agrees with one of them."""
@@ -222,7 +222,7 @@ def _least(
     return f"{distances[0].share:.1%} of the values differ, up to {distances[0].steps} step(s){where}; {allowed}"
 
 
-def _elsewhere(layer: Layer, storage: torch.Tensor, written: torch.Tensor) -> Iterator[Finding]:
+def _written_elsewhere(layer: Layer, storage: torch.Tensor, written: torch.Tensor) -> Iterator[Finding]:
     changed = (raw(layer.storage) != raw(storage)).flatten(0, 1).any(dim=1)
     changed[written] = False
     if bool(changed.any()):
