@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.report.pages import rows_of
 from tests.support import in_process
 from tests.support.planted import raising
 from tests.support.waiting import happened
@@ -106,6 +107,7 @@ def test_rounds_that_end_alike_are_one_result_so_that_report_reads_however_many(
     (result,) = record(path)["results"]
     assert (result["seed"], result["rounds"]) == (0, 12)
     assert CliRunner().invoke(app, ["report", str(path), "-o", str(page)]).exit_code == 0
+    assert ["reference", "12", "0", "0"] in rows_of(page.read_text())
 
 
 def test_rounds_that_failed_are_one_failure_with_the_command_of_the_first(monkeypatch, tmp_path):
