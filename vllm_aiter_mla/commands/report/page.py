@@ -17,8 +17,8 @@ from vllm_aiter_mla.commands.outputs import printable
 from vllm_aiter_mla.commands.report.blocks import OUTCOMES, PLAN, Glance, Input, Page
 from vllm_aiter_mla.commands.report.check_reader import check
 from vllm_aiter_mla.commands.report.engine_reader import status
-from vllm_aiter_mla.commands.report.serving import Serving
 from vllm_aiter_mla.commands.report.serving_reader import serving
+from vllm_aiter_mla.commands.report.serving_record import Serving
 from vllm_aiter_mla.status.record import RankStatus
 
 READERS: dict[str, tuple[type[Any], Callable[[Page, Any], Glance]]] = {
