@@ -17,7 +17,7 @@ from vllm_aiter_mla import files, status
 from vllm_aiter_mla.commands.check.record import CheckRun
 from vllm_aiter_mla.commands.check.timing import Measurement, Row
 from vllm_aiter_mla.commands.plan.record import Plan
-from vllm_aiter_mla.commands.report.serving import Serving
+from vllm_aiter_mla.commands.report.serving_record import Serving
 from vllm_aiter_mla.commands.status import Engines
 from vllm_aiter_mla.kernels.triton.tuning import TunedTiles
 from vllm_aiter_mla.settings import KERNELS, Settings

@@ -15,7 +15,7 @@ from vllm_aiter_mla import files
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.check.timing import Measurement, row_of
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.commands.report.serving import METRICS, Estimate, Row, Serving
+from vllm_aiter_mla.commands.report.serving_record import METRICS, Estimate, Row, Serving
 from vllm_aiter_mla.status import record
 from vllm_aiter_mla.status.record import Decided, Timed
 

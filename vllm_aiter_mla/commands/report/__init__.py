@@ -2,7 +2,7 @@
 """``vllm-aiter-mla report``: one HTML page from the files of other commands. It loads nothing and runs no script.
 
 ``page`` reads the files. ``check_reader``, ``engine_reader`` and ``serving_reader`` say what the page shows of each
-kind, as ``blocks``. ``charts`` draws, ``page.html.j2`` holds the markup and the CSS. ``serving`` is the record that
+kind, as ``blocks``. ``charts`` draws, ``page.html.j2`` holds the markup and the CSS. ``serving_record`` is what
 ``tools/serving.py`` writes.
 """
 

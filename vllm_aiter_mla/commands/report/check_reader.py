@@ -133,19 +133,17 @@ def _glance(run: CheckRun, records: Sequence[Any], passed: str) -> Glance:
     means += "; no graph was captured" * any(record.engine != GRAPHS for record in verifications)
     checks = next((step.data for step in run.steps if step.name == "machine"), None) or ()
     here = {check["name"]: check["detail"] for check in checks if check["status"] in ("ok", "warning")}
-    used: Mapping[str, str] = next(
-        (record.machine for record in records if not isinstance(record, Plan) and record.machine), {}
-    )
+    machines = (record.machine for record in records if not isinstance(record, Plan))
+    used: Mapping[str, str] = next(filter(None, machines), {})
     card = f"none: planned for {plans[0].arch}" if word == NOTHING_RAN else _card(used, here, run.on_a_card)
     versions = {head: here[name] for name, head in (("torch", "torch"), ("rocm", "ROCm")) if name in here}
     versions |= {head: used[name] for name, head in VERSIONS.items() if used.get(name)}
     left = [f"{step.name}: {step.detail}" for step in run.steps if step.status in ("skipped", "unknown")]
-    left += [f"{one.code}: {one.message} -> {REMEDIES.get(one.code, '')}" for made in plans for one in made.reasons]
+    reasons = (reason for made in plans for reason in made.reasons)
+    left += [f"{reason.code}: {reason.message} -> {REMEDIES.get(reason.code, '')}" for reason in reasons]
     left += [f"{backend}: {why}" for record in verifications for backend, why in record.missing.items()]
-    what, card = (
-        " and ".join(map(label_of, plans)) or run.model or "no model",
-        "emulated: " * (passed == ON_EMULATOR) + card,
-    )
+    card = "emulated: " * (passed == ON_EMULATOR) + card
+    what = " and ".join(map(label_of, plans)) or run.model or "no model"
     return Glance(word, f"check of {what}", card, means, list(dict.fromkeys(left)), versions)
 
 
@@ -218,7 +216,7 @@ def kernels(page: Page, record: Verification) -> None:
     rows = [(backend, *count.values()) for backend, count in counts.items()]
     page.add("Kernels", f"{name}, {record.engine}", ("back end", *STATES), rows, notes=notes, alarms=alarms)
     title = f"Launches in captured graphs, {name}" if on_graphs else f"PyTorch ops of a replayed step, no GPU, {name}"
-    counted = [(one.backend, one.variant, *launches) for one in results for launches in one.launches.items()]
+    counted = [(ran.backend, ran.variant, *launches) for ran in results for launches in ran.launches.items()]
     if counted:
         page.add("Kernels", title, ("backend", "variant", "tokens", "counted"), counted)
 

@@ -84,10 +84,10 @@ def plan(page: Page, record: Plan) -> None:
         _add_spans(page, PLAN, f"Which kernel could run, {label}", note, spans)
     if record.figures:
         _add_layer(page, label, record.figures.by_tokens)
-    issues = [(label, one.id, one.effect, one.state, one.remedy, one.link) for one in record.known_issues]
+    fields = ("id", "effect", "state", "remedy", "link")
+    issues = [(label, *(getattr(issue, field) for field in fields)) for issue in record.known_issues]
     if issues:
-        columns = ("input", "issue", "effect", "state", "remedy", "link")
-        page.add(PLAN, "Known issues beside the plugin", columns, issues)
+        page.add(PLAN, "Known issues beside the plugin", ("input", *fields), issues)
 
 
 def label_of(record: Plan) -> str:

@@ -4,8 +4,8 @@
 The template escapes every value but the SVG of ``charts``: names and messages in the files may hold anything.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from vllm_aiter_mla.commands.outputs import printable
 from vllm_aiter_mla.commands.report.blocks import OUTCOMES, PLAN, Glance, Input, Page
 from vllm_aiter_mla.commands.report.check_reader import check
 from vllm_aiter_mla.commands.report.engine_reader import status
-from vllm_aiter_mla.commands.report.serving import Serving
 from vllm_aiter_mla.commands.report.serving_reader import serving
+from vllm_aiter_mla.commands.report.serving_record import Serving
 from vllm_aiter_mla.status.record import RankStatus
 
 READERS: dict[str, tuple[type[Any], Callable[[Page, Any], Glance]]] = {
@@ -36,20 +36,10 @@ def html_of(paths: Sequence[Path]) -> str:
         OSError: names a file that cannot be read.
         ValueError: names a file that is no JSON, of no known kind, or with other fields than are written here.
     """
-    page, names, records = Page(), Counter[str](), list[tuple[Any, ...]]()
-    ranks: dict[Any, set[int]] = defaultdict(set)  # of each engine with a status file
-    for path, name, schema, data in _files(paths):
-        if schema not in READERS:
-            raise ValueError(f"{path}: not recognised ({schema}); expected JSON of {', '.join(READERS)}")
-        cls, reader = READERS[schema]
-        record = files.parse(cls, path, data)
-        names[name] += 1
-        records.append((path, name if names[name] == 1 else f"{name} ({names[name]})", reader, record))
-        if isinstance(record, RankStatus):
-            ranks[record.run, record.engine].add(record.rank)
-    for path, name, reader, record in records:
-        given = ranks[record.run, record.engine] if isinstance(record, RankStatus) else ()
-        page.input = Input(name, path.parent, len(given))
+    page, records = Page(), [*_records(paths)]
+    for path, name, record in records:
+        page.input = Input(name, path.parent, _ranks_given(record, (other for *_, other in records)))
+        _, reader = READERS[files.schema_of(type(record))]
         try:
             page.begin(reader(page, record), record.evidence)
         except Exception as error:  # whatever another hand wrote
@@ -65,6 +55,24 @@ def html_of(paths: Sequence[Path]) -> str:
 def _shown(value: Any) -> Any:
     """Return what a value of the page is printed as."""
     return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else value
+
+
+def _records(paths: Sequence[Path]) -> Iterator[tuple[Path, str, Any]]:
+    """Yield each file, its name on the page, and its record; raise ValueError for one of another kind or version."""
+    names = Counter[str]()
+    for path, name, schema, data in _files(paths):
+        if schema not in READERS:
+            raise ValueError(f"{path}: not recognised ({schema}); expected JSON of {', '.join(READERS)}")
+        names[name] += 1
+        yield path, name if names[name] == 1 else f"{name} ({names[name]})", files.parse(READERS[schema][0], path, data)
+
+
+def _ranks_given(record: Any, records: Iterable[Any]) -> int:
+    """Return how many ranks of a status' engine are among the records; 0 for a record of another kind."""
+    if not isinstance(record, RankStatus):
+        return 0
+    statuses = (other for other in records if isinstance(other, RankStatus))
+    return len({other.rank for other in statuses if (other.run, other.engine) == (record.run, record.engine)})
 
 
 def _files(paths: Sequence[Path]) -> Iterator[tuple[Path, str, str, Any]]:

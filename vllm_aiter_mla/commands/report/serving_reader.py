@@ -6,7 +6,7 @@ from itertools import groupby
 
 from vllm_aiter_mla.commands.report import charts
 from vllm_aiter_mla.commands.report.blocks import Glance, Page
-from vllm_aiter_mla.commands.report.serving import LENGTHS, METRICS, OFF, ON, SIDES, Estimate, Serving
+from vllm_aiter_mla.commands.report.serving_record import LENGTHS, METRICS, OFF, ON, SIDES, Estimate, Serving
 
 ELSEWHERE = {"card", "vllm", "aiter", "plugin", "time"}
 """Entries of ``Serving.about`` that the first screen has from the stamp, or as the card."""
