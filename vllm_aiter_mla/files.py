@@ -7,6 +7,7 @@ JSON; everything else uses the record's fields.
 Imports neither torch, vLLM nor AITER: versions come from the metadata of what is installed.
 """
 
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -18,6 +19,7 @@ import secrets
 import socket
 import stat
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
@@ -37,6 +39,8 @@ KEY = "evidence"
 """The stamp's key in a record."""
 LARGEST = 2**22
 """Bytes of a file that are read; the skips of 61 layers take some 10 kB."""
+UNUSED_S = 90 * 24 * 3600
+"""Seconds after which a file that one start keeps for the next may go, if none has read or written it."""
 NO_GRAPHS = frozenset({"status", "commands", "verify"})
 """Parts of the package that change neither a graph nor a number; a change there must not recompile a model."""
 # Open files of this process, which are links by their nature: ``--json /dev/stdout``, or a shell's ``>(...)``.
@@ -145,6 +149,37 @@ def write_text(path: Path, text: str) -> None:
         except BaseException:
             new.unlink(missing_ok=True)
             raise
+
+
+def keep(path: Path, record: Any, kind: str) -> None:
+    """Write a record for later starts, and remove others of its kind that no start has used for ``UNUSED_S``.
+
+    A card, a build or a host that is gone leaves its files behind. The age tells, and not who wrote a file: another
+    container that shares the folder may have another build. A start uses such a file once, so none is using one that
+    is so old.
+
+    Args:
+        path: of the file; its folder is made if it is missing.
+        record: what is kept.
+        kind: pattern of the names of such files.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path, record)
+    for other in path.parent.glob(kind):
+        with contextlib.suppress(OSError):  # another start removes it too, or another user owns it
+            if time.time() - other.lstat().st_mtime > UNUSED_S:
+                other.unlink()
+
+
+def read_kept(cls: type[Record], path: Path) -> Record:
+    """Return the record that an earlier start has kept in ``path``, and note that it is used; raises as ``read``."""
+    record = read(cls, path)
+    with contextlib.suppress(OSError):  # another user's
+        os.utime(path, follow_symlinks=False)
+    return record
 
 
 def read(cls: type[Record], path: Path) -> Record:

@@ -13,9 +13,9 @@ from tests.sandbox import check, engine, knobs, platform, plugin
 from tests.sandbox.card import PageIndices
 from tests.sandbox.spec import Emulation, EngineSpec, PluginOptions, VllmOptions
 from tests.support import plans
-from vllm_aiter_mla import status
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.plan import model
+from vllm_aiter_mla.status import status_files
 
 GROUP = "vllm.general_plugins"
 
@@ -52,9 +52,9 @@ def test_no_installed_package_lists_the_sandbox():
 )
 def test_an_engine_finds_the_sandboxs_plugin_and_inherits_the_path_but_not_the_gauge(spec, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", "given")
-    monkeypatch.setenv(status.record.RUN, str(tmp_path))
+    monkeypatch.setenv(status_files.RUN, str(tmp_path))
     environment = engine.environment_for(spec, tmp_path, tmp_path)
-    assert status.record.RUN not in environment
+    assert status_files.RUN not in environment
     first, *rest = environment["PYTHONPATH"].split(os.pathsep)
     assert rest == [str(plugin.CHECKOUT), "given"]
     (found,) = distributions(path=[first])

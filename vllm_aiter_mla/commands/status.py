@@ -11,9 +11,10 @@ from typing import Annotated
 import typer
 
 from vllm_aiter_mla import files
-from vllm_aiter_mla import status as status_of
 from vllm_aiter_mla.commands import outputs
-from vllm_aiter_mla.status.record import Decided, RankStatus, Reason
+from vllm_aiter_mla.status.line import remedies, status_line
+from vllm_aiter_mla.status.record import Decided, RankStatus, Reason, add_silent, group_by_engine, merge_ranks
+from vllm_aiter_mla.status.status_files import engine_lives, front_end_lives, read_all
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class EngineLine:
     engine: str
     line: str
     remedies: dict[str, str]  # by code; of the layers that are skipped
-    lives: bool | None  # its front end; None if that cannot be told
-    whole: bool  # it lives, and every rank runs all of its layers on our kernels
+    front_end_lives: bool | None  # None if that cannot be told
+    whole: bool  # its front end lives, and every rank runs all of its layers on our kernels
     silent: int = 0  # ranks without a status file here
 
 
@@ -69,11 +70,11 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
                 f"status: {folder}: permission denied; run it as the server's user, or read the gauge",
                 outputs.NOT_LOOKED,
             )
-    by_engine = status_of.record.by_engine(status_of.record.read_all(folder, "*", bad.append))
+    by_engine = group_by_engine(read_all(folder, "*", bad.append))
     engines = tuple(_engine(folder, name, ranks) for name, ranks in by_engine.items())
-    living = [one.whole for one in engines if one.lives]
+    living = [one.whole for one in engines if one.front_end_lives]
     looked = outputs.FINE if living and all(living) else outputs.FINDING
-    seen = engines and not bad and not any(one.lives is None or one.silent for one in engines)
+    seen = engines and not bad and not any(one.front_end_lives is None or one.silent for one in engines)
     code = looked if seen else outputs.NOT_LOOKED
     told = {engine: list(_decisions(by_engine[engine], layer)) for engine in by_engine if layer is not None}
     # The record of an engine that was skipped as a whole does not know its layers' names.
@@ -86,7 +87,7 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
             for of, remedy in one.remedies.items():
                 if remedy not in one.line:
                     typer.echo(outputs.folded(f"  {of} -> {remedy}"))
-            for text in told.get((one.run, one.model, one.engine), ()) if one.lives else ():
+            for text in told.get((one.run, one.model, one.engine), ()) if one.front_end_lives else ():
                 typer.echo(outputs.folded(text))
     if json is not None:
         outputs.write(json, files.text_of(Engines(engines, tuple(bad), code)))
@@ -99,18 +100,17 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
 
 def _engine(folder: Path, name: tuple[str, str, str], ranks: Sequence[RankStatus]) -> EngineLine:
     """Return what the files of one engine's ranks say; ``name`` is (run, model, engine)."""
-    lives = status_of.record.lives(folder, name[0])
-    engine = status_of.record.engine_lives(folder, ranks) if lives is False else None
+    lives = front_end_lives(folder, name[0])
     if not lives:
+        engine = engine_lives(folder, ranks) if lives is False else None
         unknown = f"whether the server lives cannot be told from its locks in {folder}"
         line = unknown if engine is None else ENDED[engine]
-        return EngineLine(*name, line, {}, lives=None if engine is None else False, whole=False)
-    all_ranks = status_of.record.with_silent(ranks)
-    found = status_of.record.of_engine(all_ranks)
-    remedies = status_of.line.remedies(ranks)
-    whole = found.whole and bool(found.record.engaged) and not found.record.skipped
-    line = status_of.line.of(*all_ranks)
-    return EngineLine(*name, line, remedies, lives=True, whole=whole, silent=found.silent)
+        return EngineLine(*name, line, {}, front_end_lives=None if engine is None else False, whole=False)
+    all_ranks = add_silent(ranks)
+    merged = merge_ranks(all_ranks)
+    whole = merged.whole and bool(merged.record.engaged) and not merged.record.skipped
+    line = status_line(*all_ranks)
+    return EngineLine(*name, line, remedies(ranks), front_end_lives=True, whole=whole, silent=merged.silent)
 
 
 def _decisions(ranks: Sequence[RankStatus], layer: str) -> Iterator[str]:

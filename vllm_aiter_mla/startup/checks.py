@@ -45,7 +45,7 @@ def check_kernels(
         with marked(name):
             result, tuned = self_check(name, backend, shape, capture_sizes, layer.limit), backend.tuned(row)
         if tuned and result.ok:
-            layer.engine_status.tuned[named] = tuned
+            layer.engine_status.add_tuned(named, tuned)
         elif tuned:
             log.say_once(logging.WARNING, f"{result.message} ({named}); the tuned tiles {tuned} are left out")
             backend.untune(row)
@@ -77,7 +77,7 @@ def say_found(layer: Layer, end_strict_start: Callable[[str], None]) -> None:
             runs = name in layer.usable()
             log.say_once(logging.WARNING if runs else logging.INFO, f"{name} {OVERFLOW}; kernel=auto leaves it out")
             if runs:
-                layer.engine_status.overflows.add(name)
+                layer.engine_status.add_overflow(name)
 
 
 def self_check(

@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla import files, status
+from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import ABORTED
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving.backends import AITER_KERNELS, FAMILIES, Backends
+from vllm_aiter_mla.status import status_files
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What asks a process to end."""
@@ -127,7 +128,7 @@ def marked(folder: Path, marker: str) -> Iterator[None]:
             raise OSError(f"{lock}: nobody could tell that it is held")
         with _ended_by_signals() as heard:
             try:
-                files.write(path, FirstCall(status.record.start_run()))
+                files.write(path, FirstCall(status_files.start_run()))
                 yield
             except SystemExit:
                 stays = not heard  # a library has ended the process

@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_aiter_mla import files, status
+from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check.context import Side
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
+from vllm_aiter_mla.status import status_files
 
 if TYPE_CHECKING:
     from vllm_aiter_mla.commands.compat.engine import Request, Step
@@ -226,14 +227,14 @@ def run(
         _share_model_notes(cache, environment)
         own = {"VLLM_CACHE_ROOT": str(cache), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         full = {**environment, **own}
-        full.pop(status.record.RUN, None)
+        full.pop(status_files.RUN, None)
         asked = (str(folder), arguments, side, random_layers, limit)
         try:
             found = process.call(f"{__name__}:answer", *asked, environment=full)
         except process.EndedError as error:
             raise process.EndedError(f"of vLLM's engine, flag {side}, {error.how}", *error.lines) from error
         bad = list[str]()
-        found["status"] = status.record.read_all(cache / "aiter_mla", "*", bad.append)
+        found["status"] = status_files.read_all(cache / "aiter_mla", "*", bad.append)
     if bad:
         raise RuntimeError("; ".join(bad))
     return found

@@ -8,7 +8,6 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from vllm_aiter_mla import status
 from vllm_aiter_mla.admission import REMEDIES
 from vllm_aiter_mla.commands import machine as machines
 from vllm_aiter_mla.commands import process
@@ -21,6 +20,8 @@ from vllm_aiter_mla.commands.plan import formulas
 from vllm_aiter_mla.commands.plan import model as models
 from vllm_aiter_mla.commands.plan.issues import has_fp8_cache, without_a_shape
 from vllm_aiter_mla.commands.plan.record import Plan
+from vllm_aiter_mla.status.line import status_line
+from vllm_aiter_mla.status.record import add_silent
 
 VLLM_FASTER = "vllm_faster"
 NO_PLAN = "there is no plan"
@@ -162,13 +163,13 @@ def judge(answers: Mapping[runs.Side, Any], fp8_cache: bool) -> Step:
     lines = [f"{name}: {shown(figures)}" for name, figures in found.items()]
     if left_out := answers["on"].get("left_out"):
         lines.append(f"left out of these engines, which serve nobody: {', '.join(left_out)}")
-    lines += map(status.line.of, records)
+    lines += map(status_line, records)
     data = {"distances": {name: figures.as_dict() for name, figures in found.items()}}
     # A rank on which vLLM's own kernels were the fastest for every layer has nothing else to do.
     faster = bool(records) and all({code for code, _ in one.skipped.values()} == {VLLM_FASTER} for one in records)
     no_gain = faster and not any(one.engaged for one in records)
     engaged = bool(records) and all(len(one.engaged) == one.total > 0 for one in records)
-    silent = status.record.with_silent(records).count(None) if records else 0
+    silent = add_silent(records).count(None) if records else 0
     noise = runs.decode_against_prefill(answers["off"])
     apart = [name for name, figures in found.items() if not runs.explained(figures, noise if fp8_cache else 0.0)]
     wrong = "" if engaged or no_gain else "not every MLA layer engaged"

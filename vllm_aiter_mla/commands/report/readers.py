@@ -18,9 +18,9 @@ from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.commands.report import charts
 from vllm_aiter_mla.commands.report.blocks import NO_CARD, NOTHING_RAN, ON_CPU, Glance, Page
 from vllm_aiter_mla.commands.report.serving import LENGTHS, METRICS, OFF, ON, SIDES, Estimate, Serving
-from vllm_aiter_mla.status import line
-from vllm_aiter_mla.status import record as statuses
+from vllm_aiter_mla.status.line import status_line
 from vllm_aiter_mla.status.record import RankStatus
+from vllm_aiter_mla.status.status_files import front_end_lives
 from vllm_aiter_mla.verify.results import Verification
 
 
@@ -84,7 +84,7 @@ def status_file(page: Page, name: str, data: RankStatus) -> Glance:
             )
     for shape in data.measured:
         names = sorted({kernel for figures in shape.us.values() for kernel in figures})
-        rows = [(t, *map(by.get, names), shape.runs(t)) for t, by in sorted(shape.us.items())]
+        rows = [(t, *map(by.get, names), shape.chosen_at(t)) for t, by in sorted(shape.us.items())]
         where = ", ".join(f"{kernel} {first}..{last}" for first, last, kernel in shape.chosen)
         heads = ("tokens", *(f"{kernel}, us" for kernel in names), "runs")
         title, note = f"Timed at start-up, {shape.shape}: {where}", f"{rank}: {len(shape.layers)} layers"
@@ -97,12 +97,12 @@ def status_file(page: Page, name: str, data: RankStatus) -> Glance:
 
 def _lives(folder: Path, data: RankStatus) -> tuple[str, str]:
     """Return the word for a status and what it means: only a server that lives can be engaged."""
-    lives = statuses.lives(folder, data.run) if data.evidence.host == socket.gethostname() else None
+    lives = front_end_lives(folder, data.run) if data.evidence.host == socket.gethostname() else None
     if not lives:
         said = "whether its server lives cannot be told here" if lives is None else "its server has ended"
-        return "unknown" if lives is None else "ended", f"{said}; it had: {line.of(data)}"
+        return "unknown" if lives is None else "ended", f"{said}; it had: {status_line(data)}"
     word = "skipped" if not data.engaged else "engaged" if len(data.engaged) == data.total else "partly"
-    return "engaged on a CPU" if word == "engaged" and data.card == "cpu" else word, line.of(data)
+    return "engaged on a CPU" if word == "engaged" and data.card == "cpu" else word, status_line(data)
 
 
 def _over_tokens(unit: str, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> charts.Chart:
