@@ -25,7 +25,7 @@ from vllm_aiter_mla.serving import ops
 from vllm_aiter_mla.serving.backends import Backends, current_platform
 from vllm_aiter_mla.serving.layer import GRAPHS_KEEP, Layer
 from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
-from vllm_aiter_mla.startup import checks, first_call, timing
+from vllm_aiter_mla.startup import checks, first_call, quantisation, timing
 from vllm_aiter_mla.status import skips, status_files
 from vllm_aiter_mla.status.engine_status import EngineStatus, Outcome
 from vllm_aiter_mla.status.line import status_line
@@ -152,7 +152,7 @@ class Engine:
         def time_kernels() -> None:
             timing.time_kernels(self.config, self.settings, self.layers, checked_to, self.worker.rank)
 
-        with _then(time_kernels), self.deciding(KERNELS_NOT_CHECKED):
+        with _answering(time_kernels), self.deciding(KERNELS_NOT_CHECKED):
             backends = self.make_layers()
             self.check(first_call.prepare(backends, compat_config.cache_folder(), self.worker.rank))
             checked_to = self.limit
@@ -168,7 +168,7 @@ class Engine:
             for layer in self.layers:
                 with log.warned("what vLLM's own attention compiles could not be compiled ahead"):
                     if layer.decision.skip is None:
-                        checks.compile_quantisation(layer)
+                        quantisation.compile_ahead(layer)
 
     def make_layers(self) -> Backends:
         """Make the layers of the model, with a status and back ends that no other engine has; return the back ends."""
@@ -203,7 +203,7 @@ class Engine:
                 found = checks.check_kernels(group[0], sizes, marked)
                 for layer in group:
                     layer.checked(found, shape)
-                checks.say_found(group[0], self.end_strict_start)
+                checks.report(group[0], self.end_strict_start)
 
     def cache_key(self) -> tuple[str, ...]:
         """Return what the layers will run on, or why they will not: a key for the compile cache.
@@ -274,11 +274,11 @@ class Engine:
                 records.extend(ranks.exchange(record)[1])
 
         try:
-            with _then(gather):
+            with _answering(gather):
                 with self.deciding("the status is not complete", ()):
                     self._run_once()
                 with self.deciding("no status line could be made", ()):
-                    record = self._record()
+                    record = self._make_record()
             if record is not None:
                 self._write_down(replace(record, ranks=len(records)))
                 with self.deciding("no status line could be said", ()):
@@ -298,7 +298,7 @@ class Engine:
         if compat_config.mla_modules(self.config) and not sizes:
             compat_config.run_decode_step(self.worker)
 
-    def _record(self) -> RankStatus:
+    def _make_record(self) -> RankStatus:
         cache, card = compat_config.cache_name(self.config), current_platform().arch
         integration, labels = self.our_pass.integration, compat_config.metric_labels(self.config)
         record = self.status.record_of(self._outcomes(), self.limit, cache, self.worker.rank, integration, card)
@@ -354,7 +354,7 @@ class Engine:
 
 
 @contextmanager
-def _then(answer: Callable[[], None]) -> Iterator[None]:
+def _answering(answer: Callable[[], None]) -> Iterator[None]:
     """Give the other ranks this one's answer after the block, also after an error: they wait for it.
 
     A signal answers nobody: the others may be waiting in a collective of the block.

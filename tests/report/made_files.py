@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tests.support import plans
 from tests.support.statuses import record_of
-from vllm_aiter_mla import files
+from vllm_aiter_mla import files, locks
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.check.timing import Measurement, row_of
 from vllm_aiter_mla.commands.main import app
@@ -33,7 +33,7 @@ def status(**changes: Any) -> dict[str, Any]:
 
 def living(folder: Path, run: str = "1-a") -> None:
     """Hold the lock of a run, as its front end does."""
-    files.hold(folder / f"{status_files.LOCK}{run}")
+    locks.hold(folder / f"{status_files.LOCK}{run}")
 
 
 def measured() -> Timed:

@@ -15,7 +15,7 @@ import torch
 from tests.support.bad_files import BAD
 from tests.support.made_up_clock import Named
 from tests.support.signals import heard
-from vllm_aiter_mla import files
+from vllm_aiter_mla import files, locks
 from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving.backends import Backends
@@ -224,7 +224,7 @@ def begun(said, folder, rank=0):
 
 def left_out_where_locks_tell_nothing(said, folder, monkeypatch):
     """As on a file system without locks: another start could not tell whether this one is at it or has died."""
-    monkeypatch.setattr(files, "is_held", lambda lock, remove=False: None)
+    monkeypatch.setattr(locks, "is_held", lambda lock, remove=False: None)
     factories = dict.fromkeys(KERNELS, lambda *_: pytest.fail("it is built"))
     found = Backends(Settings(enabled=True), MI300X, factories)
     mark = first_call.prepare(found, folder, 0)

@@ -16,7 +16,7 @@ from vllm_aiter_mla.serving import decision
 from vllm_aiter_mla.serving.backends import Backends
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings, SettingsError
-from vllm_aiter_mla.startup import selfcheck
+from vllm_aiter_mla.startup import comparison
 from vllm_aiter_mla.status.line import status_line
 
 CLAMPS, OVERFLOWS, WRONG = reference.TRITON, reference.AITER, reference.VLLM_KERNEL
@@ -123,5 +123,5 @@ def test_mutation_strict_wrong_kernel_only_the_first_that_was_checked_ends_a_sta
 
 @pytest.mark.mutation("I14")
 def test_mutation_overflow_rows_left_out_of_the_self_check_let_auto_take_aiter(said, monkeypatch):
-    monkeypatch.setattr(selfcheck, "_overflow", lambda inputs: None)
+    monkeypatch.setattr(comparison, "_overflow", lambda inputs: None)
     assert runs(started("auto", OVERFLOWS)) == "aiter", "so the test above sees the rows"

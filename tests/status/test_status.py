@@ -21,7 +21,7 @@ from tests.support.planted import raising
 from tests.support.statuses import wait_for_the_file
 from tests.support.strict import both_modes, stops
 from tests.support.worker import Worker, ours
-from vllm_aiter_mla import __version__, files
+from vllm_aiter_mla import __version__, files, locks
 from vllm_aiter_mla import engine as engines
 from vllm_aiter_mla.admission import REMEDIES, Skip
 from vllm_aiter_mla.compat import config as compat_config
@@ -323,7 +323,7 @@ def test_what_a_later_rank_alone_has_is_in_the_engines_record():
 @pytest.mark.parametrize("signal", [SystemExit(143), KeyboardInterrupt()])
 def test_a_rank_that_a_signal_ends_in_its_warm_up_waits_for_no_other(said, monkeypatch, signal):
     """The others may be waiting for it in a collective of the decode step."""
-    monkeypatch.setattr(Engine, "_record", raising(signal))
+    monkeypatch.setattr(Engine, "_make_record", raising(signal))
     monkeypatch.setattr(engines.ranks, "exchange", raising(AssertionError("it waits")))
     with pytest.raises(type(signal)):
         after_warm_up()
@@ -526,7 +526,7 @@ def test_files_of_this_machines_ended_servers_are_removed(said, tmp_path, monkey
 @pytest.mark.parametrize("error", [PermissionError("read-only"), OSError("No space left on device")])
 @both_modes
 def test_a_folder_that_takes_no_lock_is_one_warning_and_serving_goes_on(said, monkeypatch, tmp_path, error, strict):
-    monkeypatch.setattr(files, "hold", raising(error))
+    monkeypatch.setattr(locks, "hold", raising(error))
     engage_all()
     metric.register_metrics(tmp_path)
     after_warm_up(strict=strict)
@@ -620,7 +620,7 @@ def test_fail_closed_a_rank_without_a_status_still_hands_over_to_the_other_ranks
     """They wait for it: a rank that stopped before would leave them hanging."""
     handed = []
     monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [handed.append(mine)]))
-    monkeypatch.setattr(Engine, "_record", full)
+    monkeypatch.setattr(Engine, "_make_record", full)
     with stops(strict):
         after_warm_up(strict=strict)
     assert handed == [None]

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.waiting import LONG_S, happened
-from vllm_aiter_mla import files
+from vllm_aiter_mla import locks
 from vllm_aiter_mla.commands import status as status_command
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.status import status_files
@@ -267,7 +267,7 @@ def test_mutation_two_containers_a_lock_that_says_nothing_is_caught(server, tmp_
     one = server(A)
     one.does("front_end", "write")
     assert "engaged" in status_of(A)[0]
-    monkeypatch.setattr(files, "is_held", lambda lock, remove=False: held)
+    monkeypatch.setattr(locks, "is_held", lambda lock, remove=False: held)
     assert ("ended" in status_of(A)[0]) is not held
     one.dies()
     assert ("ended" in status_of(A)[0]) is not held

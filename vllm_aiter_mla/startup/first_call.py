@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla import files
+from vllm_aiter_mla import files, locks
 from vllm_aiter_mla.admission import ABORTED
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import stopwatch
@@ -92,7 +92,7 @@ def died_before(folder: Path, marker: str) -> str | None:
     for path in folder.glob(f"{marker}-*.json"):
         # Whatever the marker holds: what is not known is not called. If its lock is held, a process is at it. One that
         # ends well removes its marker before its lock.
-        if not files.is_held(_lock_of(path)) and os.path.lexists(path):
+        if not locks.is_held(_lock_of(path)) and os.path.lexists(path):
             ended = "a start ended in its first call, or somebody ended that start"
             return f"{ABORTED}: {ended}; to try again remove {folder / marker}-*"
     return None
@@ -120,11 +120,11 @@ def marked(folder: Path, marker: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{marker}-{secrets.token_hex(4)}.json"
     lock = _lock_of(path)
-    if not files.hold(lock):
+    if not locks.hold(lock):
         raise OSError(f"{lock}: somebody else holds it")
     stays = False
     try:
-        if not files.is_held(lock):
+        if not locks.is_held(lock):
             raise OSError(f"{lock}: nobody could tell that it is held")
         with _ended_by_signals() as heard:
             try:
@@ -138,7 +138,7 @@ def marked(folder: Path, marker: str) -> Iterator[None]:
     finally:
         if not stays:
             path.unlink(missing_ok=True)
-            files.release(lock)
+            locks.release(lock)
 
 
 @contextmanager

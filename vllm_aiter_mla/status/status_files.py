@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from vllm_aiter_mla import files
+from vllm_aiter_mla import files, locks
 from vllm_aiter_mla.status.record import RankStatus
 
 RUN = "AITER_MLA_RUN"
@@ -48,7 +48,7 @@ def join_run(folder: Path) -> str:
     """
     folder.mkdir(parents=True, exist_ok=True)
     run = start_run()
-    files.hold(_lock_of_run(folder, run))
+    locks.hold(_lock_of_run(folder, run))
     return run
 
 
@@ -69,7 +69,7 @@ def write(folder: Path, record: RankStatus) -> tuple[Path, RankStatus]:
     path = folder / f"{_name_of(record)}.json"
     # No other process has an engine of this ``writer``. An engine that is skipped as a whole has none: each process
     # of the run that reads its config writes the same record, and the lock of one of them is enough.
-    files.hold(_lock_of_engine(folder, record))
+    locks.hold(_lock_of_engine(folder, record))
     files.write(path, record)
     _remove_ended(folder, record.evidence.host)
     return path, record
@@ -88,7 +88,7 @@ def _remove_ended(folder: Path, host: str) -> None:
                 path.unlink(missing_ok=True)
     for lock in folder.glob(f"{LOCK}{host_id()}-*"):
         with suppress(Exception):
-            files.is_held(lock, remove=True)
+            locks.is_held(lock, remove=True)
 
 
 def read_all(folder: Path, run: str, bad: Callable[[str], None]) -> list[RankStatus]:
@@ -112,12 +112,12 @@ def read_all(folder: Path, run: str, bad: Callable[[str], None]) -> list[RankSta
 
 def front_end_lives(folder: Path, run: str) -> bool | None:
     """Return whether the front end of a run still lives; None if that cannot be told."""
-    return files.is_held(_lock_of_run(folder, run))
+    return locks.is_held(_lock_of_run(folder, run))
 
 
 def engine_lives(folder: Path, ranks: Sequence[RankStatus]) -> bool | None:
     """Return whether a process that wrote one of these records still lives; None if that cannot be told."""
-    held = [files.is_held(_lock_of_engine(folder, record)) for record in ranks]
+    held = [locks.is_held(_lock_of_engine(folder, record)) for record in ranks]
     return True if True in held else None if None in held else False
 
 

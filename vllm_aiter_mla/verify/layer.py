@@ -16,7 +16,7 @@ from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.backend import KernelBackend, Run
 from vllm_aiter_mla.kernels.inputs import K_SCALE, Q_SCALE, DecodeInputs
 from vllm_aiter_mla.serving import ops as bodies
-from vllm_aiter_mla.startup.selfcheck import OVERFLOW
+from vllm_aiter_mla.startup.comparison import OVERFLOW
 from vllm_aiter_mla.verify import data
 from vllm_aiter_mla.verify.cases import ACT, FRESH, Item
 

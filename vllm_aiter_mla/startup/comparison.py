@@ -34,7 +34,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class SelfCheckResult:
+class Comparison:
     """Outcome of a self-check."""
 
     ok: bool  # agreement within the bounds
@@ -46,7 +46,7 @@ class SelfCheckResult:
     writes_nan: bool = False
 
 
-def self_check(backend: KernelBackend, shape: LayerShape, limit: int | None = None) -> SelfCheckResult:
+def compare_with_reference(backend: KernelBackend, shape: LayerShape, limit: int | None = None) -> Comparison:
     """Warm ``backend`` up and compare it with the reference on synthetic rows; a disagreement does not raise.
 
     Call it on every rank, outside graph capture; it synchronises with the device. Each kernel of the back end that a
@@ -86,15 +86,15 @@ def self_check(backend: KernelBackend, shape: LayerShape, limit: int | None = No
             if not found.ok:
                 return found
             result = found if result is None or found.writes_nan else result
-    return result or SelfCheckResult(False, f"{backend.name}: refused the self-check: {declined}", {}, 0)
+    return result or Comparison(False, f"{backend.name}: refused the self-check: {declined}", {}, 0)
 
 
-def _check_once(backend: KernelBackend, inputs: DecodeInputs) -> SelfCheckResult:
+def _check_once(backend: KernelBackend, inputs: DecodeInputs) -> Comparison:
     product = backend.absorbed(inputs) if inputs.weight.product_bound else None
     off = 0.0 if product is None else deviation(product, inputs.weight.reference(inputs.q_nope))
     if off > inputs.weight.product_bound:
         message = f"{backend.name}: self-check FAILED: its absorb product is {off:.2%} off"
-        return SelfCheckResult(False, message, {}, 0)
+        return Comparison(False, message, {}, 0)
     _overflow(inputs)
     before = _storage(inputs.kv_cache).clone()
     q_out = backend.prepare(inputs)
@@ -120,12 +120,12 @@ def _compare(
     expected: torch.Tensor,
     product_bound: float,
     stray: int,
-) -> SelfCheckResult:
+) -> Comparison:
     if q_out.shape[1] in (inputs.num_heads, inputs.out_heads):
         q_out, expected = inputs.real_heads(q_out), inputs.real_heads(expected)
     if q_out.shape != expected.shape or q_out.dtype != expected.dtype:
         given, wanted = (f"{list(t.shape)} {t.dtype}" for t in (q_out, expected))
-        return SelfCheckResult(False, f"{backend.name}: returned {given}, expected {wanted}", {}, 0)
+        return Comparison(False, f"{backend.name}: returned {given}, expected {wanted}", {}, 0)
     rows, bounds, latent = backend.defined_rows(inputs), backend.bounds, inputs.latent_dim
     written = inputs.slot_mapping[inputs.slot_mapping >= 0]
     got_rows, wanted_rows = (operands.kv_cache.flatten(0, 1)[written] for operands in (inputs, twin))
@@ -141,7 +141,7 @@ def _compare(
     figures = ", ".join(f"{name} {d.steps} step(s) on {d.share:.2%}" for name, d in differences.items())
     message = f"{backend.name}: self-check {'FAILED' if wrong else 'passed'}: {figures}, {stray} {STRAY}"
     writes_nan = any(bool(got.float().isnan().any()) for got, _ in parts.values())
-    return SelfCheckResult(not wrong, message, differences, stray, wrong, writes_nan)
+    return Comparison(not wrong, message, differences, stray, wrong, writes_nan)
 
 
 def _within(found: Difference, bounds: Bounds, rotated: bool) -> bool:
