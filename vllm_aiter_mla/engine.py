@@ -11,7 +11,7 @@ open**, in ``log.warned``: a file or a correction that fails costs one warning.
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -106,10 +106,10 @@ class Engine:
 
     @contextmanager
     def deciding(self, what: str, layers: Sequence[Layer] | None = None) -> Iterator[None]:
-        """Decide something that may raise: then the layers run vLLM's own kernels, and one line says so.
+        """Surround a decision: if it raises, the layers concerned run vLLM's own kernels, and one line says so.
 
         Args:
-            what: what has failed, should it raise.
+            what: begins the line, such as "the kernels could not be checked".
             layers: those concerned; None for all that the engine has by then.
 
         Raises:
@@ -200,9 +200,9 @@ class Engine:
                     groups.setdefault(layer.shape(), []).append(layer)
         for shape, group in groups.items():
             with self.deciding(LAYER_NOT_CHECKED, group):
-                found = checks.check_kernels(group[0], sizes, marked)
+                results = checks.check_kernels(group[0], sizes, marked)
                 for layer in group:
-                    layer.checked(found, shape)
+                    layer.checked(results, shape)
                 checks.report(group[0], self.end_strict_start)
 
     def cache_key(self) -> tuple[str, ...]:
@@ -243,13 +243,7 @@ class Engine:
                 return
         outcomes = self._outcomes()
         with log.warned("the status could not be corrected"):
-            fell_back, again = self.status.update(outcomes)
-            for code, message in dict.fromkeys(fell_back.values()):
-                names = [name for name, why in fell_back.items() if why == (code, message)]
-                since = f"{len(names)} MLA layer(s) run vLLM's own attention since weights were loaded again"
-                log.say(logging.ERROR, f"{since}; {GRAPHS_KEEP}: {names[0]}: {code}: {message}")
-            if again:
-                log.say(logging.INFO, f"{len(again)} MLA layer(s) engage again since weights were loaded")
+            _say_since_reload(*self.status.update(outcomes))
 
     def _outcomes(self) -> dict[str, Outcome]:
         """Return what became of the layers so far, by name; one that cannot be asked runs vLLM's own kernels."""
@@ -282,6 +276,7 @@ class Engine:
             if record is not None:
                 self._write_down(replace(record, ranks=len(records)))
                 with self.deciding("no status line could be said", ()):
+                    self._require_engaged(records, record)
                     self._say(records or [record], record)
         finally:
             self.strict = False
@@ -307,18 +302,21 @@ class Engine:
             record = skips.add_kept(record, self._keep_skips(record.rank))
         return record
 
-    def _say(self, records: Sequence[RankStatus | None], record: RankStatus) -> None:
-        """Say the line on rank 0, for all ranks of the engine; strict mode ends a rank all of whose layers are skipped.
+    def _require_engaged(self, records: Sequence[RankStatus | None], record: RankStatus) -> None:
+        """End the start of a rank all of whose layers are skipped; one without a layer needs another one that engaged.
 
         Raises:
-            SettingsError: strict mode, and no layer engaged.
+            SettingsError: no layer engaged, in strict mode.
         """
         anywhere = any(rank is not None and rank.engaged for rank in records)
         if not record.engaged and (record.total or not anywhere):
             self.end_strict_start(status_line(record))
+
+    def _say(self, records: Sequence[RankStatus | None], record: RankStatus) -> None:
+        """Say the line on rank 0, for all ranks of the engine."""
         if record.rank == 0:
-            found = merge_ranks(records)
-            level = logging.INFO if found.record.engaged and found.whole else logging.WARNING
+            merged = merge_ranks(records)
+            level = logging.INFO if merged.record.engaged and merged.whole else logging.WARNING
             # Every engine of a process has its line said, also one that reads like the last.
             log.say(level, status_line(*records, replica=compat_config.replica(self.config)))
 
@@ -365,6 +363,16 @@ def _answering(answer: Callable[[], None]) -> Iterator[None]:
         answer()
         raise
     answer()
+
+
+def _say_since_reload(fell_back: Mapping[str, Reason], again: Sequence[str]) -> None:
+    """Say which layers fell back since weights were loaded, one line for each reason, and how many engage again."""
+    for code, message in dict.fromkeys(fell_back.values()):
+        names = [name for name, why in fell_back.items() if why == (code, message)]
+        since = f"{len(names)} MLA layer(s) run vLLM's own attention since weights were loaded again"
+        log.say(logging.ERROR, f"{since}; {GRAPHS_KEEP}: {names[0]}: {code}: {message}")
+    if again:
+        log.say(logging.INFO, f"{len(again)} MLA layer(s) engage again since weights were loaded")
 
 
 def _lacks_weight(layer: Layer) -> bool:

@@ -51,7 +51,7 @@ def prepare(backends: Backends, folder: Path, rank: int) -> Callable[[str], Abst
         concerned = set(names) & set(backends.names)
         if not concerned or backends.platform.arch == "cpu":
             continue
-        marker = name_of(family, backends.platform)
+        marker = marker_of(family, backends.platform)
         reason = died_before(folder, marker) or why_not_marked(folder, marker)
         if reason is None:
             marks |= dict.fromkeys(concerned, (family, marker))
@@ -59,14 +59,14 @@ def prepare(backends: Backends, folder: Path, rank: int) -> Callable[[str], Abst
         log.say_once(logging.ERROR, f"{family} is left out: {reason}")
         for name in concerned:
             backends.leave_out(name, reason)
-    last = ""
+    last = ""  # family that was marked last
 
     @contextmanager
     def mark(name: str) -> Iterator[None]:
         nonlocal last
         family, marker = marks.get(name, ("", ""))
-        able = family != "AITER" or backends.platform.arch in ARCHITECTURES
-        if family and able and rank == 0 and family != last:
+        has_kernels = family != "AITER" or backends.platform.arch in ARCHITECTURES
+        if family and has_kernels and rank == 0 and family != last:
             begins = f"{family}'s kernels are called now; a first build takes minutes"
             log.say(logging.INFO, f"{begins}; if the start ends here, the next start leaves them out")
         last = family or last
@@ -162,13 +162,13 @@ def _ended_by_signals() -> Iterator[list[int]]:
 
     if threading.current_thread() is threading.main_thread():
         handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    taken = [number for number, one in handlers.items() if callable(one) or one is signal.SIG_DFL]
-    for number in taken:
+    replaced = [number for number, one in handlers.items() if callable(one) or one is signal.SIG_DFL]
+    for number in replaced:
         signal.signal(number, end)
     try:
         yield heard
     finally:
-        for number in taken:
+        for number in replaced:
             if signal.getsignal(number) is end:
                 signal.signal(number, handlers[number])
 
@@ -177,7 +177,7 @@ def _lock_of(path: Path) -> Path:
     return path.with_name(f"lock-{path.stem}")
 
 
-def name_of(family: str, platform: Platform) -> str:
+def marker_of(family: str, platform: Platform) -> str:
     """Return how the names of the markers begin for this build of AITER or Triton, this card and this plugin."""
     release = files.stamp("first-call").aiter if family == "AITER" else stopwatch.triton_release()
     about = (family, release, torch.__version__, platform.rocm, platform.arch, files.fingerprint())
