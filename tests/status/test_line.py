@@ -79,6 +79,15 @@ def test_the_line_of_a_start_that_left_nothing_out_does_not_say_so():
     )
 
 
+def test_ranks_that_fell_back_for_the_same_reason_are_named_together():
+    wrong, window = ("kernel_shape", "wrong"), ("sliding_window", "a window")
+    fell_back = [
+        replace(RECORD, rank=n, engaged={}, skipped={"a": why}) for n, why in ((1, wrong), (2, window), (3, wrong))
+    ]
+    said = status_line(RECORD, *fell_back)
+    assert "; ranks 1, 3 fell back: kernel_shape: wrong; rank 2 fell back: sliding_window: a window" in said
+
+
 @pytest.mark.parametrize("message", ["why", "why " * 200], ids=["short", "long"])
 def test_the_line_ends_with_the_remedy_however_long_the_reason_is(message):
     skipped = dict.fromkeys(("a", "b"), ("impl", message))

@@ -22,7 +22,7 @@ PARTS: dict[str, Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
 }
 """What is compared, of the prepared query [T, N, L+R], the written KV rows [S, L+R], and L."""
 STRAY = "stray bytes"
-OVERFLOW = 64.0  # of N(0, 1) over the synthetic scales: most of a row is then beyond fp8's range
+OVERFLOW_FACTOR = 64.0  # of N(0, 1) over the synthetic scales: most of a row is then beyond fp8's range
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Outcome of a self-check."""
+    """How a back end compares with the reference."""
 
     ok: bool  # agreement within the bounds
     message: str  # one line with the figures, fit for a log
@@ -179,9 +179,9 @@ def _like(storage: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
 
 def _overflow(inputs: DecodeInputs) -> None:
     """Put a row beyond fp8's range: all but its un-rotated query, whose size the bounds of a product depend on."""
-    inputs.q[0, :, inputs.nope_dim :] *= OVERFLOW
-    inputs.k_pe[0] *= OVERFLOW
-    inputs.kv_c[0] *= OVERFLOW
+    inputs.q[0, :, inputs.nope_dim :] *= OVERFLOW_FACTOR
+    inputs.k_pe[0] *= OVERFLOW_FACTOR
+    inputs.kv_c[0] *= OVERFLOW_FACTOR
 
 
 def difference(a: torch.Tensor, b: torch.Tensor, slack: float = 0.0) -> Difference:

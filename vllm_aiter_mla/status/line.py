@@ -19,34 +19,34 @@ def status_line(*ranks: RankStatus | None, replica: int | None = None) -> str:
         ranks: the records of an engine's ranks, as ``merge_ranks`` takes them.
         replica: index of the data-parallel engine that the line speaks for; None if there is one.
     """
-    engine = merge_ranks(ranks)
-    record, engaged = engine.record, len(engine.record.engaged)
-    silent = f"; {engine.silent} without a status" if engine.silent else ""
-    whose = "" if replica is None else f", data-parallel engine {replica}"
+    merged = merge_ranks(ranks)
+    record, engaged = merged.record, len(merged.record.engaged)
+    silent = f"; {merged.silent} without a status" if merged.silent else ""
     names = aborted(ranks)
     left_out = f"; {', '.join(names)} left out: {ABORTED}" if names else ""
+    of_replica = "" if replica is None else f", data-parallel engine {replica}"
     remedy = next((f" -> {remedy}" for remedy in remedies(ranks).values()), "")
     if not engaged:
         reason = first_reason(record.skipped)
-        return f"0/{record.total}: {reason}{silent}{'' if ABORTED in reason else left_out}{whose}{remedy}"
-    by = ", integration passes" if record.integration == "passes" else ""
-    agreeing = engine.ranks - len(engine.fell_back) - engine.silent
-    on = f" on {agreeing} of {engine.ranks} ranks" if engine.ranks > 1 else ""
-    runs = f"{_measured(record) or _kernels(record)}{_tuned(record)}{by}"
-    text = f"{engaged}/{record.total} MLA layers engaged{on} ({runs}){_fell_back(engine)}{silent}"
-    left = record.total - engaged
-    text += f"; {left} skipped: {first_reason(record.skipped)}" if left else ""
-    return text + "".join(f"; {name} {OVERFLOW}" for name in record.overflows) + left_out + whose + remedy
+        return f"0/{record.total}: {reason}{silent}{'' if ABORTED in reason else left_out}{of_replica}{remedy}"
+    agreeing = merged.ranks - len(merged.fell_back) - merged.silent
+    on_ranks = f" on {agreeing} of {merged.ranks} ranks" if merged.ranks > 1 else ""
+    integration = ", integration passes" if record.integration == "passes" else ""
+    what_runs = f"{_measured(record) or _kernels(record)}{_tuned(record)}{integration}"
+    text = f"{engaged}/{record.total} MLA layers engaged{on_ranks} ({what_runs}){_fell_back(merged)}{silent}"
+    num_skipped = record.total - engaged
+    text += f"; {num_skipped} skipped: {first_reason(record.skipped)}" if num_skipped else ""
+    return text + "".join(f"; {name} {OVERFLOW}" for name in record.overflows) + left_out + of_replica + remedy
 
 
-def _fell_back(engine: EngineRecord) -> str:
+def _fell_back(merged: EngineRecord) -> str:
     """Return which ranks fell back, those with the same reason together; nothing if none did."""
     by_reason: dict[Reason, list[str]] = {}
-    for rank, why in engine.fell_back.items():
+    for rank, why in merged.fell_back.items():
         by_reason.setdefault(why, []).append(str(rank))
     return "".join(
-        f"; rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} fell back: {_printable(why)}"
-        for why, ranks in by_reason.items()
+        f"; rank{'s' * (len(numbers) > 1)} {', '.join(numbers)} fell back: {_printable(why)}"
+        for why, numbers in by_reason.items()
     )
 
 
