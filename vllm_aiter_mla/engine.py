@@ -321,11 +321,11 @@ class Engine:
             log.say(level, status_line(*records, replica=compat_config.replica(self.config)))
 
     def _write_down(self, record: RankStatus) -> None:
-        """Keep the record, which later failures correct, and write its file; what fails costs only a warning."""
+        """Set the record, which later failures correct, and write its file; what fails costs only a warning."""
         with log.warned("the captured sizes could not be read"):
             sizes = compat_config.graph_sizes(self.config)
             record = replace(record, capture_sizes=tuple(sizes.captured), full_graphs=tuple(sizes.full))
-        self.status.keep(record)
+        self.status.set_record(record)
         with log.warned("the status file could not be written"):
             self.status.write(compat_config.cache_folder())
 

@@ -274,7 +274,7 @@ def test_a_reload_tells_nothing_new_of_a_layer_that_its_graph_left_out(checked, 
     layer, why = layer_in(checked), ("no_rope", "why")
     layer.ran, layer.left_out = "", None if kept else Skip(*why)
     held = layer.engine_status
-    held.keep(replace(held.record, engaged={}, skipped={NAME: why}))
+    held.set_record(replace(held.record, engaged={}, skipped={NAME: why}))
     held.write(held.path.parent)
     checked.reload_weights()
     assert (skipped(checked), lines_of_fallback(said)) == ({NAME: "no_rope"}, [])
@@ -285,7 +285,7 @@ def test_a_reload_leaves_a_layer_whose_batches_no_kernel_took_where_it_was(check
     layer, held = layer_in(checked), layer_in(checked).engine_status
     layer.ran, layer.would_run = "", ("triton",)
     layer._falls_back("a stride")
-    held.keep(replace(held.record, engaged={"another": "triton"}, skipped={NAME: layer.outcome().skip}))
+    held.set_record(replace(held.record, engaged={"another": "triton"}, skipped={NAME: layer.outcome().skip}))
     checked.reload_weights()
     assert held.record.skipped == {NAME: ("kernel_shape", "a stride")}
 

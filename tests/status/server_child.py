@@ -25,7 +25,7 @@ ENTERED = ExitStack()
 def write(rank: int = 0) -> None:
     status = EngineStatus()
     record = status.record_of({"a": Outcome("aiter")}, 8, "fp8", rank, "passes", "cpu")
-    status.keep(replace(record, model_name="m"))
+    status.set_record(replace(record, model_name="m"))
     status.write(FOLDER)
 
 

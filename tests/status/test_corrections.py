@@ -21,7 +21,7 @@ DRAFT = Outcome(would_run=("aiter",))
 def status_of(**layers):
     """The status of an engine whose line was said."""
     status = EngineStatus()
-    status.keep(status.record_of(layers, 512, "fp8", 0, "passes", "cpu"))
+    status.set_record(status.record_of(layers, 512, "fp8", 0, "passes", "cpu"))
     return status
 
 
@@ -58,7 +58,7 @@ def test_a_layer_of_a_draft_stays_engaged_by_the_kernel_of_a_layer_that_the_corr
 
 def test_a_reason_that_only_a_graph_of_an_earlier_start_knew_still_holds():
     status = status_of(a=NOTHING, b=RAN)
-    status.keep(replace(status.record, skipped={"a": ROPE}))
+    status.set_record(replace(status.record, skipped={"a": ROPE}))
     assert after(status, a=NOTHING) == ({}, [], {"b": "aiter"}, {"a": ROPE})
     assert after(status, new=NOTHING) == ({}, [], {"b": "aiter"}, {"a": ROPE, "new": NOT_RUN})
 

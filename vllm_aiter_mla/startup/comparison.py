@@ -82,18 +82,19 @@ def compare_with_reference(backend: KernelBackend, shape: LayerShape, limit: int
             if kernel in seen:
                 continue
             seen.add(kernel)
-            found = _check_once(backend, inputs)
-            if not found.ok:
-                return found
-            result = found if result is None or found.writes_nan else result
+            of_batch = _compare_batch(backend, inputs)
+            if not of_batch.ok:
+                return of_batch
+            result = of_batch if result is None or of_batch.writes_nan else result
     return result or Comparison(False, f"{backend.name}: refused the self-check: {declined}", {}, 0)
 
 
-def _check_once(backend: KernelBackend, inputs: DecodeInputs) -> Comparison:
+def _compare_batch(backend: KernelBackend, inputs: DecodeInputs) -> Comparison:
+    """Compare one batch: the absorb product, if it can be had on its own, then query and cache."""
     product = backend.absorbed(inputs) if inputs.weight.product_bound else None
-    off = 0.0 if product is None else deviation(product, inputs.weight.reference(inputs.q_nope))
-    if off > inputs.weight.product_bound:
-        message = f"{backend.name}: self-check FAILED: its absorb product is {off:.2%} off"
+    error = 0.0 if product is None else deviation(product, inputs.weight.reference(inputs.q_nope))
+    if error > inputs.weight.product_bound:
+        message = f"{backend.name}: self-check FAILED: its absorb product is {error:.2%} off"
         return Comparison(False, message, {}, 0)
     _overflow(inputs)
     before = _storage(inputs.kv_cache).clone()
@@ -105,8 +106,8 @@ def _check_once(backend: KernelBackend, inputs: DecodeInputs) -> Comparison:
         twin = replace(inputs, kv_cache=_like(before.clone(), inputs.kv_cache))
         expected = reference.prepare(twin, numerics, product)
         # A product inside the launch cannot be compared on its own: its bound then applies to the query.
-        inside = inputs.weight.product_bound if product is None else 0.0
-        results.append(_compare(backend, inputs, q_out, twin, expected, inside, stray))
+        query_bound = inputs.weight.product_bound if product is None else 0.0
+        results.append(_compare(backend, inputs, q_out, twin, expected, query_bound, stray))
         if results[-1].ok:
             return results[-1]
     return results[0]
@@ -118,9 +119,20 @@ def _compare(
     q_out: torch.Tensor,
     twin: DecodeInputs,
     expected: torch.Tensor,
-    product_bound: float,
+    query_bound: float,
     stray: int,
 ) -> Comparison:
+    """Compare a query, and the rows of a cache, with those of the reference, which has written to that of ``twin``.
+
+    Args:
+        backend: what is compared; its bounds count.
+        inputs: what it was given, with the cache that it has written to.
+        q_out: what it returned.
+        twin: the same with a cache of its own.
+        expected: the reference's query.
+        query_bound: how far the un-rotated query may be off as a whole, where it holds a product; 0 where not.
+        stray: bytes that changed outside the written rows.
+    """
     if q_out.shape[1] in (inputs.num_heads, inputs.out_heads):
         q_out, expected = inputs.real_heads(q_out), inputs.real_heads(expected)
     if q_out.shape != expected.shape or q_out.dtype != expected.dtype:
@@ -135,7 +147,7 @@ def _compare(
     }
     differences = {name: difference(*pair, slack=bounds.slack * (name == "q nope")) for name, pair in parts.items()}
     wrong = tuple(name for name, found in differences.items() if not _within(found, bounds, rotated="rope" in name))
-    if wrong == ("q nope",) and deviation(*parts["q nope"]) <= product_bound:
+    if wrong == ("q nope",) and deviation(*parts["q nope"]) <= query_bound:
         wrong = ()
     wrong += (STRAY,) * bool(stray)
     figures = ", ".join(f"{name} {d.steps} step(s) on {d.share:.2%}" for name, d in differences.items())

@@ -116,12 +116,12 @@ class EngineStatus:
         tuned = dict(self.tuned) if "triton" in run else {}
         return replace(record, overflows=tuple(sorted(self.overflows & run)), tuned=tuned)
 
-    def keep(self, record: RankStatus) -> None:
+    def set_record(self, record: RankStatus) -> None:
         """Take the record that the status line tells; ``update`` corrects it from now on, with or without a file."""
         self.record = replace(record, writer=self.writer)
 
     def write(self, folder: Path) -> None:
-        """Write the status file of the kept record; see ``status_files.write``.
+        """Write the status file of the record; see ``status_files.write``.
 
         Raises:
             OSError: it cannot be written.
@@ -131,7 +131,7 @@ class EngineStatus:
                 self.path, self.record = status_files.write(folder, self.record)
 
     def update(self, layers: Mapping[str, Outcome]) -> tuple[dict[str, Reason], list[str]]:
-        """Correct the kept record, if there is one yet, by what became of some of the layers since.
+        """Correct the record, if there is one yet, by what became of some of the layers since.
 
         The file follows ``REWRITE_S`` later: once for all layers that fail in the same step, and not in that step.
 
