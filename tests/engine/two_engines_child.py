@@ -22,7 +22,7 @@ def main(spec_path: str, folder: str) -> None:
     from vllm_aiter_mla.compat.config import cache_folder
     from vllm_aiter_mla.startup import checks
     from vllm_aiter_mla.startup.comparison import Comparison
-    from vllm_aiter_mla.status.record import read_all
+    from vllm_aiter_mla.status.status_files import read_all
 
     found, check = [], checks.self_check
     planted = Comparison(False, "self-check FAILED: planted", {}, 0)
