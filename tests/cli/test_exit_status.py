@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tests.support import in_process, plans
 from tests.support.planted import raising
 from tests.support.statuses import record_of
-from vllm_aiter_mla import __version__, files, status
+from vllm_aiter_mla import __version__, files
 from vllm_aiter_mla.commands import machine, outputs
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.check.context import Arch
@@ -24,6 +24,7 @@ from vllm_aiter_mla.commands.check.run import Run
 from vllm_aiter_mla.commands.main import COMMANDS, app
 from vllm_aiter_mla.commands.plan import model
 from vllm_aiter_mla.kernels import device
+from vllm_aiter_mla.status import status_files
 
 KERNELS = ("--only", "kernels", "--device", "cpu")
 ONE_CASE = (*KERNELS, "--quick", "--backend", "reference", "--case", "fresh-data", "--variant", "bf16")
@@ -48,8 +49,8 @@ def plan_says(outcome):
 def a_server(engaged):
     def plant(monkeypatch, folder):
         monkeypatch.setenv("VLLM_CACHE_ROOT", str(folder))
-        monkeypatch.setenv(status.record.RUN, "7-a")
-        status.record.join_run(folder / "aiter_mla")
+        monkeypatch.setenv(status_files.RUN, "7-a")
+        status_files.join_run(folder / "aiter_mla")
         record = replace(record_of(["layer"], 16, "auto", 0), run="7-a", engaged={"layer": "triton"}, skipped={})
         left = replace(record, engaged={}, skipped={"layer": ("dcp", "made up")})
         files.write(folder / "aiter_mla" / "status-7-a-0-0.json", record if engaged else left)

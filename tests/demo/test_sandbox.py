@@ -16,10 +16,10 @@ from tests.sandbox.card import PageIndices
 from tests.sandbox.spec import Emulation, EngineSpec, PluginOptions, VllmOptions
 from tests.support import plans
 from tests.support.statuses import record_of
-from vllm_aiter_mla import status
 from vllm_aiter_mla.commands.check import engine as check_engine
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.plan import model
+from vllm_aiter_mla.status import status_files
 
 GROUP = "vllm.general_plugins"
 
@@ -77,9 +77,9 @@ def test_no_installed_package_lists_the_sandbox():
 )
 def test_an_engine_finds_the_sandboxs_plugin_and_inherits_the_path_but_not_the_gauge(spec, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", "given")
-    monkeypatch.setenv(status.record.RUN, str(tmp_path))
+    monkeypatch.setenv(status_files.RUN, str(tmp_path))
     environment = engine.environment_for(spec, tmp_path, tmp_path)
-    assert status.record.RUN not in environment
+    assert status_files.RUN not in environment
     first, *rest = environment["PYTHONPATH"].split(os.pathsep)
     assert rest == [str(plugin.CHECKOUT), "given"]
     (found,) = distributions(path=[first])

@@ -23,6 +23,7 @@ from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.plan import formulas, issues
 from vllm_aiter_mla.kernels.triton import tiles
+from vllm_aiter_mla.status.line import status_line
 
 COMMANDS = typer.main.get_command(main.app).commands
 SHARED = {"--help", "--version"}
@@ -157,7 +158,7 @@ def test_quoted_selections_choose_tests():
 def outcome(**changes) -> str:
     engaged = {f"layer {index}": "triton" for index in range(61)}
     found = record_of(list(engaged), 1024, "fp8", 0, card="gfx942")
-    return status.line.of(*[replace(found, engaged=engaged, skipped={}, **changes)] * 8)
+    return status_line(*[replace(found, engaged=engaged, skipped={}, **changes)] * 8)
 
 
 def test_quoted_outcomes_are_what_the_status_says():

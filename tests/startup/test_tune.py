@@ -19,7 +19,7 @@ from tests.support import in_process, worker
 from tests.support.opcalls import NAME
 from tests.support.statuses import record_with
 from tests.support.worker import Worker, layer_in, ours
-from vllm_aiter_mla import files, status
+from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.check import timing as command
 from vllm_aiter_mla.commands.check import tune as step
@@ -33,6 +33,7 @@ from vllm_aiter_mla.kernels.triton import backend as triton_backend
 from vllm_aiter_mla.kernels.triton import launcher, tiles, tuning
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 from vllm_aiter_mla.serving import backends, decision
+from vllm_aiter_mla.status.line import status_line
 
 BEST, TABLE = faults.TILE, "16x64/4w"
 US = {"vllm": [(1, 10.0)], "triton": [(1, 9.0)], f"triton {BEST}": [(1, 5.0)]}
@@ -91,7 +92,7 @@ def record(one):
 
 
 def line(one):
-    return status.line.of(record(one))
+    return status_line(record(one))
 
 
 def test_tune_keeps_the_fastest_tile_and_the_next_start_times_and_serves_it(card, tmp_path, said):

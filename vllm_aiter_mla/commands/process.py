@@ -180,7 +180,7 @@ def _run(
     until, answered = time.monotonic() + TIMEOUT_S, False
     try:
         while (code := _waited(child, min(LOOK_S, max(until - time.monotonic(), 0)))) is None:
-            if hear():
+            if hear() and not answered:
                 until = time.monotonic() + TIMEOUT_S
             if not answered and answer.is_file():
                 answered, until = True, time.monotonic() + GRACE_S

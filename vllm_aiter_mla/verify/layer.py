@@ -16,7 +16,7 @@ from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.backend import KernelBackend, Run
 from vllm_aiter_mla.kernels.inputs import K_SCALE, Q_SCALE, DecodeInputs
 from vllm_aiter_mla.serving import ops as bodies
-from vllm_aiter_mla.startup.selfcheck import OVERFLOW
+from vllm_aiter_mla.startup.comparison import OVERFLOW_FACTOR
 from vllm_aiter_mla.verify import data
 from vllm_aiter_mla.verify.cases import ACT, FRESH, Item
 
@@ -304,7 +304,7 @@ class Buffers:
                 layer.w_uv.copy_(self._value_weight())
             elif what == "overflow":
                 for rows in (layer.source.q[..., self.geometry.nope :], layer.source.k_pe, layer.source.kv_c):
-                    rows.mul_(OVERFLOW)
+                    rows.mul_(OVERFLOW_FACTOR)
             else:
                 layer.k_scale.mul_(1.5 * own_scale(index))
                 layer.q_scale.mul_(0.75 * own_scale(index))

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from vllm_aiter_mla import files, status
+from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
+from vllm_aiter_mla.status import status_files
 
 if TYPE_CHECKING:
     from vllm_aiter_mla.commands.compat.engine import Request, TokenLogprobs
@@ -108,14 +109,14 @@ def run(
         cache = Path(work)
         _share_model_notes(cache, environment)
         variables = {**environment, "VLLM_CACHE_ROOT": str(cache), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        variables.pop(status.record.RUN, None)
+        variables.pop(status_files.RUN, None)
         asked = (str(folder), arguments, side, random_layers, limit)
         try:
             answered: EngineAnswer = process.call(f"{__name__}:answer", *asked, environment=variables)
         except process.EndedError as error:
             raise process.EndedError(error.how, *error.lines, who=f"vLLM's engine with the flag {side}") from error
         unreadable = list[str]()
-        ranks = status.record.read_all(cache / "aiter_mla", "*", unreadable.append)
+        ranks = status_files.read_all(cache / "aiter_mla", "*", unreadable.append)
     if unreadable:
         raise RuntimeError("; ".join(unreadable))
     return replace(answered, ranks=tuple(ranks))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from vllm_aiter_mla import status
 from vllm_aiter_mla.commands.check import distance, engine
 from vllm_aiter_mla.commands.check.context import NO_GPU, Context
 from vllm_aiter_mla.commands.check.engine import EngineAnswer, Side
@@ -19,6 +18,8 @@ from vllm_aiter_mla.commands.check.record import Step
 from vllm_aiter_mla.commands.plan import formulas
 from vllm_aiter_mla.commands.plan.issues import has_fp8_cache
 from vllm_aiter_mla.commands.plan.record import Plan
+from vllm_aiter_mla.status.line import status_line
+from vllm_aiter_mla.status.record import add_silent
 
 VLLM_FASTER = "vllm_faster"
 """The code of a layer for which vLLM's own kernels were the fastest."""
@@ -84,7 +85,7 @@ def judge(context: Context) -> Step:
     lines = [f"{name}: {_shown(of_scenario)}" for name, of_scenario in figures.items()]
     if on.left_out:
         lines.append(f"left out of these engines, which serve nobody: {', '.join(on.left_out)}")
-    lines += map(status.line.of, on.ranks)
+    lines += map(status_line, on.ranks)
     data = {"distances": {name: of_scenario.as_dict() for name, of_scenario in figures.items()}}
     no_gain = _gains_nothing(on)
     noise = distance.decode_against_prefill(off) if has_fp8_cache(plan) else 0.0
@@ -114,7 +115,7 @@ def _why_not_engaged(on: EngineAnswer, no_gain: bool) -> str:
     engaged = bool(on.ranks) and all(len(rank.engaged) == rank.total > 0 for rank in on.ranks)
     if not (engaged or no_gain):
         return "not every MLA layer engaged"
-    silent = status.record.with_silent(on.ranks).count(None)
+    silent = add_silent(on.ranks).count(None)
     return f"{silent} of {silent + len(on.ranks)} ranks wrote no status" if silent else ""
 
 

@@ -13,12 +13,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from vllm_aiter_mla import files, status
+from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import REMEDIES
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.compat import release
 from vllm_aiter_mla.kernels.aiter import op
 from vllm_aiter_mla.settings import NAMESPACE
+from vllm_aiter_mla.status.line import unmeasured
 from vllm_aiter_mla.verify import hip_python as bindings
 
 Status = Literal["ok", "warning", "problem", "unknown"]
@@ -90,7 +91,7 @@ def gpu(env: Env) -> Check:
     if arch is None:
         return Check("unknown", f"no GPU is visible here (platform): {CONDITIONS}", REMEDIES["platform"])
     if arch in ARCHITECTURES:
-        return Check("ok", f"{arch} ({ARCHITECTURES[arch]}){status.line.unmeasured(arch)}")
+        return Check("ok", f"{arch} ({ARCHITECTURES[arch]}){unmeasured(arch)}")
     if arch.startswith("gfx"):
         return Check("problem", f"{arch} (platform): {CONDITIONS}", REMEDIES["platform"])
     return Check("problem", f"{arch} (platform): not an AMD card, and {CONDITIONS}", REMEDIES["platform"])

@@ -12,9 +12,9 @@ from vllm_aiter_mla.commands.plan.formulas import Launch
 from vllm_aiter_mla.commands.plan.record import Cost, Plan
 from vllm_aiter_mla.commands.report import charts
 from vllm_aiter_mla.commands.report.blocks import PLAN, Glance, Page
-from vllm_aiter_mla.status import line
-from vllm_aiter_mla.status import record as statuses
+from vllm_aiter_mla.status.line import status_line
 from vllm_aiter_mla.status.record import RankStatus
+from vllm_aiter_mla.status.status_files import front_end_lives
 
 DRAWN = 64
 """Tokens of the step whose layer is drawn; the nearest planned one, if that is none."""
@@ -34,7 +34,7 @@ def status(page: Page, record: RankStatus) -> Glance:
             _add_spans(page, "Status", "Which kernel runs", f"{name}: {len(alike.layers)} layers", alike.kernels)
     for shape in record.measured:
         names = sorted({kernel for figures in shape.us.values() for kernel in figures})
-        rows = [(tokens, *map(us.get, names), shape.runs(tokens)) for tokens, us in sorted(shape.us.items())]
+        rows = [(tokens, *map(us.get, names), shape.chosen_at(tokens)) for tokens, us in sorted(shape.us.items())]
         heads, chart = ("tokens", *(f"{kernel}, us" for kernel in names), "runs"), charts.over_tokens(names, rows)
         notes = [f"{name}: {len(shape.layers)} layers"]
         page.add("Status", f"Timed at start-up, {shape.shape}, per layer", heads, rows, chart, notes)
@@ -50,20 +50,21 @@ def _outcome(folder: Path, record: RankStatus, silent: int) -> tuple[str, str]:
 
     ``silent`` ranks of its engine are not among the inputs.
     """
-    lives = statuses.lives(folder, record.run) if record.evidence.host == socket.gethostname() else None
+    lives = front_end_lives(folder, record.run) if record.evidence.host == socket.gethostname() else None
     if lives is None:
-        return "unknown", f"whether its server lives cannot be told here; it had: {line.of(record)}"
+        return "unknown", f"whether its server lives cannot be told here; it had: {status_line(record)}"
     if not lives:
-        return "ended", f"its server has ended; it had: {line.of(record)}"
+        return "ended", f"its server has ended; it had: {status_line(record)}"
     if silent:
-        return "unknown", f"{silent} of {record.ranks} ranks have no status file here; this one has: {line.of(record)}"
+        without = f"{silent} of {record.ranks} ranks have no status file here"
+        return "unknown", f"{without}; this one has: {status_line(record)}"
     if not record.engaged:
-        return "skipped", line.of(record)
+        return "skipped", status_line(record)
     if record.skipped or len(record.engaged) < record.total:
-        return "partly", line.of(record)
+        return "partly", status_line(record)
     if not record.card:
-        return "unknown", f"its card is not told; it has: {line.of(record)}"
-    return "engaged on a CPU" if record.card == "cpu" else "engaged", line.of(record)
+        return "unknown", f"its card is not told; it has: {status_line(record)}"
+    return "engaged on a CPU" if record.card == "cpu" else "engaged", status_line(record)
 
 
 def plan(page: Page, record: Plan) -> None:
