@@ -67,6 +67,7 @@ class Engine:
         settings: the user's options.
         limit: the decode limit in tokens.
         layers: the model's MLA layers, by vLLM's order; empty before the model is loaded.
+        names: those of all its MLA layers, also of those that could not be made.
         backends: the kernels. They are made when the model is loaded: a worker has no card before.
         status: what is known of the engine besides what became of its layers.
         strict: whether a failure ends the start; False once the engine serves.
@@ -77,7 +78,9 @@ class Engine:
         self.settings, self.limit = our_pass.settings, int(our_pass.limit)
         self.strict = self.settings.strict
         self.layers: list[Layer] = []
+        self.names: tuple[str, ...] = ()
         self.backends: Backends | None = None
+        self._all_fell_back = ""  # why, once a decision about all layers has raised
         self.status = EngineStatus()
 
     @property
@@ -119,6 +122,8 @@ class Engine:
             yield
         except Exception as error:
             reason = f"{what}: {type(error).__name__}: {error}"
+            if layers is None:
+                self._all_fell_back = reason
             for layer in self.layers if layers is None else layers:
                 layer.stop(reason)
             if self.strict and isinstance(error, SettingsError):
@@ -173,8 +178,10 @@ class Engine:
     def make_layers(self) -> Backends:
         """Make the layers of the model, with a status and back ends that no other engine has; return the back ends."""
         self.layers, self.status = [], EngineStatus()
+        modules = compat_config.mla_modules(self.config)
+        self.names = tuple(str(getattr(module, "layer_name", name)) for name, module in modules.items())
         backends = self.backends = Backends(self.settings, current_platform())
-        for module in compat_config.mla_modules(self.config).values():
+        for module in modules.values():
             self.layers.append(Layer(module, backends, self.status, self.limit).keep())
         return backends
 
@@ -250,7 +257,8 @@ class Engine:
         for layer in self.layers:
             with self.deciding(LAYER_NOT_CHECKED, [layer]):
                 layer.outcome()
-        return {layer.name: layer.outcome() for layer in self.layers}
+        not_made = Outcome(skip=("kernel_shape", self._all_fell_back))
+        return dict.fromkeys(self.names, not_made) | {layer.name: layer.outcome() for layer in self.layers}
 
     # The model has run.
 

@@ -390,6 +390,29 @@ def test_fail_closed_whatever_raises_at_the_status(said, monkeypatch, spoil, str
         assert [text for level, text in said if level == logging.ERROR and "serving goes on" in text]
 
 
+@pytest.mark.parametrize("raises", ["the card", "the first layer", "the second layer"])
+def test_layers_that_cannot_be_made_are_counted_with_the_reason(said, monkeypatch, raises):
+    """Their status said 0/0 or 0/1: of a model of 61 layers the layers behind the one that raised were missing."""
+    one, keep, kept = Worker(ours()), Layer.keep, []
+    second = layer_of()
+    second.layer_name, second._vllm_config = "model.layers.1.attn", one.vllm_config
+    one.vllm_config.compilation_config.static_forward_context[second.layer_name] = second
+
+    def keeps(layer):
+        kept.append(layer.name)
+        return planted() if raises == "the first layer" or len(kept) == 2 else keep(layer)
+
+    with monkeypatch.context() as patching:
+        if raises == "the card":
+            patching.setattr(engine, "current_platform", planted)
+        else:
+            patching.setattr(Layer, "keep", keeps)
+        one.load_model()
+    one.compile_or_warm_up_model()
+    (line,) = [text for _, text in said if text.startswith("0/")]
+    assert line.startswith("0/2: kernel_shape: the kernels could not be checked: KeyError"), line
+
+
 def test_fail_closed_a_layer_that_cannot_be_asked_costs_no_line(said, monkeypatch, tmp_path):
     one = Worker(ours())
     one.load_model()
