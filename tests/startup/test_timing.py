@@ -348,6 +348,19 @@ def test_a_shape_that_could_not_be_timed_says_its_own_reason(made_up, monkeypatc
     each_shape_has_its_own_reason(made_up, monkeypatch)
 
 
+@pytest.mark.mutation
+def test_mutation_the_first_reason_for_all_shapes_is_caught(made_up, monkeypatch):
+    whole = timing.agree
+
+    def of_all_shapes(choices):
+        agreed, troubles = whole(choices)
+        return agreed, [trouble._replace(shape="") for trouble in troubles]
+
+    monkeypatch.setattr(timing, "agree", of_all_shapes)
+    with pytest.raises(AssertionError, match="another shape's reason"):
+        each_shape_has_its_own_reason(made_up, monkeypatch)
+
+
 def test_a_shape_that_cannot_be_timed_costs_another_one_nothing(made_up, monkeypatch):
     def spoil(heads):
         if heads == 1:

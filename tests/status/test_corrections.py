@@ -71,7 +71,7 @@ def test_what_is_decided_changes_for_the_layers_of_the_correction():
     }  # fmt: skip
 
 
-def test_a_kernel_that_no_layer_runs_any_more_is_no_longer_told_of():
+def forgets_what_holds_for_a_kernel_that_no_layer_runs():
     """Its overflows, and the tiles that were tuned for it; both come back with the layer."""
     triton = Outcome(ran="triton", decided=(((1, 512, "triton"),), ()))
     status = status_of(a=triton, b=RAN)
@@ -82,7 +82,18 @@ def test_a_kernel_that_no_layer_runs_any_more_is_no_longer_told_of():
         status.update({"a": now})
         told.append((status.record.overflows, status.record.tuned))
     runs = (("triton",), {"16 heads": "a tile"})
-    assert told == [runs, ((), {}), runs]
+    assert told == [runs, ((), {}), runs], "the record is stale"
+
+
+def test_a_kernel_that_no_layer_runs_any_more_is_no_longer_told_of():
+    forgets_what_holds_for_a_kernel_that_no_layer_runs()
+
+
+@pytest.mark.mutation("I8")
+def test_mutation_a_correction_of_the_layers_only_is_caught(monkeypatch):
+    monkeypatch.setattr(EngineStatus, "_with_kernels", lambda status, record: record)
+    with pytest.raises(AssertionError, match="the record is stale"):
+        forgets_what_holds_for_a_kernel_that_no_layer_runs()
 
 
 @pytest.mark.parametrize("found", ["mine", "missing", "no JSON", "another engine's"])
