@@ -1,12 +1,12 @@
 """The stamp of every JSON file, how such a file is written, and the fingerprint of the sources (I9)."""
 
-import fcntl
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,10 @@ import pytest
 
 from tests.support.planted import raising
 from tests.support.statuses import record_of
-from vllm_aiter_mla import __version__, files, status
+from vllm_aiter_mla import __version__, files
+from vllm_aiter_mla.status import status_files
+from vllm_aiter_mla.status.record import RankStatus
+from vllm_aiter_mla.status.skips import Skips
 
 PACKAGE = Path(files.__file__).parent
 
@@ -110,7 +113,7 @@ def test_every_schema_is_written_and_every_one_that_is_written_has_its_fields():
 
 
 def test_the_fields_of_the_status_file_are_those_that_are_written(tmp_path):
-    status.record.write(tmp_path, record_of([], 16, "fp8", 0))
+    status_files.write(tmp_path, record_of([], 16, "fp8", 0))
     record = json.loads(next(tmp_path.glob("status-*.json")).read_text())
     listed = {name for names in files.schemas()["status"]["fields"] for name in names.split(", ")}
     assert listed | {files.KEY} == {*record, "model_name", "engine"}, "startup adds the last two, as vLLM names them"
@@ -163,62 +166,11 @@ def test_adding_renaming_or_moving_bytes_between_files_changes_the_fingerprint(t
     assert len(seen) == len(trees)
 
 
-def test_a_lock_in_a_folder_that_takes_no_file_is_an_error_and_held_by_nobody():
-    with pytest.raises(FileNotFoundError, match="lock-x"):
-        files.hold(Path("/proc/self/fdinfo/lock-x"))
-
-
-def test_who_asks_about_a_lock_makes_none_and_is_not_taken_for_its_holder(tmp_path, monkeypatch):
-    lock = tmp_path / "lock-x"
-    assert files.is_held(lock) is False
-    assert not lock.exists()
-    lock.touch()
-    inner, answers = fcntl.flock, []
-
-    def another_asks_meanwhile(fd, how):
-        inner(fd, how)
-        if not answers:
-            answers.append(None)
-            answers[0] = files.is_held(lock)
-
-    monkeypatch.setattr(fcntl, "flock", another_asks_meanwhile)
-    assert (files.is_held(lock), answers) == (False, [False])
-
-
-@pytest.mark.parametrize(("error", "held"), [(BlockingIOError("held"), True), (OSError("no locks here"), None)])
-def test_a_lock_that_cannot_be_asked_about_is_neither_held_nor_free(tmp_path, monkeypatch, error, held):
-    (lock := tmp_path / "lock-x").touch()
-    monkeypatch.setattr(fcntl, "flock", raising(error))
-    assert [files.is_held(lock, remove) for remove in (False, True)] == [held, held]
-    assert lock.exists()
-
-
-def test_a_lock_that_another_process_makes_again_is_not_removed(tmp_path, monkeypatch):
-    lock, inner, holder = tmp_path / "lock-x", os.open, []
-    lock.touch()
-
-    def then_made_again(path, *how, **more):
-        fd = inner(path, *how, **more)
-        if not holder:
-            lock.unlink()
-            holder.append(inner(lock, os.O_CREAT | os.O_RDWR))
-            fcntl.flock(holder[0], fcntl.LOCK_EX)
-        return fd
-
-    with monkeypatch.context() as patching:
-        patching.setattr(os, "open", then_made_again)
-        assert files.is_held(lock, remove=True)
-    assert lock.exists()
-    os.close(holder[0])
-    assert files.is_held(lock, remove=True) is False
-    assert not lock.exists()
-
-
 def test_a_field_that_is_wrong_is_named_by_its_place_in_the_file(tmp_path):
     record = files.plain(record_of(["a", "b"]))
     record["skipped"]["b"] = ["a code", 3]
     with pytest.raises(ValueError, match=r"in\.json: skipped\.b\.1: [^\n]+$"):
-        files.part(status.record.RankStatus, tmp_path / "in.json", record)
+        files.part(RankStatus, tmp_path / "in.json", record)
 
 
 def test_the_first_distribution_that_is_installed_is_named_with_its_version():
@@ -237,3 +189,48 @@ def test_the_first_distribution_that_is_installed_is_named_with_its_version():
 )
 def test_a_package_is_missing_only_if_its_own_import_did_not_find_it(error, package):
     assert files.missing_package(error) == package
+
+
+class Kept:
+    """A folder with one file that a start keeps now, and one that the last start used some seconds ago."""
+
+    def __init__(self, folder):
+        self.folder, self.old = folder, folder / "skips-old-0.json"
+        files.write(self.old, Skips({}))
+
+    def after(self, seconds, used=False):
+        """Whether the old file is still there once another start has kept its own, so many seconds later."""
+        os.utime(self.old, (time.time() - seconds,) * 2)
+        if used:
+            files.read_kept(Skips, self.old)
+        files.keep(self.folder / "skips-new-0.json", Skips({}), "skips-*.json")
+        return self.old.exists()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "used", "stays"),
+    [(files.UNUSED_S - 60, False, True), (files.UNUSED_S + 60, False, False), (files.UNUSED_S + 60, True, True)],
+    ids=["not so old", "old", "old, and used by a start"],
+)
+def test_a_kept_file_goes_once_no_start_has_used_it_for_long(tmp_path, seconds, used, stays):
+    assert Kept(tmp_path).after(seconds, used) is stays
+    assert (tmp_path / "skips-new-0.json").exists()
+
+
+def test_only_files_of_the_same_kind_go(tmp_path):
+    other = tmp_path / "tuned-a-card.json"
+    other.write_text("{}")
+    os.utime(other, (0, 0))
+    Kept(tmp_path).after(2 * files.UNUSED_S)
+    assert other.exists()
+
+
+def test_a_kept_file_that_cannot_be_removed_costs_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "unlink", raising(PermissionError("planted")))
+    assert Kept(tmp_path).after(2 * files.UNUSED_S), "it is there yet, and nothing was raised"
+
+
+@pytest.mark.mutation
+def test_mutation_a_reader_that_does_not_note_the_use_is_caught(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "read_kept", files.read)
+    assert not Kept(tmp_path).after(files.UNUSED_S + 60, used=True)

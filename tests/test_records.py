@@ -13,17 +13,19 @@ from pydantic import JsonValue
 
 from tests.support.bad_files import BAD
 from tests.support.statuses import record_of
-from vllm_aiter_mla import files, status
+from vllm_aiter_mla import files
 from vllm_aiter_mla.commands.check.record import CheckRun
 from vllm_aiter_mla.commands.check.timing import Measurement, Row
 from vllm_aiter_mla.commands.plan.record import Plan
-from vllm_aiter_mla.commands.report.serving import Serving
+from vllm_aiter_mla.commands.report.serving_record import Serving
 from vllm_aiter_mla.commands.status import Engines
 from vllm_aiter_mla.kernels.triton.tuning import TunedTiles
 from vllm_aiter_mla.settings import KERNELS, Settings
 from vllm_aiter_mla.startup import first_call
-from vllm_aiter_mla.startup.timing import Measured
-from vllm_aiter_mla.status.record import RankStatus, Skips, Timed
+from vllm_aiter_mla.startup.kept_figures import Measured
+from vllm_aiter_mla.status.line import status_line
+from vllm_aiter_mla.status.record import RankStatus, Timed
+from vllm_aiter_mla.status.skips import Skips
 from vllm_aiter_mla.verify.results import Verification
 
 VERSIONS = files.schemas()
@@ -125,7 +127,7 @@ def test_i16_the_line_of_records_from_a_file_is_that_of_the_record(tmp_path):
     @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=40)
     @given(RECORDS["status"])
     def holds(record):
-        assert status.line.of(read_back(tmp_path, record)) == status.line.of(record)
+        assert status_line(read_back(tmp_path, record)) == status_line(record)
 
     holds()
 

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.common import Parser, RunError, UsageError, escaped, guarded, positive, table, writable
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs
-from vllm_aiter_mla.commands.report.serving import LENGTHS, METRICS, OFF, ON, Estimate, Row, Serving
+from vllm_aiter_mla.commands.report.serving_record import LENGTHS, METRICS, OFF, ON, Estimate, Row, Serving
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
 
 FEWEST_RUNS, SEEDS_PER_RUN, LAST_LINES = 3, 1000, 25

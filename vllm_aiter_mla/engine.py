@@ -11,14 +11,13 @@ open**, in ``log.warned``: a file or a correction that fails costs one warning.
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from threading import Thread
 from typing import Any
 
-from vllm_aiter_mla import status
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, patches, ranks
 from vllm_aiter_mla.kernels.inputs import LayerShape
@@ -26,17 +25,19 @@ from vllm_aiter_mla.serving import ops
 from vllm_aiter_mla.serving.backends import Backends, current_platform
 from vllm_aiter_mla.serving.layer import GRAPHS_KEEP, Layer
 from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
-from vllm_aiter_mla.startup import checks, first_call, timing
-from vllm_aiter_mla.status import EngineStatus, Outcome
-from vllm_aiter_mla.status.record import RankStatus, Reason
+from vllm_aiter_mla.startup import checks, first_call, quantisation, timing
+from vllm_aiter_mla.status import skips, status_files
+from vllm_aiter_mla.status.engine_status import EngineStatus, Outcome
+from vllm_aiter_mla.status.line import status_line
+from vllm_aiter_mla.status.record import RankStatus, Reason, merge_ranks
 
 RELOADS = ("reload_weights", "update_weights", "finish_weight_update")
 """Methods by which vLLM's workers take new weights while they serve."""
-FALL_BACK = "every MLA layer runs vLLM's own kernels"
+ALL_FALL_BACK = "every MLA layer runs vLLM's own kernels"
 THESE_FALL_BACK = "the layers concerned run vLLM's own kernels"
-GOES_ON = "serving goes on"
-UNCHECKED = "the kernels could not be checked"
-LAYER_UNCHECKED = "its kernel could not be checked"
+SERVING_GOES_ON = "serving goes on"
+KERNELS_NOT_CHECKED = "the kernels could not be checked"
+LAYER_NOT_CHECKED = "its kernel could not be checked"
 
 
 def attach(worker: Any) -> "Engine | None":
@@ -66,6 +67,7 @@ class Engine:
         settings: the user's options.
         limit: the decode limit in tokens.
         layers: the model's MLA layers, by vLLM's order; empty before the model is loaded.
+        names: those of all its MLA layers, also of those that could not be made.
         backends: the kernels. They are made when the model is loaded: a worker has no card before.
         status: what is known of the engine besides what became of its layers.
         strict: whether a failure ends the start; False once the engine serves.
@@ -76,7 +78,9 @@ class Engine:
         self.settings, self.limit = our_pass.settings, int(our_pass.limit)
         self.strict = self.settings.strict
         self.layers: list[Layer] = []
+        self.names: tuple[str, ...] = ()
         self.backends: Backends | None = None
+        self._all_fell_back = ""  # why, once a decision about all layers has raised
         self.status = EngineStatus()
 
     @property
@@ -90,7 +94,7 @@ class Engine:
         A worker that starts from a compiled artifact meets the ops there, and runs no pass that would define them.
         """
         ops.register()
-        os.environ.setdefault(status.record.RUN, self.our_pass.run)
+        os.environ.setdefault(status_files.RUN, self.our_pass.run)
         if self.our_pass.integration == "module":
             from vllm_aiter_mla.serving import module  # late: the passes do not need it
 
@@ -105,10 +109,10 @@ class Engine:
 
     @contextmanager
     def deciding(self, what: str, layers: Sequence[Layer] | None = None) -> Iterator[None]:
-        """Decide something that may raise: then the layers run vLLM's own kernels, and one line says so.
+        """Surround a decision: if it raises, the layers concerned run vLLM's own kernels, and one line says so.
 
         Args:
-            what: what has failed, should it raise.
+            what: begins the line, such as "the kernels could not be checked".
             layers: those concerned; None for all that the engine has by then.
 
         Raises:
@@ -118,12 +122,14 @@ class Engine:
             yield
         except Exception as error:
             reason = f"{what}: {type(error).__name__}: {error}"
+            if layers is None:
+                self._all_fell_back = reason
             for layer in self.layers if layers is None else layers:
                 layer.stop(reason)
             if self.strict and isinstance(error, SettingsError):
                 raise
             self.end_strict_start(reason, error)
-            effect = FALL_BACK if layers is None else THESE_FALL_BACK if layers else GOES_ON
+            effect = ALL_FALL_BACK if layers is None else THESE_FALL_BACK if layers else SERVING_GOES_ON
             log.say_once(logging.ERROR, f"{reason}; {effect}")
 
     def end_strict_start(self, reason: str, cause: Exception | None = None) -> None:
@@ -151,11 +157,11 @@ class Engine:
         def time_kernels() -> None:
             timing.time_kernels(self.config, self.settings, self.layers, checked_to, self.worker.rank)
 
-        with _then(time_kernels), self.deciding(UNCHECKED):
+        with _answering(time_kernels), self.deciding(KERNELS_NOT_CHECKED):
             backends = self.make_layers()
             self.check(first_call.prepare(backends, compat_config.cache_folder(), self.worker.rank))
             checked_to = self.limit
-        with self.deciding(UNCHECKED):
+        with self.deciding(KERNELS_NOT_CHECKED):
             # Before the first graph is compiled: which layers the passes leave alone depends on it.
             key = self.cache_key()
             if self.our_pass.integration == "module":
@@ -164,16 +170,18 @@ class Engine:
                 key += module.emit(compat_config.mla_modules(self.config))
             self.our_pass.key = key
         if checked_to is not None:
-            with log.warned("what vLLM's own attention compiles could not be compiled ahead"):
-                for layer in self.layers:
+            for layer in self.layers:
+                with log.warned("what vLLM's own attention compiles could not be compiled ahead"):
                     if layer.decision.skip is None:
-                        checks.compile_quantisation(layer)
+                        quantisation.compile_ahead(layer)
 
     def make_layers(self) -> Backends:
         """Make the layers of the model, with a status and back ends that no other engine has; return the back ends."""
         self.layers, self.status = [], EngineStatus()
+        modules = compat_config.mla_modules(self.config)
+        self.names = tuple(str(getattr(module, "layer_name", name)) for name, module in modules.items())
         backends = self.backends = Backends(self.settings, current_platform())
-        for module in compat_config.mla_modules(self.config).values():
+        for module in modules.values():
             self.layers.append(Layer(module, backends, self.status, self.limit).keep())
         return backends
 
@@ -194,15 +202,15 @@ class Engine:
         sizes = sorted(size for size in captured if size <= self.limit)
         groups: dict[LayerShape, list[Layer]] = {}
         for layer in self.layers:
-            with self.deciding(LAYER_UNCHECKED, [layer]):
+            with self.deciding(LAYER_NOT_CHECKED, [layer]):
                 if layer.facts().skip is None:
                     groups.setdefault(layer.shape(), []).append(layer)
         for shape, group in groups.items():
-            with self.deciding(LAYER_UNCHECKED, group):
-                found = checks.check_kernels(group[0], sizes, marked)
+            with self.deciding(LAYER_NOT_CHECKED, group):
+                results = checks.check_kernels(group[0], sizes, marked)
                 for layer in group:
-                    layer.checked(found, shape)
-                checks.say_found(group[0], self.end_strict_start)
+                    layer.checked(results, shape)
+                checks.report(group[0], self.end_strict_start)
 
     def cache_key(self) -> tuple[str, ...]:
         """Return what the layers will run on, or why they will not: a key for the compile cache.
@@ -213,13 +221,13 @@ class Engine:
         return tuple(sorted({self._key_of(layer) for layer in self.layers}))
 
     def _key_of(self, layer: Layer) -> str:
-        with self.deciding(LAYER_UNCHECKED, [layer]):
+        with self.deciding(LAYER_NOT_CHECKED, [layer]):
             return layer.cache_key()
         return layer.cache_key()  # of a stopped layer: nothing is read
 
     def not_loaded(self) -> None:
         """Tell the other ranks, which wait for this rank's choice, that its model could not be loaded."""
-        _tell(lambda: timing.hand_over_nothing(self.config, self.settings))
+        _hand_over_in_background(lambda: timing.hand_over_nothing(self.config, self.settings))
 
     # The model has other weights.
 
@@ -242,21 +250,15 @@ class Engine:
                 return
         outcomes = self._outcomes()
         with log.warned("the status could not be corrected"):
-            fallen, again = self.status.update(outcomes)
-            for code, message in dict.fromkeys(fallen.values()):
-                names = [name for name, why in fallen.items() if why == (code, message)]
-                since = f"{len(names)} MLA layer(s) run vLLM's own attention since weights were loaded again"
-                log.say(logging.ERROR, f"{since}; {GRAPHS_KEEP}: {names[0]}: {code}: {message}")
-            if again:
-                log.say(logging.INFO, f"{len(again)} MLA layer(s) engage again since weights were loaded")
-            self.status.rewrite()
+            _say_since_reload(*self.status.update(outcomes))
 
     def _outcomes(self) -> dict[str, Outcome]:
         """Return what became of the layers so far, by name; one that cannot be asked runs vLLM's own kernels."""
         for layer in self.layers:
-            with self.deciding(LAYER_UNCHECKED, [layer]):
+            with self.deciding(LAYER_NOT_CHECKED, [layer]):
                 layer.outcome()
-        return {layer.name: layer.outcome() for layer in sorted(self.layers, key=lambda layer: layer.name)}
+        not_made = Outcome(skip=("kernel_shape", self._all_fell_back))
+        return dict.fromkeys(self.names, not_made) | {layer.name: layer.outcome() for layer in self.layers}
 
     # The model has run.
 
@@ -274,14 +276,15 @@ class Engine:
                 records.extend(ranks.exchange(record)[1])
 
         try:
-            with _then(gather):
+            with _answering(gather):
                 with self.deciding("the status is not complete", ()):
                     self._run_once()
                 with self.deciding("no status line could be made", ()):
-                    record = self.status.record = self._record()
+                    record = self._make_record()
             if record is not None:
                 self._write_down(replace(record, ranks=len(records)))
                 with self.deciding("no status line could be said", ()):
+                    self._require_engaged(records, record)
                     self._say(records or [record], record)
         finally:
             self.strict = False
@@ -298,37 +301,41 @@ class Engine:
         if compat_config.mla_modules(self.config) and not sizes:
             compat_config.run_decode_step(self.worker)
 
-    def _record(self) -> RankStatus:
+    def _make_record(self) -> RankStatus:
         cache, card = compat_config.cache_name(self.config), current_platform().arch
         integration, labels = self.our_pass.integration, compat_config.metric_labels(self.config)
         record = self.status.record_of(self._outcomes(), self.limit, cache, self.worker.rank, integration, card)
         record = replace(record, model_name=labels["model_name"], engine=labels["engine"])
         with log.warned("the reasons of skipped layers could not be kept or read"):
-            record = status.with_kept(record, self._keep_skips(record.rank))
+            record = skips.add_kept(record, self._keep_skips(record.rank))
         return record
 
-    def _say(self, records: Sequence[RankStatus | None], record: RankStatus) -> None:
-        """Say the line on rank 0, for all ranks of the engine; strict mode ends a rank all of whose layers are skipped.
+    def _require_engaged(self, records: Sequence[RankStatus | None], record: RankStatus) -> None:
+        """End the start of a rank all of whose layers are skipped; one without a layer needs another one that engaged.
 
         Raises:
-            SettingsError: strict mode, and no layer engaged.
+            SettingsError: no layer engaged, in strict mode.
         """
         anywhere = any(rank is not None and rank.engaged for rank in records)
         if not record.engaged and (record.total or not anywhere):
-            self.end_strict_start(status.line.of(record))
+            self.end_strict_start(status_line(record))
+
+    def _say(self, records: Sequence[RankStatus | None], record: RankStatus) -> None:
+        """Say the line on rank 0, for all ranks of the engine."""
         if record.rank == 0:
-            found = status.record.of_engine(records)
-            level = logging.INFO if found.record.engaged and found.whole else logging.WARNING
+            merged = merge_ranks(records)
+            level = logging.INFO if merged.record.engaged and merged.whole else logging.WARNING
             # Every engine of a process has its line said, also one that reads like the last.
-            log.say(level, status.line.of(*records, replica=compat_config.replica(self.config)))
+            log.say(level, status_line(*records, replica=compat_config.replica(self.config)))
 
     def _write_down(self, record: RankStatus) -> None:
-        """Write the status file; what fails costs a warning and nothing else."""
+        """Set the record, which later failures correct, and write its file; what fails costs only a warning."""
         with log.warned("the captured sizes could not be read"):
             sizes = compat_config.graph_sizes(self.config)
             record = replace(record, capture_sizes=tuple(sizes.captured), full_graphs=tuple(sizes.full))
+        self.status.set_record(record)
         with log.warned("the status file could not be written"):
-            self.status.write(compat_config.cache_folder(), record)
+            self.status.write(compat_config.cache_folder())
 
     def _keep_skips(self, rank: int) -> dict[str, Reason]:
         """Keep why the graphs that were compiled now left layers out, and return what earlier starts have kept.
@@ -340,20 +347,20 @@ class Engine:
         if self.status.compiled:
             left = {layer.name: layer.left_out for layer in self.layers if layer.decision.skip is None}
             skipped = {name: (skip.code, skip.message) for name, skip in left.items() if skip is not None}
-        return status.keep_skips(compat_config.cache_folder(), str(self.config.compute_hash()), rank, skipped, called)
+        return skips.keep(compat_config.cache_folder(), str(self.config.compute_hash()), rank, skipped, called)
 
     def not_warmed_up(self) -> None:
         """Tell the other ranks, which wait for this rank's status, that its warm-up has failed.
 
         The graphs that it has compiled may be loaded by the next start, which then needs the reasons of skipped layers.
         """
-        _tell(lambda: ranks.exchange(None))
+        _hand_over_in_background(lambda: ranks.exchange(None))
         with log.warned("the reasons of skipped layers could not be kept or read"):
             self._keep_skips(self.worker.rank)
 
 
 @contextmanager
-def _then(answer: Callable[[], None]) -> Iterator[None]:
+def _answering(answer: Callable[[], None]) -> Iterator[None]:
     """Give the other ranks this one's answer after the block, also after an error: they wait for it.
 
     A signal answers nobody: the others may be waiting in a collective of the block.
@@ -366,11 +373,21 @@ def _then(answer: Callable[[], None]) -> Iterator[None]:
     answer()
 
 
+def _say_since_reload(fell_back: Mapping[str, Reason], again: Sequence[str]) -> None:
+    """Say which layers fell back since weights were loaded, one line for each reason, and how many engage again."""
+    for code, message in dict.fromkeys(fell_back.values()):
+        names = [name for name, why in fell_back.items() if why == (code, message)]
+        since = f"{len(names)} MLA layer(s) run vLLM's own attention since weights were loaded again"
+        log.say(logging.ERROR, f"{since}; {GRAPHS_KEEP}: {names[0]}: {code}: {message}")
+    if again:
+        log.say(logging.INFO, f"{len(again)} MLA layer(s) engage again since weights were loaded")
+
+
 def _lacks_weight(layer: Layer) -> bool:
     return (skip := layer.not_admitted()) is not None and skip.code == "no_absorbed_weight"
 
 
-def _tell(hand_over: Callable[[], Any]) -> None:
+def _hand_over_in_background(hand_over: Callable[[], Any]) -> None:
     """Hand something over to the other ranks after a failure, and do not wait for them.
 
     vLLM must hear of the failure now, and a rank may wait for another one that has failed.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON files: each is one dataclass with a stamp that says where it comes from. Locks, and the sources' fingerprint.
+"""JSON files: each is one dataclass with a stamp that says where it comes from. And the fingerprint of the sources.
 
 A record is a frozen dataclass whose field ``evidence`` is made by ``stamped``. Only ``read`` and ``write`` know its
 JSON; everything else uses the record's fields.
@@ -7,7 +7,7 @@ JSON; everything else uses the record's fields.
 Imports neither torch, vLLM nor AITER: versions come from the metadata of what is installed.
 """
 
-import fcntl
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -18,13 +18,13 @@ import secrets
 import socket
 import stat
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from filelock import FileLock, Timeout
 from pydantic import TypeAdapter, ValidationError
 
 from vllm_aiter_mla import __version__
@@ -37,6 +37,8 @@ KEY = "evidence"
 """The stamp's key in a record."""
 LARGEST = 2**22
 """Bytes of a file that are read; the skips of 61 layers take some 10 kB."""
+UNUSED_S = 90 * 24 * 3600
+"""Seconds after which a file that one start keeps for the next may go, if none has read or written it."""
 NO_GRAPHS = frozenset({"status", "commands", "verify"})
 """Parts of the package that change neither a graph nor a number; a change there must not recompile a model."""
 # Open files of this process, which are links by their nature: ``--json /dev/stdout``, or a shell's ``>(...)``.
@@ -147,6 +149,37 @@ def write_text(path: Path, text: str) -> None:
             raise
 
 
+def keep(path: Path, record: Any, kind: str) -> None:
+    """Write a record for later starts, and remove others of its kind that no start has used for ``UNUSED_S``.
+
+    A card, a build or a host that is gone leaves its files behind. The age tells, and not who wrote a file: another
+    container that shares the folder may have another build. A start uses such a file once, so none is using one that
+    is so old.
+
+    Args:
+        path: of the file; its folder is made if it is missing.
+        record: what is kept.
+        kind: pattern of the names of such files.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path, record)
+    for other in path.parent.glob(kind):
+        with contextlib.suppress(OSError):  # another start removes it too, or another user owns it
+            if time.time() - other.lstat().st_mtime > UNUSED_S:
+                other.unlink()
+
+
+def read_kept(cls: type[Record], path: Path) -> Record:
+    """Return the record that an earlier start has kept in ``path``, and note that it is used; raises as ``read``."""
+    record = read(cls, path)
+    with contextlib.suppress(OSError):  # another user's
+        os.utime(path, follow_symlinks=False)
+    return record
+
+
 def read(cls: type[Record], path: Path) -> Record:
     """Return the record in ``path``, without following a symlink.
 
@@ -213,59 +246,6 @@ def stamp_in(data: Any) -> tuple[str, Any]:
 @functools.cache
 def _adapter(cls: Any) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
-
-
-# Locks tell whether the process that wrote a file still lives: a process id does not, because in a container every
-# front end is process 1. The kernel releases a lock when its process ends, however it ends.
-TAKEN_S = 0.1  # another process may hold a lock for the instant in which it asks whether somebody holds it
-_held: dict[tuple[int, Path], FileLock] = {}  # by process: a forked one does not hold the locks of its parent
-
-
-def hold(lock: Path) -> bool:
-    """Hold a lock file until ``release`` or the end of this process; return False if another process holds it.
-
-    Raises:
-        OSError: the file cannot be made or locked.
-    """
-    mine = (os.getpid(), lock)
-    if mine not in _held:
-        made = FileLock(lock, timeout=TAKEN_S)
-        try:
-            made.acquire(poll_interval=TAKEN_S / 5)
-        except Timeout:
-            if not lock.exists():  # nobody holds it: FileLock has waited for a folder that takes no file
-                raise FileNotFoundError(f"{lock} cannot be made") from None
-            return False
-        _held[mine] = made
-    return True
-
-
-def release(lock: Path) -> None:
-    """Remove a lock file that this process holds, and let go of it."""
-    lock.unlink(missing_ok=True)
-    _held.pop((os.getpid(), lock)).release()
-
-
-def is_held(lock: Path, remove: bool = False) -> bool | None:
-    """Return whether a living process holds a lock file, None if that cannot be told; ``remove`` it if none does."""
-    # To ask, reading and a shared lock are enough: the file may be another user's, and two that ask do not meet.
-    mode, kind = (os.O_RDWR, fcntl.LOCK_EX) if remove else (os.O_RDONLY, fcntl.LOCK_SH)
-    try:
-        probe = os.open(lock, mode | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        return False if isinstance(error, FileNotFoundError) else None
-    try:
-        fcntl.flock(probe, kind | fcntl.LOCK_NB)  # FileLock's kind of lock
-        if os.fstat(probe).st_nlink == 0:  # removed since it was opened: there may be a new one
-            return is_held(lock, remove)
-        if remove:  # while it is locked: who has just opened the file sees that it is gone, and makes a new one
-            lock.unlink(missing_ok=True)
-        fcntl.flock(probe, fcntl.LOCK_UN)  # also for a process that was forked meanwhile
-        return False
-    except OSError as error:
-        return True if isinstance(error, BlockingIOError) else None
-    finally:
-        os.close(probe)
 
 
 def is_device(path: Path) -> bool:

@@ -14,7 +14,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from vllm_aiter_mla import admission, status
+from vllm_aiter_mla import admission
 from vllm_aiter_mla.admission import ConfigView, Engage, Skip
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, patches, release
@@ -27,7 +27,8 @@ from vllm_aiter_mla.settings import (
     near_misses,
     set_options,
 )
-from vllm_aiter_mla.status import gauge
+from vllm_aiter_mla.status import gauge, status_files
+from vllm_aiter_mla.status.record import record_of_skipped_engine
 
 
 def apply(vllm_config: Any) -> Engage | Skip | None:
@@ -89,7 +90,7 @@ def _pass(vllm_config: Any, engage: Engage, settings: Settings) -> Any:
     from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 
     with log.warned(f"the gauge {gauge.NAME} is not available"):
-        gauge.show(compat_config.cache_folder())
+        gauge.register_metrics(compat_config.cache_folder())
     chained = compat_config.wrapped_pass(vllm_config.compilation_config)
     return AiterMLAPipeline(
         vllm_config, limit=engage.limit, settings=settings, chained=chained, integration=engage.integration
@@ -108,10 +109,10 @@ def _skip(facts: ConfigView, skip: Skip, settings: Settings) -> None:
     log.say_once(logging.WARNING, line)
     # The workers run nothing of ours then, so the process that built the config writes one record for all ranks.
     with log.warned("the status file could not be written"):
-        record = status.record.record_of_skipped_engine(skip.code, skip.message, facts.layers, facts.kv_cache_dtype)
+        record = record_of_skipped_engine(skip.code, skip.message, facts.layers, facts.kv_cache_dtype)
         record = replace(record, model_name=facts.model_name, engine=facts.engine)
-        gauge.show(compat_config.cache_folder())
-        status.record.write(compat_config.cache_folder(), record)
+        gauge.register_metrics(compat_config.cache_folder())
+        status_files.write(compat_config.cache_folder(), record)
 
 
 def _lines(facts: ConfigView, engage: Engage, settings: Settings) -> list[str]:

@@ -16,9 +16,9 @@ NAMES = ("plan", "engine", "prefill", "decode")
 
 
 def outcomes(folder: Path, mutation: str = "", ranks: int = 1, *typed: str) -> dict[str, Step]:
-    asked = check.context(folder / "model", check.environment(folder / "inductor", mutation, ranks))
-    asked.arguments += ("-tp", str(ranks), *typed)
-    return {name: steps.STEPS[name].run(asked) for name in NAMES}
+    asked = check.with_arguments(check.context(folder / "model"), "-tp", str(ranks), *typed)
+    with check.engines_on_this_cpu(check.environment(folder / "inductor", mutation, ranks)):
+        return {name: steps.STEPS[name].run(asked) for name in NAMES}
 
 
 @pytest.mark.wide

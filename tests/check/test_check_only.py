@@ -157,7 +157,7 @@ def says_what_it_does(monkeypatch, capfd, seconds=LONG_S):
 
     def works(context):
         beats.acquire()
-        context.now("the third case")
+        context.progress.doing("the third case")
         assert all(beats.acquire(timeout=seconds) for _ in range(2)), "it is mute"
         return Step("passed", "")
 
@@ -262,8 +262,48 @@ def test_a_side_that_fails_ends_the_other(tmp_path):
             off.append(error.how)
 
     with pytest.raises(RuntimeError, match="planted"):
-        steps._both(answer)
+        check.both(answer)
     assert off == ["was ended by SIGKILL"]
+
+
+def test_a_side_that_has_not_started_its_process_when_the_other_fails_is_ended_too(monkeypatch, tmp_path):
+    """It is between two of its own processes, or about to start the first."""
+    looked, off, end_calls = threading.Event(), [], process.end_calls
+
+    def noted():
+        end_calls()
+        looked.set()
+
+    def answer(side):
+        if side == "on":
+            raise RuntimeError("planted")
+        assert looked.wait(LONG_S)
+        try:
+            off.append(process.call(f"{__name__}:runs_until", str(tmp_path / "released")))
+        except process.EndedError as error:
+            off.append(error.how)
+
+    monkeypatch.setattr(process, "end_calls", noted)
+    monkeypatch.setattr(process, "LOOK_S", 0.05)
+    with pytest.raises(RuntimeError, match="planted"):
+        check.both(answer)
+    assert off == ["was ended by SIGKILL"]
+
+
+@pytest.mark.mutation
+def test_mutation_one_look_for_processes_of_the_other_side_is_caught(monkeypatch, tmp_path):
+    waits, wait = [], check.wait
+
+    def once(sides, **how):
+        waits.append(how)
+        if len(waits) == 1:
+            return wait(sides, **how)
+        (tmp_path / "released").touch()
+        return wait(sides)
+
+    monkeypatch.setattr(check, "wait", once)
+    with pytest.raises(AssertionError, match=r"\[True\] == "):
+        test_a_side_that_has_not_started_its_process_when_the_other_fails_is_ended_too(monkeypatch, tmp_path)
 
 
 @pytest.mark.mutation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -24,9 +25,9 @@ from tests.support.statuses import record_of
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands import machine, outputs, process
-from vllm_aiter_mla.commands.check import engine, idle, kernels, steps, timing
+from vllm_aiter_mla.commands.check import distance, engine, engine_steps, idle, kernels, steps, timing
 from vllm_aiter_mla.commands.check import run as command
-from vllm_aiter_mla.commands.check.context import Context
+from vllm_aiter_mla.commands.check.context import CheckOptions, Context
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.machine import Check
 from vllm_aiter_mla.commands.main import app
@@ -42,20 +43,20 @@ NO_CUSTOM_AR = "VLLM_ROCM_USE_AITER_CUSTOM_AR=0"
 LOOK = machine.run  # ``card`` replaces it
 ENVIRONMENTS = ("machine", "kernels", "timing", "off", "on")
 """The steps and the engines that get variables, as ``card`` notes them."""
-STEP = (3, {3: -0.5, 4: -1.0})
-ANSWER = {
-    "scenarios": {"short": [[STEP] * 20]},
-    "prefill": {"short": [[-0.5] * 20]},
-    "batches": {name: [[[-0.5, -0.5]] * 20] * 2 for name in engine.PREFILLS},
-    "seconds": {name: [0.09, 0.02, 0.02] for name in engine.PREFILLS},
-    "launches": 40,
-    "status": [
+TOKEN = (3, {3: -0.5, 4: -1.0})
+ANSWER = engine.EngineAnswer(
+    generated={"short": [[TOKEN] * 20]},
+    prefilled={"short": [[-0.5] * 20]},
+    prompts={name: [[[-0.5, -0.5]] * 20] * 2 for name in engine.PREFILLS},
+    seconds={name: [0.09, 0.02, 0.02] for name in engine.PREFILLS},
+    launches=40,
+    ranks=(
         replace(
             record_of(["layer"], 16, "fp8", 0), engaged={"layer": "aiter"}, skipped={},
             decided=(Decided(("layer",), ((1, 16, "aiter"),), ()),),
-        )
-    ],
-}  # fmt: skip
+        ),
+    ),
+)  # fmt: skip
 
 
 def made_up_plan(**changes: Any) -> dict[str, Any]:
@@ -72,8 +73,7 @@ ASK, RUN = model.ask, engine.run
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A card on which every step passes; a test replaces what it breaks."""
-    answers = {side: deepcopy(ANSWER) for side in ("off", "on")}
-    answers["on"]["launches"] = 38
+    answers = {"off": deepcopy(ANSWER), "on": replace(deepcopy(ANSWER), launches=38)}
     made: dict[str, Any] = {"plan": made_up_plan(), "answers": answers, "checks": (Check("ok", "fine"),)}
     made["results"] = [Result("fresh-data", "fp8", "aiter", "graph capture")]
     row = timing.row_of(1, 16, "fp8", {"vllm": 10.0, "triton": 5.0}, {})
@@ -90,10 +90,15 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return made
 
 
-OF_A_SHAPE = ("kernels", "timing", "engine", "launches")
+NEED_A_SHAPE = ("kernels", "timing", "engine", "launches")
 CALLED = {f"{kernels.__name__}:run": "kernels", f"{timing.__name__}:run": "timing"}
 CALLED_BY = {"timing": "timed", "engine": "on"}
 """What ``card`` notes of a step that ran."""
+
+
+def let_answer(card: dict[str, Any], side: str, **changes: Any) -> None:
+    """Let the engine of one side answer otherwise."""
+    card["answers"][side] = replace(card["answers"][side], **changes)
 
 
 def verified(results: list[Result]) -> Verification:
@@ -102,7 +107,8 @@ def verified(results: list[Result]) -> Verification:
 
 
 def outcomes(**options: Any) -> dict[str, Step]:
-    found = {step.name: step for step in command.carried_out(Context(model.find("deepseek-r1"), **options))}
+    asked = Context(CheckOptions(model.find("deepseek-r1"), **options))
+    found = {step.name: step for step in command.carried_out(asked)}
     return {name: replace(step, seconds=0.0) for name, step in found.items()}
 
 
@@ -178,13 +184,13 @@ def nothing_is_timed(card: dict[str, Any]) -> None:
 
 
 def other_tokens(card: dict[str, Any]) -> None:
-    card["answers"]["on"]["scenarios"]["short"] = [[(4, {4: -0.1, 3: -3.0})] * 20]
-    card["answers"]["on"]["prefill"]["short"] = [[-0.1] * 20]
+    card["answers"]["on"].generated["short"] = [[(4, {4: -0.1, 3: -3.0})] * 20]
+    card["answers"]["on"].prefilled["short"] = [[-0.1] * 20]
 
 
 def log_probabilities_apart(card: dict[str, Any]) -> None:
-    card["answers"]["on"]["scenarios"]["short"] = [[(3, {3: -1.5, 4: -3.0})] * 20]
-    card["answers"]["on"]["prefill"]["short"] = [[-1.5] * 20]
+    card["answers"]["on"].generated["short"] = [[(3, {3: -1.5, 4: -3.0})] * 20]
+    card["answers"]["on"].prefilled["short"] = [[-1.5] * 20]
 
 
 def three_roundings_above_the_limit(card: dict[str, Any]) -> None:
@@ -207,34 +213,33 @@ def a_row_of_another_request(card: dict[str, Any]) -> None:
 
 def other_prompts(card: dict[str, Any], name: str, count: int, other: float = -0.501) -> None:
     """Give so many of the twenty prompts another log-probability with the flag on."""
-    card["answers"]["on"]["batches"][name] = [[[-0.5, other]] * count + [[-0.5, -0.5]] * (20 - count)] * 2
+    card["answers"]["on"].prompts[name] = [[[-0.5, other]] * count + [[-0.5, -0.5]] * (20 - count)] * 2
 
 
 def nothing_engaged(card: dict[str, Any]) -> None:
-    card["answers"]["on"]["status"] = [record_of(["layer"], 16, "fp8", 0)]
+    let_answer(card, "on", ranks=(record_of(["layer"], 16, "fp8", 0),))
 
 
 def a_rank_without_a_status(card: dict[str, Any]) -> None:
-    answer = card["answers"]["on"]
-    answer["status"] = [replace(answer["status"][0], ranks=2)]
+    let_answer(card, "on", ranks=(replace(ANSWER.ranks[0], ranks=2),))
 
 
 def a_broken_decode_on_both_sides(card: dict[str, Any]) -> None:
     for answer in card["answers"].values():
-        answer["prefill"]["short"] = [[-2.5] * 20]
+        answer.prefilled["short"] = [[-2.5] * 20]
 
 
 def a_decode_that_is_not_a_number(card: dict[str, Any]) -> None:
-    card["answers"]["on"]["prefill"]["short"] = [[float("nan")] * 20]
+    card["answers"]["on"].prefilled["short"] = [[float("nan")] * 20]
 
 
 def a_profiler_that_sees_nothing(card: dict[str, Any]) -> None:
-    for answer in card["answers"].values():
-        answer["launches"] = 0
+    for side in ("off", "on"):
+        let_answer(card, side, launches=0)
 
 
 def an_extra_launch(card: dict[str, Any]) -> None:
-    card["answers"]["on"]["launches"] = 40
+    let_answer(card, "on", launches=40)
 
 
 PLANTED: dict[str, dict[Callable[[dict[str, Any]], None], str]] = {
@@ -294,8 +299,7 @@ def test_the_timing_is_of_the_models_own_layer(card: dict[str, Any]) -> None:
 
 
 def kernels_by_tokens(card: dict[str, Any], *spans: tuple[int, int, str]) -> None:
-    answer = card["answers"]["on"]
-    answer["status"] = [replace(answer["status"][0], decided=(Decided(("layer",), spans, ()),))]
+    let_answer(card, "on", ranks=(replace(ANSWER.ranks[0], decided=(Decided(("layer",), spans, ()),)),))
 
 
 @pytest.mark.parametrize(("fastest", "status"), [("vllm", "passed"), ("aiter", "failed")])
@@ -328,7 +332,7 @@ def test_a_decode_of_vllm_that_needs_no_concat_leaves_one_launch_less_to_save(
 ) -> None:
     card["plan"] = made_up_plan(arch=arch, heads_per_rank=8)
     card["plan"]["options"]["kv_cache_dtype"] = "auto"
-    card["answers"]["on"]["launches"] = 40
+    let_answer(card, "on", launches=40)
     assert outcomes()["launches"].status == status
 
 
@@ -355,7 +359,7 @@ def test_prompts_with_the_same_bytes_are_counted_and_half_of_them_may_differ_by_
 def test_mutation_prefill_rows_without_a_bound_hide_three_roundings(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "MOST_UNEQUAL", 1.0)
+    monkeypatch.setattr(distance, "MOST_UNEQUAL", 1.0)
     with pytest.raises(AssertionError, match="'passed' == 'failed'"):
         test_prompts_with_the_same_bytes_are_counted_and_half_of_them_may_differ_by_a_rounding(
             card, engine.ABOVE, 20, "failed"
@@ -363,7 +367,7 @@ def test_mutation_prefill_rows_without_a_bound_hide_three_roundings(
 
 
 def test_an_engine_that_does_not_repeat_itself_is_held_to_its_own_noise(card: dict[str, Any]) -> None:
-    card["answers"]["off"]["batches"][engine.ABOVE] = [[[-0.5, -0.5]] * 20, [[-0.5, -0.502]] * 20]
+    card["answers"]["off"].prompts[engine.ABOVE] = [[[-0.5, -0.5]] * 20, [[-0.5, -0.502]] * 20]
     three_roundings_above_the_limit(card)
     assert outcomes()["prefill"].status == "passed"
 
@@ -375,11 +379,10 @@ def test_an_engine_that_does_not_repeat_itself_is_held_to_its_own_noise(card: di
 def test_a_slower_step_with_prefill_rows_is_a_warning_on_a_card_and_no_failure(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, name: str, on_card: bool, median_s: float, status: str
 ) -> None:
-    card["answers"]["on"]["seconds"] |= {name: [0.01, median_s, 0.5]}
-    asked = Context(model.find("deepseek-r1"))
-    asked.answers = card["answers"]
+    card["answers"]["on"].seconds[name] = [0.01, median_s, 0.5]
+    asked = Context(answers=card["answers"])
     monkeypatch.setattr(device.card(), "is_there", lambda: on_card)
-    found = steps.prefill_rows(asked)
+    found = engine_steps.compare_prefill_rows(asked)
     assert (found.status, name in found.detail) == (status, status == "warning")
     assert found.data[name]["on_ms"] == pytest.approx(1e3 * median_s)
     assert command.exit_status([found], on_cpu=True) == 0
@@ -391,11 +394,12 @@ def test_short_prompts_fill_one_step_and_are_as_short_as_the_requests_allow(
 ) -> None:
     lengths = engine.short_prompts(total, requests, longest)
     if not lengths:
-        assert total < engine.SHORTEST or total > requests * longest or total // engine.SHORTEST * longest < total
+        shortest = engine.SHORTEST_PROMPT
+        assert total < shortest or total > requests * longest or total // shortest * longest < total
         return
     assert (sum(lengths), len(lengths) <= requests, max(lengths) <= longest) == (total, True, True)
-    assert min(lengths) >= engine.SHORTEST
-    assert len(lengths) == requests or max(lengths) - engine.SHORTEST < 3
+    assert min(lengths) >= engine.SHORTEST_PROMPT
+    assert len(lengths) == requests or max(lengths) - engine.SHORTEST_PROMPT < 3
 
 
 def test_every_step_has_a_planted_fault() -> None:
@@ -425,20 +429,20 @@ def test_a_model_without_mla_fails_its_plan_and_runs_nothing_on_the_card(card: d
     card["plan"]["model"]["kinds"] = []
     found = outcomes()
     assert failed(found) == ["plan"]
-    assert {found[name].status for name in OF_A_SHAPE} == {"skipped"}
+    assert {found[name].status for name in NEED_A_SHAPE} == {"skipped"}
 
 
 def test_field_f5_a_plan_that_is_not_known_does_not_pass(card: dict[str, Any]) -> None:
     """vLLM could not build the layers here: no step takes their missing shape for one."""
     answer = plans.made_up_answer()
     skip, facts = Skip("not_known", "no such kernel"), replace(answer.model, listed_layers=61)
-    made = build.build(replace(answer, model=facts, layers=[], skip=skip), plans.ABOUT, model.environment((), {}))
+    made = build.build(replace(answer, model=facts, layers=[], skip=skip), plans.VLLM, model.environment((), {}))
     card["plan"] = json.loads(files.text_of(made))
     found = outcomes(strict=True)
     assert (card["plan"]["outcome"], found["plan"].status, failed(found)) == ("unknown", "unknown", [])
     assert command.exit_status([*found.values()], on_cpu=True) == outputs.NOT_LOOKED
     assert found["issues"] == Step("skipped", "not looked up: the plan is not known", name="issues")
-    others = {found[name].detail for name in OF_A_SHAPE}
+    others = {found[name].detail for name in NEED_A_SHAPE}
     assert others == {"the plan is not known"}
     assert found["decode"].status == "skipped"
 
@@ -491,25 +495,60 @@ def test_a_card_in_use_stops_the_steps_that_need_it(
 def test_mutation_cards_of_an_engine_that_are_counted_wrongly_are_caught(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, row: Any
 ) -> None:
-    monkeypatch.setattr(steps, "cards_of", lambda plan: 1 if row[-1] else 8)
+    monkeypatch.setattr(engine_steps, "cards_of", lambda plan: 1 if row[-1] else 8)
     with pytest.raises(AssertionError, match="'passed', False" if row[-1] else "'unknown', True"):
         test_a_card_in_use_stops_the_steps_that_need_it(card, monkeypatch, *row)
 
 
 def test_what_is_left_out_of_the_engine_is_said(card: dict[str, Any]) -> None:
-    card["answers"]["on"]["left_out"] = ["--data-parallel-size", "--nnodes"]
+    let_answer(card, "on", left_out=("--data-parallel-size", "--nnodes"))
     (line,) = [line for line in outcomes()["engine"].lines if "left out" in line]
     assert "--data-parallel-size, --nnodes" in line
 
 
-def test_the_kernels_are_verified_at_the_models_sizes_and_a_failure_repeats_with_them(card: dict[str, Any]) -> None:
+def test_the_kernels_are_verified_at_the_models_sizes(card: dict[str, Any]) -> None:
     card["plan"] |= {"heads_per_rank": 20, "absorb_weight": "mxfp4", "limit": 512}
     outcomes()
     asked = card["asked"]
     assert (asked["sizes"]["heads"], asked["limit"], asked["weights"], asked["quick"]) == (20, 512, "mxfp4", True)
-    assert {"--heads 20", "--limit 512", "--weights mxfp4"} < set(asked["again"])
-    outcomes(on_cpu=True)
-    assert card["asked"]["again"] == ("--quick", "--device cpu")
+
+
+def repeats_with_the_same_sizes(card: dict[str, Any], typed: list[str]) -> None:
+    """Check that the command which repeats a failed case asks for that case as it ran."""
+    runner = CliRunner()
+    runner.invoke(app, ["check", *typed, "--only", "kernels", "--backend", "aiter", "--data-seed", "3"])
+    first = card["asked"]
+    made = session.Session(model=first["model"], again=first["again"])
+    failed = made.command(Result("fresh-data", "fp8", "aiter", "", 7))
+    done = runner.invoke(app, shlex.split(failed)[1:])
+    assert "kernels" in done.output, failed
+    selected = {"case": ("fresh-data",), "variant": ("fp8",), "seed": 7}
+    assert card["asked"] == first | selected, failed
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["deepseek-r1", "-tp", "8", "--env", "VLLM_MLA_DISABLE=0"],
+        ["deepseek-r1", "--limit", "512", "--long-run", "8", "-cc.cudagraph_capture_sizes=[1, 2]"],
+        ["deepseek-r1", "--arch", "gfx950", "--device", "cpu"],
+        ["--heads", "5", "--nope", "64", "--v", "32", "--weights", "mxfp4", "--quick"],
+        ["--small", "--emulated"],
+    ],
+    ids=" ".join,
+)
+def test_a_failed_case_repeats_with_the_sizes_that_it_had(card: dict[str, Any], typed: list[str]) -> None:
+    """Also with those that no option gives: the rotated width and the latent of the model."""
+    card["plan"]["model"]["kinds"][0].update(rope=32, latent=256)
+    repeats_with_the_same_sizes(card, typed)
+
+
+@pytest.mark.mutation
+def test_mutation_a_command_without_the_model_is_caught(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    command_of = session.Session.command
+    monkeypatch.setattr(session.Session, "command", lambda made, result: command_of(replace(made, model=""), result))
+    with pytest.raises(AssertionError, match="--only kernels"):
+        test_a_failed_case_repeats_with_the_sizes_that_it_had(card, ["deepseek-r1"])
 
 
 def test_a_known_issue_is_a_warning_with_its_link_and_a_failure_in_strict_mode(card: dict[str, Any]) -> None:
@@ -533,10 +572,10 @@ def test_a_step_that_raises_has_failed_and_the_next_one_runs(
     ("function", "step", "said", "skipped"),
     [
         (f"{machine.__name__}:{machine.examine.__name__}", "machine", "its process {how}: {line}", []),
-        (model.ANSWER, "plan", "vLLM {how}", [*steps.STEPS][2:]),
+        (model.PLANS, "plan", "vLLM {how}", [*steps.STEPS][2:]),
         (f"{idle.__name__}:{idle.why_not.__name__}", "timing", "its process {how}: {line}", []),
         (f"{engine.__name__}:{engine.answer.__name__}", "engine",
-         "its process of vLLM's engine, flag on, {how}: {line}", ["prefill", "decode", "launches"]),
+         "vLLM's engine with the flag on {how}: {line}", ["prefill", "decode", "launches"]),
     ],
 )  # fmt: skip
 def test_a_step_whose_process_ends_has_failed_and_the_record_says_how(
@@ -580,7 +619,13 @@ def test_the_page_of_a_check_shows_its_steps_and_what_plan_kernels_and_timing_fo
     done = CliRunner().invoke(app, ["check", "deepseek-r1", "--html", str(page)])
     assert done.exit_code == 1, done.output
     text = page.read_text()
-    for shown in ("engine FAILED", "deepseek-r1: the steps", "token by token", "Kernels of one decode step", "<svg"):
+    for shown in (
+        '<span class="word bad">failed</span>',
+        "deepseek-r1: the steps",
+        "token by token",
+        "Kernels of one decode step",
+        "<svg",
+    ):
         assert shown in text, shown
 
 
@@ -594,14 +639,14 @@ def test_a_wrong_model_or_option_exits_2_and_is_named(arguments: list[str], name
 
 
 def test_rounding_does_not_explain_a_run_without_tokens() -> None:
-    assert not engine.explained(engine.Figures())
-    assert engine.explained(replace(engine.Figures(), tokens=1, compared=1, agreed=1))
+    assert not distance.explained(distance.Figures())
+    assert distance.explained(replace(distance.Figures(), tokens=1, compared=1, agreed=1))
 
 
 def vllm_is_faster(card: dict[str, Any]) -> None:
     record = record_of(["layer"], 16, "fp8", 0)
-    card["answers"]["on"]["status"] = [replace(record, skipped={"layer": (steps.VLLM_FASTER, "it is faster")})]
-    card["answers"]["on"]["launches"] = 40
+    skipped = {"layer": (engine_steps.VLLM_FASTER, "it is faster")}
+    let_answer(card, "on", ranks=(replace(record, skipped=skipped),), launches=40)
 
 
 def test_a_card_on_which_vllm_is_faster_does_not_fail_and_has_an_exit_status_of_its_own(card: dict[str, Any]) -> None:
@@ -620,24 +665,24 @@ def test_over_an_fp8_cache_an_engine_may_differ_by_what_the_cast_does_to_vllms_o
     """Each token is another one here, as a random model's may be: only the size of the differences is judged."""
     card["plan"]["options"]["kv_cache_dtype"] = "fp8"
     for answer in card["answers"].values():
-        answer["prefill"]["short"] = [[-0.67] * 20]
-    other = (4, {3: STEP[1][3] - apart, 4: STEP[1][4] + apart})
-    card["answers"]["on"]["scenarios"]["short"] = [[other] * 20]
-    card["answers"]["on"]["prefill"]["short"] = [[-1.0] * 20]
+        answer.prefilled["short"] = [[-0.67] * 20]
+    other = (4, {3: TOKEN[1][3] - apart, 4: TOKEN[1][4] + apart})
+    card["answers"]["on"].generated["short"] = [[other] * 20]
+    card["answers"]["on"].prefilled["short"] = [[-1.0] * 20]
     assert outcomes()["engine"].status == status
 
 
 def test_over_an_fp8_cache_fifteen_right_requests_do_not_hide_a_wrong_one() -> None:
-    right, noise = [STEP] * 20, 0.17
-    wrong = [(STEP[0], {token: logprob - 0.27 for token, logprob in STEP[1].items()})] * 20
-    assert engine.explained(engine.figures([right] * 16, [right] * 16), noise)
-    assert not engine.explained(engine.figures([right] * 16, [right] * 15 + [wrong]), noise)
+    right, noise = [TOKEN] * 20, 0.17
+    wrong = [(TOKEN[0], {token: logprob - 0.27 for token, logprob in TOKEN[1].items()})] * 20
+    assert distance.explained(distance.figures([right] * 16, [right] * 16), noise)
+    assert not distance.explained(distance.figures([right] * 16, [right] * 15 + [wrong]), noise)
 
 
 def test_a_noise_that_is_a_fault_explains_nothing() -> None:
-    apart = replace(engine.Figures(), tokens=1, compared=1, mean_abs_dlogprob=0.6)
-    assert not engine.explained(apart, math.inf)
-    assert engine.explained(replace(apart, mean_abs_dlogprob=0.4), math.inf)
+    apart = replace(distance.Figures(), tokens=1, compared=1, mean_abs_dlogprob=0.6)
+    assert not distance.explained(apart, math.inf)
+    assert distance.explained(replace(apart, mean_abs_dlogprob=0.4), math.inf)
 
 
 def test_on_a_card_a_reference_that_is_compared_with_itself_does_not_pass(card: dict[str, Any]) -> None:
@@ -646,8 +691,8 @@ def test_on_a_card_a_reference_that_is_compared_with_itself_does_not_pass(card: 
 
 
 def test_prefill_that_has_nothing_to_compare_does_not_pass(card: dict[str, Any]) -> None:
-    for answer in card["answers"].values():
-        answer["batches"] = {name: [[], []] for name in answer["batches"]}
+    for side in ("off", "on"):
+        let_answer(card, side, prompts={name: [[], []] for name in engine.PREFILLS})
     assert outcomes()["prefill"].status == "skipped"
 
 

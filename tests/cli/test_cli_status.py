@@ -11,12 +11,13 @@ from typer.testing import CliRunner
 
 from tests.support.bad_files import BAD
 from tests.support.statuses import record_of
-from vllm_aiter_mla import files, status
+from vllm_aiter_mla import files
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.serving.decision import PASSED, Checked, Figures, LayerFacts, Offer, decide
 from vllm_aiter_mla.settings import Settings
-from vllm_aiter_mla.status.record import Timed
+from vllm_aiter_mla.status import status_files
+from vllm_aiter_mla.status.record import Decided, RankStatus, Timed, record_of_skipped_engine
 
 NAMES = ("model.layers.0.attn", "model.layers.1.attn")
 TIMED = (Timed("16 heads", NAMES, ((1, 64, "triton"),), {64: {"triton": 5.0, "vllm": 10.0}}),)
@@ -27,8 +28,8 @@ def folder(tmp_path, monkeypatch):
     """The folder of the plugin's files, in which this process is every server that lives."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     for run in ("7-a", "8-b"):
-        monkeypatch.setenv(status.record.RUN, run)
-        status.record.join_run(tmp_path / "aiter_mla")
+        monkeypatch.setenv(status_files.RUN, run)
+        status_files.join_run(tmp_path / "aiter_mla")
     return tmp_path / "aiter_mla"
 
 
@@ -61,8 +62,8 @@ def test_layer_prints_what_was_decided_and_why_each_other_kernel_does_not_run(fo
     figures = Figures({64: {"aiter": [4.0] * 4, "triton": [5.0] * 4, "vllm": [9.0] * 4}})
     checks = {"aiter": Checked("aiter: self-check FAILED: q nope"), "triton": PASSED}
     found = decide(LayerFacts(None, offers, (512,)), checks, figures, Settings())
-    record = files.read(status.record.RankStatus, path := write(folder, "7-a", "0", 0))
-    decided = status.record.Decided(NAMES, found.kernels, found.passed_over)
+    record = files.read(RankStatus, path := write(folder, "7-a", "0", 0))
+    decided = Decided(NAMES, found.kernels, found.passed_over)
     files.write(path, replace(record, decided=(decided,)))
     printed = CliRunner().invoke(app, ["status", "--layer", "layers.1"]).output
     assert re.search(r"layers\.1\.attn, rank 0\n +1\.\.512 tokens +triton\n", printed)
@@ -130,7 +131,7 @@ def test_layer_names_what_could_not_be_read_before_it_calls_a_name_wrong(folder)
 
 
 def test_layer_of_a_skipped_engine_is_answered_with_its_reason(folder):
-    record = status.record.record_of_skipped_engine("dcp", "made up", (0, 1), "fp8")
+    record = record_of_skipped_engine("dcp", "made up", (0, 1), "fp8")
     files.write(folder / "status-7-a-0-0.json", replace(record, run="7-a"))
     found = run("--layer", "layers.1")
     assert (found.exit_code, "dcp: made up" in found.stdout, found.stderr) == (1, True, "")

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from tests.support import in_process, plans
 from tests.support.planted import raising
 from tests.support.statuses import record_of
-from vllm_aiter_mla import __version__, files, status
+from vllm_aiter_mla import __version__, files
 from vllm_aiter_mla.commands import machine, outputs
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.check.context import Arch
@@ -23,6 +24,7 @@ from vllm_aiter_mla.commands.check.run import Run
 from vllm_aiter_mla.commands.main import COMMANDS, app
 from vllm_aiter_mla.commands.plan import model
 from vllm_aiter_mla.kernels import device
+from vllm_aiter_mla.status import status_files
 
 KERNELS = ("--only", "kernels", "--device", "cpu")
 ONE_CASE = (*KERNELS, "--quick", "--backend", "reference", "--case", "fresh-data", "--variant", "bf16")
@@ -47,8 +49,8 @@ def plan_says(outcome):
 def a_server(engaged):
     def plant(monkeypatch, folder):
         monkeypatch.setenv("VLLM_CACHE_ROOT", str(folder))
-        monkeypatch.setenv(status.record.RUN, "7-a")
-        status.record.join_run(folder / "aiter_mla")
+        monkeypatch.setenv(status_files.RUN, "7-a")
+        status_files.join_run(folder / "aiter_mla")
         record = replace(record_of(["layer"], 16, "auto", 0), run="7-a", engaged={"layer": "triton"}, skipped={})
         left = replace(record, engaged={}, skipped={"layer": ("dcp", "made up")})
         files.write(folder / "aiter_mla" / "status-7-a-0-0.json", record if engaged else left)
@@ -151,6 +153,13 @@ def test_the_outcome_of_a_plan_is_in_the_json_and_the_exit_status_is_its(monkeyp
         ((*PLAN, "--tokens", "1", "--port", "1"), "--tokens 1: "),
         (("--only", "timing", "--tokens", "1", "--port=1"), "--port=1 "),
         (("deepseek-r1", "--heads", "8", "--heads", "16"), "--heads 8 16: "),
+        (("--heads", "8", "--heads", "16", "--only", "timing,kernels"), "--heads 8 16: "),
+        (("--only", "machine,kernels", "--backend", "triton", "--backend", "x?"), "--backend x?: "),
+        (("--only", "machine,kernels", "--case", "x?"), "--case x?: "),
+        (("--only", "machine,kernels", "--variant", "x?"), "--variant x?: "),
+        (("deepseek-r1", "--variant", "fp8-weight"), "--variant fp8-weight: "),
+        (("--only", "machine,kernels", "--limit", "8193"), "--limit 8193: "),
+        (("--only", "timing", "--weights", "mxfp4", "--nope", "48"), "--nope 48: "),
         (("deepseek-r1", "--model", "other"), "--model other "),
     ],
 )
@@ -159,6 +168,43 @@ def test_an_option_in_the_wrong_place_or_with_a_wrong_value_is_named_and_nothing
     done = CliRunner().invoke(app, ["check", *typed])
     assert (done.exit_code, done.stdout) == (outputs.WRONG, ""), done.output
     assert named in done.stderr.splitlines()[-1]
+
+
+def folder_gone(monkeypatch, folder):
+    """The folder of the files goes while the steps run."""
+    run = machine.run
+    monkeypatch.setattr(machine, "run", lambda *asked: shutil.rmtree(folder) or run(*asked))
+
+
+def record_too_large(monkeypatch, folder):
+    monkeypatch.setattr(files, "LARGEST", 10)
+
+
+@pytest.mark.parametrize(
+    ("harm", "option"), [(folder_gone, "--json"), (folder_gone, "--html"), (record_too_large, "--html")]
+)
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [("ok", outputs.WRONG), ("problem", outputs.FINDING), ("unknown", outputs.NOT_LOOKED)],
+)
+def test_a_file_that_cannot_be_written_at_the_end_hides_nothing_that_was_found(
+    monkeypatch, tmp_path, harm, option, status, expected
+):
+    (tmp_path / "out").mkdir()
+    machine_finds(status)(monkeypatch, tmp_path)
+    harm(monkeypatch, tmp_path / "out")
+    done = CliRunner().invoke(app, ["check", *MACHINE, option, str(tmp_path / "out" / "x")])
+    assert done.exit_code == expected, done.output
+    assert str(tmp_path / "out" / "x") in done.stderr.splitlines()[-1]
+
+
+def test_a_page_is_written_also_where_the_json_cannot_be(monkeypatch, tmp_path):
+    (tmp_path / "out").mkdir()
+    machine_finds("problem")(monkeypatch, tmp_path)
+    folder_gone(monkeypatch, tmp_path / "out")
+    asked = ["check", *MACHINE, "--json", str(tmp_path / "out" / "x"), "--html", str(tmp_path / "page.html")]
+    assert CliRunner().invoke(app, asked).exit_code == outputs.FINDING
+    assert "made up" in (tmp_path / "page.html").read_text()
 
 
 def test_exit_status_every_command_is_in_the_table():

@@ -199,6 +199,7 @@ def test_mutation_a_limit_that_telling_does_not_extend_is_caught(tmp_path, monke
         ((15, 30), None, "was silent for 20 s", 50),
         ((), 3, "had not ended 5 s after its answer", 8),
         ((15,), 33, "had not ended 5 s after its answer", 38),
+        ((4,), 3, "had not ended 5 s after its answer", 8),
     ],
 )
 def test_a_process_that_does_not_end_is_ended(tmp_path, monkeypatch, told, answered, how, after):
@@ -270,7 +271,7 @@ def test_vllms_sockets_have_a_path_that_is_short_enough(monkeypatch, length, own
 
 @pytest.mark.mutation
 def test_mutation_a_folder_that_is_too_long_for_a_socket_is_caught(monkeypatch):
-    monkeypatch.setattr(process, "LONGEST", 1000)
+    monkeypatch.setattr(process, "LONGEST_SOCKET_FOLDER", 1000)
     with pytest.raises(process.EndedError, match="AF_UNIX path too long"):
         test_vllms_sockets_have_a_path_that_is_short_enough(monkeypatch, 69, False)
 

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from importlib.metadata import distributions, entry_points
 from types import SimpleNamespace
 
@@ -13,9 +15,11 @@ from tests.sandbox import check, engine, knobs, platform, plugin
 from tests.sandbox.card import PageIndices
 from tests.sandbox.spec import Emulation, EngineSpec, PluginOptions, VllmOptions
 from tests.support import plans
-from vllm_aiter_mla import status
+from tests.support.statuses import record_of
+from vllm_aiter_mla.commands.check import engine as check_engine
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.plan import model
+from vllm_aiter_mla.status import status_files
 
 GROUP = "vllm.general_plugins"
 
@@ -27,8 +31,9 @@ def test_make_demo_plans_each_cache_and_runs_its_engine_over_each_by_both_integr
         return tuple(plans.made_up(kv_cache_dtype="fp8" if "fp8" in arguments else "auto") for arguments in asked)
 
     def engine_of(context):
-        partition = "-cc.use_inductor_graph_partition=true" in context.arguments
-        *_, integration = (one for one in context.arguments if one.startswith(f"{check.PLUGIN}integration="))
+        arguments = context.options.arguments
+        partition = "-cc.use_inductor_graph_partition=true" in arguments
+        *_, integration = (one for one in arguments if one.startswith(f"{check.PLUGIN}integration="))
         ran.append((context.plan.options.kv_cache_dtype, integration.rpartition("=")[2], partition))
         assert context.answers == {}
         return steps.Step("passed", "")
@@ -37,9 +42,29 @@ def test_make_demo_plans_each_cache_and_runs_its_engine_over_each_by_both_integr
     passing = dict.fromkeys(steps.STEPS, steps.Entry(lambda context: steps.Step("passed", "")))
     with_plan = passing | {"plan": steps.STEPS["plan"]} | dict.fromkeys(check.ENGINE, steps.Entry(engine_of))
     monkeypatch.setattr(steps, "STEPS", with_plan)
+    monkeypatch.setattr(check, "engines_on_this_cpu", lambda variables: nullcontext())
     check.main()
     ways = [(cache, *way) for way in (("module", False), ("passes", True)) for cache in ("auto", "fp8")]
     assert ran == [way for way in ways for _ in check.ENGINE]
+
+
+def test_the_sandbox_runs_both_sides_on_this_cpu_with_its_variables(monkeypatch, tmp_path):
+    """``check`` itself skips the engine without a card."""
+    rank = replace(record_of(["layer"], 16, "fp8", 0), engaged={"layer": "reference"}, skipped={})
+    sides = []
+
+    def run(folder, arguments, side, environment, layers, limit):
+        sides.append((side, environment["A_SANDBOX"], layers, arguments[-1]))
+        return check_engine.EngineAnswer({}, {}, {}, {}, 0, ranks=(rank,))
+
+    monkeypatch.setattr(check_engine, "run", run)
+    asked = check.context(tmp_path)
+    asked.plan = plans.made_up()
+    assert steps.STEPS["engine"].run(asked).status == "skipped"
+    with check.engines_on_this_cpu({"A_SANDBOX": "1"}):
+        assert steps.STEPS["engine"].run(asked).status == "passed"
+    assert sorted(sides) == [("off", "1", 4, "512"), ("on", "1", 4, "512")]
+    assert set(asked.answers) == {"off", "on"}
 
 
 def test_no_installed_package_lists_the_sandbox():
@@ -52,9 +77,9 @@ def test_no_installed_package_lists_the_sandbox():
 )
 def test_an_engine_finds_the_sandboxs_plugin_and_inherits_the_path_but_not_the_gauge(spec, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", "given")
-    monkeypatch.setenv(status.record.RUN, str(tmp_path))
+    monkeypatch.setenv(status_files.RUN, str(tmp_path))
     environment = engine.environment_for(spec, tmp_path, tmp_path)
-    assert status.record.RUN not in environment
+    assert status_files.RUN not in environment
     first, *rest = environment["PYTHONPATH"].split(os.pathsep)
     assert rest == [str(plugin.CHECKOUT), "given"]
     (found,) = distributions(path=[first])

@@ -23,6 +23,7 @@ from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.plan import formulas, issues
 from vllm_aiter_mla.kernels.triton import tiles
+from vllm_aiter_mla.status.line import status_line
 
 COMMANDS = typer.main.get_command(main.app).commands
 SHARED = {"--help", "--version"}
@@ -157,7 +158,7 @@ def test_quoted_selections_choose_tests():
 def outcome(**changes) -> str:
     engaged = {f"layer {index}": "triton" for index in range(61)}
     found = record_of(list(engaged), 1024, "fp8", 0, card="gfx942")
-    return status.line.of(*[replace(found, engaged=engaged, skipped={}, **changes)] * 8)
+    return status_line(*[replace(found, engaged=engaged, skipped={}, **changes)] * 8)
 
 
 def test_quoted_outcomes_are_what_the_status_says():
@@ -176,7 +177,7 @@ def test_quoted_outcomes_are_what_the_status_says():
 
 def test_the_readmes_launches_and_bytes_are_those_of_the_formulas():
     """DeepSeek-R1 at TP 8: 61 layers, 64 tokens, 16 heads a rank; query, cache and absorb weight in fp8."""
-    paths = formulas.paths(formulas.Step(64, 16, 128, 64, 512, 1, 1))
+    paths = formulas.paths(formulas.StepSize(64, 16, 128, 64, 512, 1, 1))
     counted = [(61 * len(path), formulas.moved(path)) for path in paths.values()]
     rows = re.findall(r"^\| (?:vLLM|plugin)[^|]*\| ([\d,]+) \| ([\d,]+) \|$", PAGES["README.md"], re.M)
     assert [tuple(int(cell.replace(",", "")) for cell in row) for row in rows] == counted

@@ -97,7 +97,7 @@ def test_every_option_choice_variable_and_example_is_documented() -> None:
 @pytest.mark.parametrize(("e", "w"), [(1, 1), (1, 2), (2, 2)])
 def test_the_documented_formulas_are_those_of_the_code(e: int, w: int) -> None:
     sizes = {"T": 64, "N": 16, "P": 128, "R": 64, "L": 512, "e": e, "w": w}
-    step = formulas.Step(*sizes.values())
+    step = formulas.StepSize(*sizes.values())
     found = {one.name: [one.read, one.written] for path in formulas.paths(step).values() for one in path}
     table = CONFIGURATION.partition("| launch | reads | writes |\n|---|---|---|\n")[2].partition("\n\n")[0]
     rows = [line.replace("`", "").strip("| ").split(" | ")[1:] for line in table.splitlines()]

@@ -192,11 +192,11 @@ def the_check_fails_on_rank_1() -> None:
     import torch
 
     from vllm_aiter_mla.startup import checks
-    from vllm_aiter_mla.startup.selfcheck import SelfCheckResult
+    from vllm_aiter_mla.startup.comparison import Comparison
 
     os.environ[plugin.MUTATION] = f"{__name__}:{the_check_fails_on_rank_1.__name__}"
 
-    failed = SelfCheckResult(False, "self-check FAILED: planted", {}, 0)
+    failed = Comparison(False, "self-check FAILED: planted", {}, 0)
     plugin.spoil(checks, "self_check", lambda *_: failed, when=lambda *_: torch.distributed.get_rank() == 1)
 
 

@@ -5,8 +5,7 @@ import json
 import pytest
 
 from tests.engine.engine_checks import assert_all_engaged, assert_parity
-from vllm_aiter_mla import status
-from vllm_aiter_mla.status import gauge
+from vllm_aiter_mla.status import gauge, status_files
 
 
 @pytest.mark.engine("schedule-off", "schedule-on")
@@ -94,11 +93,11 @@ def test_ranks_that_fell_back_are_in_the_line_the_files_and_the_gauge(engines, t
     assert engaged == {0: 1, 1: 0}
     for record in found.status:
         (tmp_path / f"status-{record['run']}-0-{record['rank']}.json").write_text(json.dumps(record))
-    monkeypatch.setenv(status.record.RUN, found.status[0]["run"])
+    monkeypatch.setenv(status_files.RUN, found.status[0]["run"])
     samples = gauge.samples(tmp_path)
     assert {labels[-1]: layers for labels, layers in samples[gauge.NAME].items()} == {"engaged": 0, "skipped": 1}
     ranks = {labels[-1]: count for labels, count in samples["aiter_mla_ranks"].items()}
-    assert ranks == {"agreeing": 1, "fallen": 1, "silent": 0}
+    assert ranks == {"agreeing": 1, "fell_back": 1, "silent": 0}
     assert_parity(engines("class-gfx950-off"), found)
 
 

@@ -21,11 +21,11 @@ def main(spec_path: str, folder: str) -> None:
     knobs.apply(spec)
     from vllm_aiter_mla.compat.config import cache_folder
     from vllm_aiter_mla.startup import checks
-    from vllm_aiter_mla.startup.selfcheck import SelfCheckResult
-    from vllm_aiter_mla.status.record import read_all
+    from vllm_aiter_mla.startup.comparison import Comparison
+    from vllm_aiter_mla.status.status_files import read_all
 
     found, check = [], checks.self_check
-    planted = SelfCheckResult(False, "self-check FAILED: planted", {}, 0)
+    planted = Comparison(False, "self-check FAILED: planted", {}, 0)
     for fails in (True, False):
         checks.self_check = (lambda *args: planted) if fails else check
         llm = child.build(spec, Path(folder) / "model")

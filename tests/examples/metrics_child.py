@@ -22,9 +22,10 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, SchedulerStats
 
 from tests.sandbox.model import TinyDeepseek, save_config
-from vllm_aiter_mla import status
 from vllm_aiter_mla.admission import ABORTED
-from vllm_aiter_mla.status import Outcome, gauge
+from vllm_aiter_mla.status import gauge, status_files
+from vllm_aiter_mla.status.engine_status import EngineStatus, Outcome
+from vllm_aiter_mla.status.record import record_of_skipped_engine
 
 MODEL = "tiny"
 KERNELS = ((1, 32, "triton"), (33, 512, "vllm"))
@@ -38,13 +39,13 @@ def write(folder: Path, *ranks: Sequence[Outcome]) -> None:
     """Write a status file for each rank; layers are named by their place."""
     for rank, outcomes in enumerate(ranks):
         layers = {f"layers.{place}": outcome for place, outcome in enumerate(outcomes)}
-        record = status.EngineStatus().record_of(layers, 512, "fp8", rank, "module", "gfx942")
-        status.record.write(folder, replace(record, model_name=MODEL, engine="0", ranks=len(ranks)))
+        record = EngineStatus().record_of(layers, 512, "fp8", rank, "module", "gfx942")
+        status_files.write(folder, replace(record, model_name=MODEL, engine="0", ranks=len(ranks)))
 
 
 def write_skipped_engine(folder: Path) -> None:
-    record = status.record.record_of_skipped_engine("dcp", "why", (0, 1), "fp8")
-    status.record.write(folder, replace(record, model_name=MODEL, engine="0"))
+    record = record_of_skipped_engine("dcp", "why", (0, 1), "fp8")
+    status_files.write(folder, replace(record, model_name=MODEL, engine="0"))
 
 
 SCENARIOS: dict[str, Callable[[Path], None]] = {
@@ -53,7 +54,7 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
     "a skipped layer": lambda folder: write(folder, [ENGAGED, SKIPPED], [ENGAGED, SKIPPED]),
     "a skipped engine": write_skipped_engine,
     "an aborted kernel": lambda folder: write(folder, [AFTER_ABORT] * 2),
-    "a fallen rank": lambda folder: write(folder, [ENGAGED] * 2, [ENGAGED, SKIPPED]),
+    "a rank that fell back": lambda folder: write(folder, [ENGAGED] * 2, [ENGAGED, SKIPPED]),
     "corrupted": lambda folder: write(folder, [ENGAGED] * 2),
     "all at once": lambda folder: write(folder, [AFTER_ABORT] * 2, [AFTER_ABORT, SKIPPED]),
 }
@@ -70,7 +71,7 @@ def step(logger: PrometheusStatLogger, corrupted: int = 0) -> None:
 
 def said(folder: Path, scenario: str) -> str:
     """Return what /metrics says; each scenario is a run of its own."""
-    os.environ[status.record.RUN] = f"{os.getpid()}-{scenario.replace(' ', '-')}"
+    os.environ[status_files.RUN] = f"{os.getpid()}-{scenario.replace(' ', '-')}"
     SCENARIOS[scenario](folder)
     return generate_latest(REGISTRY).decode()
 
@@ -80,7 +81,7 @@ if __name__ == "__main__":
     model = save_config(TinyDeepseek().config(), folder / "model")
     arguments = EngineArgs(model=str(model), served_model_name=MODEL, skip_tokenizer_init=True, load_format="dummy")
     logger = PrometheusStatLogger(arguments.create_engine_config())
-    gauge.show(folder)
+    gauge.register_metrics(folder)
     step(logger)
     told = {one: said(folder, one) for one in SCENARIOS if one not in ("corrupted", "all at once")}
     step(logger, corrupted=1)

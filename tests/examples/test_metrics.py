@@ -124,7 +124,7 @@ FIRES = {
     "a skipped layer": {"AiterMlaLayersSkipped"},
     "a skipped engine": {"AiterMlaLayersSkipped"},
     "an aborted kernel": {"AiterMlaKernelAborted"},
-    "a fallen rank": {"AiterMlaLayersSkipped", "AiterMlaRankFellBack"},
+    "a rank that fell back": {"AiterMlaLayersSkipped", "AiterMlaRankFellBack"},
     "corrupted": {"VllmCorruptedRequests"},
     "all at once": {"AiterMlaLayersSkipped", "AiterMlaKernelAborted", "AiterMlaRankFellBack", "VllmCorruptedRequests"},
 }

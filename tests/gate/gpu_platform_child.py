@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm_aiter_mla.commands.compat import rocm_config
 from vllm_aiter_mla.commands.plan import answer, card
+from vllm_aiter_mla.settings import Settings
 
 
 def take_cuda(capability: str) -> None:
@@ -63,7 +64,10 @@ def built(model: str, options: dict[str, Any]) -> dict[str, Any]:
 
     options = compile_options(config)
     slot = options.pop("slot")
-    return answer.engine_facts(config) | {
+    facts = answer.engine_facts(config, Settings())
+    return {
+        "gate": None if facts.gate is None else vars(facts.gate),
+        "ranges": facts.ranges,
         "said": said,
         "backend": backend_of(config),
         "options": options,

@@ -18,14 +18,14 @@ from vllm.config import PassConfig, VllmConfig
 from tests.gate import gate_support
 from tests.gate.gate_support import ON, PASSES, WHOLE, assert_skipped, compile_options, pass_of
 from tests.support.planted import raising
-from vllm_aiter_mla import admission, gate, status
+from vllm_aiter_mla import admission, gate
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import custom_op, patches, release
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.serving import ops
-from vllm_aiter_mla.status import gauge
+from vllm_aiter_mla.status import gauge, status_files
 
 UNTESTED = {"aiter_mla": {"enabled": True, "debug": {"untested_vllm": True}}}
 ATTENTION, UPDATE, FUSED = release.OP_ARGUMENTS
@@ -158,7 +158,7 @@ def test_an_engine_that_is_skipped_because_vllm_gives_it_no_mla_layer_is_noticed
 
 
 def test_a_skip_that_cannot_be_recorded_costs_a_warning_and_no_engine(registered, mla_model, said, monkeypatch):
-    monkeypatch.setattr(status.record, "write", raising(RuntimeError("planted")))
+    monkeypatch.setattr(status_files, "write", raising(RuntimeError("planted")))
     assert pass_of(gate_support.vllm_config(mla_model, additional_config=PASSES)) is None
     skipped, unrecorded = said.at(logging.WARNING)
     assert "compilation_mode" in skipped

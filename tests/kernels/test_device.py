@@ -11,7 +11,7 @@ from tests.sandbox import rehearsal_card
 from tests.sandbox.rehearsal_card import RehearsalCard, Scenario
 from tests.support.made_up_clock import Named
 from tests.support.planted import raising
-from vllm_aiter_mla.commands.check.context import Context
+from vllm_aiter_mla.commands.check.context import CheckOptions
 from vllm_aiter_mla.commands.compat.engine import CountsKernels
 from vllm_aiter_mla.commands.machine import checks as machine
 from vllm_aiter_mla.kernels import device, stopwatch
@@ -256,7 +256,7 @@ def test_a_replacement_leaves_no_question_to_torch():
 def test_what_asks_for_a_card_finds_the_installed_one(recorded):
     assert machine.gpu_arch() == detect_platform().arch == "sm90"
     assert machine.torch({}).status == "problem"
-    assert Context(None).on_a_card
+    assert CheckOptions().on_a_card
     assert stopwatch.machine()["card"] == session.Session(quick=True, case=("fresh-data",)).machine["card"]
     engine = session.engine_here()
     assert (type(engine), engine.device) == (GraphEngine, "cpu")
@@ -265,7 +265,7 @@ def test_what_asks_for_a_card_finds_the_installed_one(recorded):
 
 
 def test_without_the_replacement_there_is_no_card():
-    assert (type(card()), Context(None).on_a_card, type(session.engine_here("cpu"))) == (
+    assert (type(card()), CheckOptions().on_a_card, type(session.engine_here("cpu"))) == (
         Device,
         card().is_there(),
         EagerEngine,

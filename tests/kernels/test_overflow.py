@@ -7,7 +7,7 @@ from tests.sandbox.simulated_aiter import execute
 from tests.support.simulated_aiter import FP8, backend, inputs, same_bytes, twin
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.inputs import LayerShape
-from vllm_aiter_mla.startup.selfcheck import self_check
+from vllm_aiter_mla.startup.comparison import compare_with_reference
 
 INF, NAN = float("inf"), float("nan")
 
@@ -81,10 +81,10 @@ def clamping(inner):
 @pytest.mark.mutation("I14")
 def test_mutation_overflow_of_a_clamping_aiter_is_told(arch, opt, query, monkeypatch):
     shape = LayerShape(4, 16, FP8[arch], FP8[arch] if query == "fp8" else torch.bfloat16, 16, False)
-    today = self_check(backend(arch, opt=opt), shape)
+    today = compare_with_reference(backend(arch, opt=opt), shape)
     assert (today.ok, today.writes_nan) == (True, True), today.message
     monkeypatch.setattr(execute, "encode", clamping(execute.encode))
-    clamped = self_check(backend(arch, opt=opt), shape)
+    clamped = compare_with_reference(backend(arch, opt=opt), shape)
     assert (clamped.ok, clamped.writes_nan) == (True, False), clamped.message
 
 
@@ -100,10 +100,10 @@ def test_mutation_overflow_in_one_of_aiters_two_kernels_is_noticed(arch, monkeyp
 
     encode, ran = execute.encode, set()
     monkeypatch.setattr(execute, "_rope", only_opt_overflows)
-    found = self_check(backend(arch), LayerShape(4, 16, FP8[arch], FP8[arch], 16, False))
+    found = compare_with_reference(backend(arch), LayerShape(4, 16, FP8[arch], FP8[arch], 16, False))
     assert (found.ok, found.writes_nan, ran) == (True, True, {"per-head", "opt"})
 
 
 def test_overflow_of_an_unquantised_cache_is_none(arch):
-    found = self_check(backend(arch), LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False))
+    found = compare_with_reference(backend(arch), LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False))
     assert (found.ok, found.writes_nan) == (True, False), found.message

@@ -16,7 +16,7 @@ from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import LayerShape, contract_violation, synthetic_inputs
 from vllm_aiter_mla.serving import decision
-from vllm_aiter_mla.startup import timing
+from vllm_aiter_mla.startup import kept_figures
 
 SHAPE = LayerShape(2, 16, torch.bfloat16, torch.bfloat16, 4, False, latent=32, rope=16)
 SLOW, QUICK = 10.0, 8.0
@@ -172,29 +172,29 @@ KEY = {"card": "a card", "driver": "1", "shape": "2 heads", "counts": [1, 2, 4],
 
 @pytest.mark.parametrize("name", KEY)
 def test_figures_of_another_machine_are_a_miss_and_a_broken_file_is_named(tmp_path, name):
-    timing.write(tmp_path, KEY, timed(MadeUpClock(EQUAL)))
-    path = timing.path_of(tmp_path, KEY)
+    kept_figures.write(tmp_path, KEY, timed(MadeUpClock(EQUAL)))
+    path = kept_figures.path_of(tmp_path, KEY)
     data = json.loads(path.read_text())
     path.write_text(json.dumps(data | {"key": KEY | {name: "another"}}))
-    assert timing.read(tmp_path, KEY) == ({}, "")
+    assert kept_figures.read(tmp_path, KEY) == ({}, "")
     path.write_text(json.dumps(data)[:100])
     with pytest.raises(ValueError, match=path.name):
-        timing.read(tmp_path, KEY)
+        kept_figures.read(tmp_path, KEY)
 
 
 def test_figures_of_another_compute_partition_are_a_miss(monkeypatch, tmp_path):
     """A card in CPX keeps its host and driver, and perhaps its name, and is an eighth of it in SPX."""
     parts = RehearsalCard().install(monkeypatch)
-    timing.write(tmp_path, timing.about(), timed(MadeUpClock(EQUAL)))
-    assert timing.read(tmp_path, timing.about())[0]
+    kept_figures.write(tmp_path, kept_figures.machine_key(), timed(MadeUpClock(EQUAL)))
+    assert kept_figures.read(tmp_path, kept_figures.machine_key())[0]
     monkeypatch.setattr(parts, "units", lambda: 38)
-    assert timing.read(tmp_path, timing.about()) == ({}, "")
+    assert kept_figures.read(tmp_path, kept_figures.machine_key()) == ({}, "")
 
 
 @pytest.mark.parametrize("by", [{"aiter": [1.0]}, {"vllm": [], "aiter": []}, {"vllm": [1.0], "aiter": [1.0, 2.0]}])
 def test_figures_that_lack_some_are_not_kept(by):
     with pytest.raises(ValueError, match="missing at 1 tokens"):
-        timing.Measured({}, {1: by})
+        kept_figures.Measured({}, {1: by})
 
 
 @pytest.mark.parametrize(

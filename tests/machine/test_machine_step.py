@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from tests.support import in_process
 from vllm_aiter_mla.commands import machine as command
 from vllm_aiter_mla.commands.check import steps
-from vllm_aiter_mla.commands.check.context import Context
+from vllm_aiter_mla.commands.check.context import CheckOptions, Context
 from vllm_aiter_mla.commands.check.run import exit_status
 from vllm_aiter_mla.commands.machine import Check, Env, name_of, run
 from vllm_aiter_mla.commands.main import app
@@ -120,7 +120,8 @@ def test_a_problem_outweighs_an_unknown(
 ) -> None:
     monkeypatch.setattr(command, "run", lambda *_: tuple(Check(one, "", name=one) for one in statuses))
     in_process.install(monkeypatch)
-    assert exit_status([steps.machine(Context(only=("machine",)))], on_cpu=False, each=True) == status
+    step = steps.look_at_machine(Context(CheckOptions(only=("machine",))))
+    assert exit_status([step], on_cpu=False, each=True) == status
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken\nbox"), SystemExit(3), ImportError("no")])

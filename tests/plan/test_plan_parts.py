@@ -115,7 +115,7 @@ def bytes_once(t, n, stored, weight):
     weight=st.integers(1, 2),
 )
 def test_the_one_launch_moves_each_value_once(tokens, heads, stored, weight):
-    step = formulas.Step(tokens, heads, 128, 64, 512, stored, weight)
+    step = formulas.StepSize(tokens, heads, 128, 64, 512, stored, weight)
     _, fused, aiter, once = map(formulas.moved, formulas.paths(step).values())
     assert once == bytes_once(tokens, heads, stored, weight)
     # docs/kernels.md: the unfused sequence writes and reads the absorbed and the rotated query once, and k_pe back.
@@ -129,7 +129,7 @@ def test_the_one_launch_moves_each_value_once(tokens, heads, stored, weight):
 def test_at_64_tokens_and_16_heads_the_one_launch_over_fp8_weights_moves_at_most_half_of_vllms_bytes(
     weight, moved, share
 ):
-    step = formulas.Step(64, 16, 128, 64, 512, stored=1, weight=weight)
+    step = formulas.StepSize(64, 16, 128, 64, 512, stored=1, weight=weight)
     _, fused, _, once = map(formulas.moved, formulas.paths(step).values())
     assert (once, once / fused) == (moved, pytest.approx(share, abs=0.0005))
 
@@ -137,7 +137,7 @@ def test_at_64_tokens_and_16_heads_the_one_launch_over_fp8_weights_moves_at_most
 @pytest.mark.parametrize("stored", [1, 2])
 def test_launches_per_layer_are_those_of_the_architecture(stored):
     """vLLM's own concat and fp8 quantisation are one compiled kernel: docs/evidence.md counts it so."""
-    step = formulas.Step(8, 16, 128, 64, 512, stored)
+    step = formulas.StepSize(8, 16, 128, 64, 512, stored)
     assert tuple(map(len, formulas.paths(step).values())) == (4, 3, 2, 1)
 
 
@@ -188,13 +188,13 @@ def test_a_library_that_is_missing_is_not_known_and_no_wrong_option():
     try:
         import_module("a_library_that_nobody_has")
     except ImportError as error:
-        told = answer._told(error, ["--option"], is_option=True)
+        told = answer._refusal(error, ["--option"], is_option=True)
     assert isinstance(told, model.NotKnownError)
     assert "a_library_that_nobody_has" in str(told)
 
 
 def test_a_file_that_an_option_names_and_that_is_not_there_is_a_wrong_option():
-    told = answer._told(FileNotFoundError(2, "No such file", "no.yaml"), [], is_option=True)
+    told = answer._refusal(FileNotFoundError(2, "No such file", "no.yaml"), [], is_option=True)
     assert not isinstance(told, model.NotKnownError)
     assert "no.yaml" in str(told)
 
@@ -204,7 +204,7 @@ def test_a_module_that_an_option_names_and_that_is_not_there_is_a_wrong_option()
         try:
             raise ModuleNotFoundError("No module named 'mine'", name="mine")
         except ModuleNotFoundError as error:
-            return answer._told(error, arguments, is_option=True)
+            return answer._refusal(error, arguments, is_option=True)
 
     assert not isinstance(told(["-cc", '{"pass": "mine.ours"}']), model.NotKnownError)
     for other in ('{"backend": "mine_high"}', '{"backend": "to.mine"}', "--nothing"):
@@ -212,7 +212,7 @@ def test_a_module_that_an_option_names_and_that_is_not_there_is_a_wrong_option()
 
 
 def test_in_eager_mode_vllms_fusion_does_not_run_and_fp8_takes_a_launch_more():
-    step = formulas.Step(64, 16, 128, 64, 512, 1)
+    step = formulas.StepSize(64, 16, 128, 64, 512, 1)
     assert {name: len(launches) for name, launches in formulas.paths(step, eager=True).items()} == {
         "vLLM, unfused": 5, "aiter": 2, "triton": 1,
     }  # fmt: skip
@@ -225,13 +225,9 @@ def test_a_newer_release_of_a_bundled_example_is_answered_with_its_name():
 
 
 def test_aiter_that_is_off_comes_before_what_vllm_raises_without_it():
-    view = replace(admission.ConfigView(), uses_aiter=False, attention="not known (ValueError: block size 1)")
-    planned = SimpleNamespace(
-        engine={"view": view, "gate": None},
-        skip=admission.Skip("not_known", "ValueError"),
-        given=SimpleNamespace(settings=Settings()),
-    )
-    first, second = build.engine_reasons(planned)
+    answered = plans.made_up_answer(uses_aiter=False, attention="not known (ValueError: block size 1)")
+    skip = admission.Skip("not_known", "ValueError")
+    first, second = build.engine_reasons(replace(answered, skip=skip))
     assert (first.code, second.code) == ("aiter_off", "not_known")
     assert "ValueError" not in first.message
 

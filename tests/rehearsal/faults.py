@@ -48,7 +48,7 @@ def plans_take_minutes() -> None:
     inner = pkgutil.resolve_name
 
     def resolve_name(name: str) -> Any:
-        return (lambda *given: time.sleep(600)) if name == model.ANSWER else inner(name)
+        return (lambda *given: time.sleep(600)) if name == model.PLANS else inner(name)
 
     pkgutil.resolve_name = resolve_name
 

@@ -23,7 +23,7 @@ from vllm_aiter_mla.commands.plan import model
 pytestmark = [pytest.mark.rehearsal, pytest.mark.slow, pytest.mark.wide]
 MARK = "REHEARSED_SIGNAL"
 RUNS = {
-    "plan": (model.ANSWER, 3, faults.plans_take_minutes),
+    "plan": (model.PLANS, 3, faults.plans_take_minutes),
     "kernels": (f"{kernels.__name__}:run", 3, faults.aiter_compiles_for_minutes),
     "timing": (f"{timing.__name__}:run", 3, faults.aiter_compiles_for_minutes),
     "engine": (f"{engine.__name__}:answer", 6, faults.aiter_compiles_for_minutes),

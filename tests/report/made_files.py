@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 from tests.support import plans
 from tests.support.statuses import record_of
-from vllm_aiter_mla import files
+from vllm_aiter_mla import files, locks
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.check.timing import Measurement, row_of
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.commands.report.serving import METRICS, Estimate, Row, Serving
-from vllm_aiter_mla.status import record
+from vllm_aiter_mla.commands.report.serving_record import METRICS, Estimate, Row, Serving
+from vllm_aiter_mla.status import status_files
 from vllm_aiter_mla.status.record import Decided, Timed
 
 LAYERS = [f"model.layers.{n}.self_attn.attn" for n in range(4)]
@@ -33,7 +33,7 @@ def status(**changes: Any) -> dict[str, Any]:
 
 def living(folder: Path, run: str = "1-a") -> None:
     """Hold the lock of a run, as its front end does."""
-    files.hold(folder / f"{record.LOCK}{run}")
+    locks.hold(folder / f"{status_files.LOCK}{run}")
 
 
 def measured() -> Timed:
@@ -45,7 +45,8 @@ def measured() -> Timed:
 def checked(path: Path, name: str, data: Any, status: int) -> Path:
     """Write a check of one step."""
     state: Any = {0: "passed", 1: "failed"}[status]
-    files.write(path, CheckRun(None, status, (Step(state, "made up", data=data, name=name),)))
+    step = Step(state, "made up", data=data, name=name)
+    files.write(path, CheckRun(None, status, (step,), on_a_card=None if name == "plan" else True))
     return path
 
 

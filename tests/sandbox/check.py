@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 from tests.sandbox import plugin, worker
 from tests.sandbox.model import TinyDeepseek, save_config
 from vllm_aiter_mla import files
-from vllm_aiter_mla.commands.check import run, show
-from vllm_aiter_mla.commands.check.context import Context
+from vllm_aiter_mla.commands import process
+from vllm_aiter_mla.commands.check import engine_steps, run, show, steps
+from vllm_aiter_mla.commands.check.context import CheckOptions, Context
+from vllm_aiter_mla.commands.check.engine import SIDES, EngineAnswer, Side
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
-from vllm_aiter_mla.commands.plan import model as models
+from vllm_aiter_mla.commands.plan import model
 from vllm_aiter_mla.commands.report.page import html_of
 
 # With the roundings of vLLM's compiled graph, so that the tokens with the flag on equal those with the flag off.
@@ -42,16 +47,46 @@ def environment(inductor: Path, mutation: str = "", ranks: int = 1) -> dict[str,
     return {name: found[name] for name in SHARED if name in found} | {plugin.MUTATION: mutation}
 
 
-def context(folder: Path, sandbox: Mapping[str, str]) -> Context:
+def context(folder: Path) -> Context:
     """Return what the demo asks of ``check``: a DeepSeek of two layers, which is written to ``folder``."""
     save_config(TinyDeepseek(num_hidden_layers=2).config(), folder)
-    variables = models.environment((), os.environ)
-    return Context(models.find(str(folder)), ARGUMENTS, "gfx942", variables, on_cpu=True, sandbox=sandbox)
+    variables = model.environment((), os.environ)
+    return Context(CheckOptions(model.find(str(folder)), ARGUMENTS, "gfx942", variables, on_cpu=True))
 
 
 def with_arguments(asked: Context, *arguments: str) -> Context:
-    """Return what is asked with further arguments of ``vllm serve``; no engine has answered it."""
-    return replace(asked, arguments=(*asked.arguments, *arguments), answers={})
+    """Return what is asked with further arguments of ``vllm serve``; nothing has been found about it."""
+    return Context(replace(asked.options, arguments=(*asked.options.arguments, *arguments)))
+
+
+@contextmanager
+def engines_on_this_cpu(variables: Mapping[str, str]) -> Iterator[None]:
+    """Let the step ``engine`` run on this CPU in a block, under ``environment``; ``check`` would skip it."""
+
+    def compare_engines(asked: Context) -> Step:
+        with engine_steps.engines(asked, asked.options.environment() | dict(variables)) as answer:
+            asked.answers = both(answer)
+        return engine_steps.judge(asked)
+
+    entry = replace(steps.STEPS["engine"], run=compare_engines)
+    with mock.patch.dict(steps.STEPS, engine=entry):
+        yield
+
+
+def both(answer: Callable[[Side], EngineAnswer]) -> dict[Side, EngineAnswer]:
+    """Return what both sides answer, at the same time; where one fails, the other is ended."""
+    with ThreadPoolExecutor(2) as pool:
+        sides = {side: pool.submit(answer, side) for side in SIDES}
+        try:
+            for ended in wait(sides.values(), return_when=FIRST_EXCEPTION).done:
+                ended.result()
+        except BaseException:  # a signal too
+            # A side may be about to start its process, so one look is not enough.
+            process.end_calls()
+            while wait(sides.values(), timeout=process.LOOK_S).not_done:
+                process.end_calls()
+            raise
+        return {side: ended.result() for side, ended in sides.items()}
 
 
 def run_steps(asked: Context, what: str, *names: str) -> list[Step]:
@@ -66,8 +101,11 @@ def main(html: Path | None = None) -> int:
     Its engine runs four times, flag off and on: over a bf16 cache and an fp8 one, by the module over vLLM's default
     options and by the passes over graph partition.
     """
-    with tempfile.TemporaryDirectory(prefix="aiter-mla-") as work:
-        asked = context(Path(work) / "model", environment(Path(work) / "inductor"))
+    with (
+        tempfile.TemporaryDirectory(prefix="aiter-mla-") as work,
+        engines_on_this_cpu(environment(Path(work) / "inductor")),
+    ):
+        asked = context(Path(work) / "model")
         found = list(run.carried_out(asked))
         fp8 = with_arguments(asked, *FP8)
         found += run_steps(fp8, "fp8 cache", "plan", *ENGINE)
@@ -76,7 +114,7 @@ def main(html: Path | None = None) -> int:
             passes = with_arguments(planned, *PASSES)
             passes.plan = planned.plan
             found += run_steps(passes, f"passes, {cache}", *ENGINE)
-        status = run.exit_status(found, asked.on_cpu)
+        status = run.exit_status(found, asked.options.on_cpu)
         show.table(TITLE, found, show.last_line(found, status))
         if html is not None:
             files.write(Path(work) / "check.json", CheckRun(TITLE, status, tuple(found), on_a_card=False))

@@ -8,6 +8,7 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,21 +72,27 @@ def run_all(spec: EngineSpec, llm: Any) -> dict[str, Any]:
         return outputs
 
     llm.llm_engine.step = timed
+    if spec.vllm.lora:
+        llm.llm_engine.add_request = with_adapter(spec, llm.llm_engine.add_request)
     outcome = {}
     for name in spec.scenarios:
         print(f"sandbox: scenario {name}", flush=True)
-        outcome[name] = generate(llm.llm_engine, SCENARIOS[name], lora(spec))
+        outcome[name] = generate(llm.llm_engine, SCENARIOS[name])
     return outcome
 
 
-def lora(spec: EngineSpec) -> Any:
-    """Return the ``LoRARequest`` for the spec's model, or None."""
-    if not spec.vllm.lora:
-        return None
+def with_adapter(spec: EngineSpec, add_request: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``add_request`` of vLLM's engine with a LoRA adapter of the spec's model for every second request."""
     from vllm.lora.request import LoRARequest
 
     folder = model.TinyDeepseek(**spec.vllm.model).save_adapter(Path(os.environ["VLLM_CACHE_ROOT"]) / "adapter")
-    return LoRARequest("random", 1, str(folder))
+    adapter = LoRARequest("random", 1, str(folder))
+
+    def add(request_id: str, *given: Any) -> Any:
+        lora = adapter if int(request_id.rpartition("-")[2]) % 2 else None
+        return add_request(request_id, *given, lora_request=lora)
+
+    return add
 
 
 def other_weights(spec: EngineSpec) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.sandbox.spec import Emulation, EngineSpec, PluginOptions, VllmOptions, by_passes, flag_off
-from vllm_aiter_mla.commands.check import engine as check
+from vllm_aiter_mla.commands.check import distance
 
 BF16_SCENARIOS = ("concurrent", "short", "mixed", "long", "chunked")
 # vLLM's chunked path over an fp8 cache needs a gather kernel that only GPU builds have.
@@ -44,7 +44,7 @@ class Bound:
     top1: float
     max_abs_dlogprob: float
 
-    def holds(self, found: check.Figures) -> bool:
+    def holds(self, found: distance.Figures) -> bool:
         """Whether a scenario's figures lie inside."""
         return (
             found.tokens > 0 and found.top1_agreement >= self.top1 and found.max_abs_dlogprob <= self.max_abs_dlogprob
@@ -58,7 +58,7 @@ class Bound:
 EXACT = Bound(1.0, 1e-3)
 """The reference kernel rounds as vLLM's kernels and compiled graph do; so does AITER's arithmetic over a bf16 cache."""
 
-SUM_ORDER = Bound(check.TOP1, check.MAX_DLOGPROB)
+SUM_ORDER = Bound(distance.TOP1, distance.MAX_DLOGPROB)
 """Another kernel adds the absorb BMM up in another order, so near ties of a random model give other tokens."""
 
 

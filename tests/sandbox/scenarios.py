@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from tests.sandbox.spec import LIMIT_REQUESTS
-from vllm_aiter_mla.commands.check import engine as check
+from vllm_aiter_mla.commands.check import engine
 from vllm_aiter_mla.commands.compat.engine import Request
 
 
@@ -21,10 +21,10 @@ def prefixes() -> list[Request]:
 
 
 SCENARIOS: dict[str, list[Request]] = {
-    **check.SCENARIOS,
+    **engine.SCENARIOS,
     # Prompts over the token budget, in chunks whose last piece lies below the limit, among decoding requests.
-    "chunked": check.prompts(5, [150, 5, 133, 70], 12, [0, 1, 3, 5]),
+    "chunked": engine.prompts(5, [150, 5, 133, 70], 12, [0, 1, 3, 5]),
     "prefixes": prefixes(),
     # More tokens than a small cache holds: requests are preempted and computed again.
-    "crowded": check.prompts(7, [20 + i for i in range(LIMIT_REQUESTS)], 40, [i // 4 for i in range(LIMIT_REQUESTS)]),
+    "crowded": engine.prompts(7, [20 + i for i in range(LIMIT_REQUESTS)], 40, [i // 4 for i in range(LIMIT_REQUESTS)]),
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vllm_aiter_mla.commands.check.engine import Side
-from vllm_aiter_mla.commands.compat.engine import Step
+from vllm_aiter_mla.commands.compat.engine import TokenLogprobs
 
 Integration = Literal["module", "passes", "auto"]
 Runner = Literal["v1", "v2"]
@@ -174,7 +174,7 @@ class EngineResult:
         draft_replays: how often one of V2's draft was replayed, by its rows.
     """
 
-    scenarios: dict[str, list[list[Step]]]
+    scenarios: dict[str, list[list[TokenLogprobs]]]
     status: list[dict[str, Any]]
     ranges: list[tuple[int, int]]
     graphs: dict[str, str]

@@ -23,7 +23,7 @@ from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving import backends
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings, SettingsError
-from vllm_aiter_mla.status import EngineStatus
+from vllm_aiter_mla.status.engine_status import EngineStatus
 
 pytestmark = pytest.mark.usefixtures("said")
 

@@ -15,7 +15,7 @@ import torch
 from tests.support.bad_files import BAD
 from tests.support.made_up_clock import Named
 from tests.support.signals import heard
-from vllm_aiter_mla import files
+from vllm_aiter_mla import files, locks
 from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving.backends import Backends
@@ -165,16 +165,16 @@ def test_crash_loop_without_a_marker_aiter_is_left_out_with_one_line_and_serving
 def test_crash_loop_markers_tell_builds_and_cards_apart(monkeypatch):
     given = [("AITER", MI300X), ("AITER", Platform("gfx950", (7, 0))), ("AITER", Platform("gfx942", (7, 2))),
              ("Triton", MI300X)]  # fmt: skip
-    names = {first_call.name_of(*one) for one in given}
+    names = {first_call.marker_of(*one) for one in given}
     for owner, name, value in ((torch, "__version__", "another"), (files, "fingerprint", lambda: "another")):
         monkeypatch.setattr(owner, name, value)
-        names.add(first_call.name_of("AITER", MI300X))
+        names.add(first_call.marker_of("AITER", MI300X))
     assert len(names) == len(given) + 2
 
 
 def test_crash_loop_a_marker_is_of_one_release_of_what_was_called(monkeypatch):
     def markers():
-        return [first_call.name_of(family, MI300X) for family in ("AITER", "Triton")]
+        return [first_call.marker_of(family, MI300X) for family in ("AITER", "Triton")]
 
     before, stamp = markers(), files.stamp("first-call")
     monkeypatch.setattr(files, "stamp", lambda schema: replace(stamp, aiter="another"))
@@ -185,9 +185,9 @@ def test_crash_loop_a_marker_is_of_one_release_of_what_was_called(monkeypatch):
 
 
 def holds_under_another_host_name(folder, monkeypatch):
-    died(folder, first_call.name_of("AITER", MI300X))
+    died(folder, first_call.marker_of("AITER", MI300X))
     monkeypatch.setattr(socket, "gethostname", lambda: "pod-b")
-    found = first_call.died_before(folder, first_call.name_of("AITER", MI300X))
+    found = first_call.died_before(folder, first_call.marker_of("AITER", MI300X))
     assert found, "a pod with a new name calls the kernel again"
 
 
@@ -197,8 +197,8 @@ def test_crash_loop_a_marker_holds_under_another_host_name(tmp_path, monkeypatch
 
 @pytest.mark.mutation
 def test_mutation_crash_loop_a_marker_of_one_host_is_caught(tmp_path, monkeypatch):
-    inner = first_call.name_of
-    monkeypatch.setattr(first_call, "name_of", lambda *given: f"{inner(*given)}-{socket.gethostname()}")
+    inner = first_call.marker_of
+    monkeypatch.setattr(first_call, "marker_of", lambda *given: f"{inner(*given)}-{socket.gethostname()}")
     with pytest.raises(AssertionError, match="a pod with a new name"):
         holds_under_another_host_name(tmp_path, monkeypatch)
 
@@ -224,7 +224,7 @@ def begun(said, folder, rank=0):
 
 def left_out_where_locks_tell_nothing(said, folder, monkeypatch):
     """As on a file system without locks: another start could not tell whether this one is at it or has died."""
-    monkeypatch.setattr(files, "is_held", lambda lock, remove=False: None)
+    monkeypatch.setattr(locks, "is_held", lambda lock, remove=False: None)
     factories = dict.fromkeys(KERNELS, lambda *_: pytest.fail("it is built"))
     found = Backends(Settings(enabled=True), MI300X, factories)
     mark = first_call.prepare(found, folder, 0)

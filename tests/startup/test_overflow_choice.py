@@ -8,7 +8,6 @@ import pytest
 from tests.support.opcalls import layer_of
 from tests.support.statuses import record_with
 from tests.support.worker import check
-from vllm_aiter_mla import status
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.platform import Platform
@@ -17,7 +16,8 @@ from vllm_aiter_mla.serving import decision
 from vllm_aiter_mla.serving.backends import Backends
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings, SettingsError
-from vllm_aiter_mla.startup import selfcheck
+from vllm_aiter_mla.startup import comparison
+from vllm_aiter_mla.status.line import status_line
 
 CLAMPS, OVERFLOWS, WRONG = reference.TRITON, reference.AITER, reference.VLLM_KERNEL
 
@@ -73,13 +73,13 @@ def test_overflow_of_a_kernel_that_was_named_is_one_warning_and_stays_in_the_sta
     assert "NaN" in line
     found = record_with(layers_[-1], "aiter")
     assert found.overflows == ("aiter",)
-    assert status.line.of(found).count("NaN") == 1
+    assert status_line(found).count("NaN") == 1
 
 
 def test_overflow_that_auto_avoids_is_not_in_the_status(said):
     found = record_with(started("auto", OVERFLOWS), "triton")
     assert found.overflows == ()
-    assert "NaN" not in status.line.of(found)
+    assert "NaN" not in status_line(found)
 
 
 @pytest.mark.mutation("I14")
@@ -123,5 +123,5 @@ def test_mutation_strict_wrong_kernel_only_the_first_that_was_checked_ends_a_sta
 
 @pytest.mark.mutation("I14")
 def test_mutation_overflow_rows_left_out_of_the_self_check_let_auto_take_aiter(said, monkeypatch):
-    monkeypatch.setattr(selfcheck, "_overflow", lambda inputs: None)
+    monkeypatch.setattr(comparison, "_overflow", lambda inputs: None)
     assert runs(started("auto", OVERFLOWS)) == "aiter", "so the test above sees the rows"

@@ -13,6 +13,7 @@ from tests.support.made_up_clock import Named
 from tests.support.opcalls import NAME
 from tests.support.planted import raising
 from tests.support.simulated_aiter import ROCM
+from tests.support.statuses import wait_for_the_file
 from tests.support.worker import Worker, layer_in, ours
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import Skip
@@ -24,7 +25,8 @@ from vllm_aiter_mla.kernels.inputs import synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving import backends
 from vllm_aiter_mla.settings import SettingsError
-from vllm_aiter_mla.status import EngineStatus
+from vllm_aiter_mla.status import engine_status
+from vllm_aiter_mla.status.engine_status import EngineStatus
 from vllm_aiter_mla.status.record import RankStatus
 
 
@@ -116,6 +118,7 @@ def test_mutation_a_strict_mode_that_outlives_the_start_is_caught(monkeypatch, s
 @pytest.fixture
 def checked(monkeypatch, said):
     """A worker that serves, whose layer runs a kernel that was checked."""
+    monkeypatch.setattr(engine_status, "REWRITE_S", 0.0)
     for method in RELOADS:
         monkeypatch.setattr(Worker, method, lambda self: None, raising=False)
     monkeypatch.setitem(backends.FACTORIES, "triton", lambda platform, settings: Named("triton"))
@@ -129,6 +132,7 @@ def checked(monkeypatch, said):
 
 def skipped(one):
     """What the status file says of the layers that are left to vLLM."""
+    wait_for_the_file()
     held = layer_in(one).engine_status
     assert files.read(RankStatus, held.path) == held.record
     assert set(held.record.engaged) | set(held.record.skipped) == {NAME}
@@ -241,6 +245,7 @@ def test_mutation_a_decision_in_the_middle_of_a_weight_transfer_is_caught(checke
 def test_a_reload_that_raises_drops_what_followed_from_the_weights_too(monkeypatch, said, method):
     """Also in the middle of a weight transfer, which then has no end."""
     monkeypatch.setattr(Worker, method, raising(KeyError("planted")), raising=False)
+    monkeypatch.setattr(engine_status, "REWRITE_S", 0.0)
     one = Worker(ours(16))
     one.load_model()
     one.compile_or_warm_up_model()
@@ -269,7 +274,8 @@ def test_a_reload_tells_nothing_new_of_a_layer_that_its_graph_left_out(checked, 
     layer, why = layer_in(checked), ("no_rope", "why")
     layer.ran, layer.left_out = "", None if kept else Skip(*why)
     held = layer.engine_status
-    held.write(held.path.parent, replace(held.record, engaged={}, skipped={NAME: why}))
+    held.set_record(replace(held.record, engaged={}, skipped={NAME: why}))
+    held.write(held.path.parent)
     checked.reload_weights()
     assert (skipped(checked), lines_of_fallback(said)) == ({NAME: "no_rope"}, [])
 
@@ -279,7 +285,7 @@ def test_a_reload_leaves_a_layer_whose_batches_no_kernel_took_where_it_was(check
     layer, held = layer_in(checked), layer_in(checked).engine_status
     layer.ran, layer.would_run = "", ("triton",)
     layer._falls_back("a stride")
-    held.record = replace(held.record, engaged={"another": "triton"}, skipped={NAME: layer.outcome().skip})
+    held.set_record(replace(held.record, engaged={"another": "triton"}, skipped={NAME: layer.outcome().skip}))
     checked.reload_weights()
     assert held.record.skipped == {NAME: ("kernel_shape", "a stride")}
 

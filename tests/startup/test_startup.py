@@ -16,7 +16,7 @@ from tests.support.opcalls import NAME, layer_of
 from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
 from tests.support.worker import CONFIG, Worker, layer_in, ours
-from vllm_aiter_mla import admission, engine, status
+from vllm_aiter_mla import admission, engine
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import patches
@@ -28,6 +28,8 @@ from vllm_aiter_mla.serving import backends, module, ops
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.startup import checks, timing
+from vllm_aiter_mla.status import status_files
+from vllm_aiter_mla.status.engine_status import EngineStatus
 
 
 @pytest.mark.parametrize(
@@ -43,11 +45,11 @@ def test_a_worker_whose_fast_path_is_off_is_left_as_it_is(pass_):
 
 def test_a_worker_that_inherits_no_variable_of_ours_joins_its_servers_run(monkeypatch):
     """As Ray starts workers: with the pickled config, and the variables whose names vLLM knows."""
-    monkeypatch.setenv(status.record.RUN, "front")
+    monkeypatch.setenv(status_files.RUN, "front")
     sent = pickle.dumps(ours())
-    monkeypatch.delenv(status.record.RUN)
+    monkeypatch.delenv(status_files.RUN)
     Worker(pickle.loads(sent))
-    assert status.record.start_run() == "front"
+    assert status_files.start_run() == "front"
 
 
 def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, monkeypatch):
@@ -56,7 +58,7 @@ def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, mon
     monkeypatch.setattr(checks, "check_kernels", lambda *args: (given.append(args), check(*args))[1])
     pass_ = ours(limit=8)
     one = Worker(pass_)
-    one.engine.status.measured.append("of the load before")
+    one.engine.status.add_timed("of the load before")
     before = pass_.uuid()
     assert one.load_model() == "loaded"
     assert one.engine.status.measured == []
@@ -150,6 +152,19 @@ def test_vllms_own_quantiser_is_warm_before_a_mixed_batch_needs_it(said, monkeyp
     assert called == [(2, True, True), (1, True, True)]
 
 
+def test_a_layer_whose_quantiser_cannot_be_compiled_ahead_costs_the_others_nothing(said):
+    called, one = [], Worker(ours())
+    for name in ("model.layers.0.attn", "model.layers.1.attn"):
+        layer = layer_of("fp8")
+        layer.layer_name, layer._vllm_config = name, one.vllm_config
+        layer._decode_concat_quant_fp8_op = planted if not called else lambda *given: called.append(given)
+        called.append(name)
+        one.vllm_config.compilation_config.static_forward_context[name] = layer
+    one.load_model()
+    assert len(called) == 2 + 2, "one row and more, of the second layer"
+    assert [level for level, text in said if "compiled ahead" in text] == [logging.WARNING]
+
+
 def test_a_failed_warm_up_hands_over_to_the_other_ranks_and_raises_its_error_before_they_come(said, monkeypatch):
     handed = []
     they_come, done = Event(), Event()
@@ -189,7 +204,7 @@ def failed_load(monkeypatch, seconds=10, **options):
 
 def test_a_rank_that_cannot_load_its_model_hands_over_its_answer_so_that_the_others_do_not_wait(said, monkeypatch):
     (answer,) = failed_load(monkeypatch)
-    chosen, troubles = timing.agree([timing.Answer(), answer])
+    chosen, troubles = timing.agree([timing.RankChoices(), answer])
     assert (chosen, len(troubles)) == ({}, 1)
     assert failed_load(monkeypatch, 0, measure=False) == [], "the others exchange nothing either"
 
@@ -359,8 +374,8 @@ AT_THE_STATUS = {
     "the labels": lambda patch, one: patch(compat_config, "metric_labels", planted),
     "the cache": lambda patch, one: patch(one.vllm_config, "cache_config", None),
     "the rank": lambda patch, one: patch(Worker, "rank", property(planted)),
-    "the record": lambda patch, one: patch(status.EngineStatus, "record_of", planted),
-    "the line": lambda patch, one: patch(status, "line", planted),
+    "the record": lambda patch, one: patch(EngineStatus, "record_of", planted),
+    "the line": lambda patch, one: patch(engine, "status_line", planted),
 }
 
 
@@ -373,6 +388,29 @@ def test_fail_closed_whatever_raises_at_the_status(said, monkeypatch, spoil, str
     with stops(strict):
         assert one.compile_or_warm_up_model() == "warm"
         assert [text for level, text in said if level == logging.ERROR and "serving goes on" in text]
+
+
+@pytest.mark.parametrize("raises", ["the card", "the first layer", "the second layer"])
+def test_layers_that_cannot_be_made_are_counted_with_the_reason(said, monkeypatch, raises):
+    """Their status said 0/0 or 0/1: of a model of 61 layers the layers behind the one that raised were missing."""
+    one, keep, kept = Worker(ours()), Layer.keep, []
+    second = layer_of()
+    second.layer_name, second._vllm_config = "model.layers.1.attn", one.vllm_config
+    one.vllm_config.compilation_config.static_forward_context[second.layer_name] = second
+
+    def keeps(layer):
+        kept.append(layer.name)
+        return planted() if raises == "the first layer" or len(kept) == 2 else keep(layer)
+
+    with monkeypatch.context() as patching:
+        if raises == "the card":
+            patching.setattr(engine, "current_platform", planted)
+        else:
+            patching.setattr(Layer, "keep", keeps)
+        one.load_model()
+    one.compile_or_warm_up_model()
+    (line,) = [text for _, text in said if text.startswith("0/")]
+    assert line.startswith("0/2: kernel_shape: the kernels could not be checked: KeyError"), line
 
 
 def test_fail_closed_a_layer_that_cannot_be_asked_costs_no_line(said, monkeypatch, tmp_path):

@@ -14,12 +14,12 @@ from vllm.config import CUDAGraphMode
 
 from tests.sandbox.rehearsal_card import RehearsalCard
 from tests.support.made_up_clock import ORDER, MadeUpClock, costs, named_kernels
-from tests.support.opcalls import NAME
+from tests.support.opcalls import NAME, layer_of
 from tests.support.planted import raising
 from tests.support.statuses import record_with
 from tests.support.strict import both_modes, stops
 from tests.support.worker import Worker, layer_in, ours
-from vllm_aiter_mla import files, status
+from vllm_aiter_mla import files
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.engine import Engine
@@ -31,7 +31,9 @@ from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving import backends, decision
 from vllm_aiter_mla.serving.decision import Span
 from vllm_aiter_mla.serving.layer import Layer
-from vllm_aiter_mla.startup import timing
+from vllm_aiter_mla.startup import kept_figures, timing
+from vllm_aiter_mla.status.line import status_line
+from vllm_aiter_mla.status.record import RankStatus
 
 planted = raising(torch.OutOfMemoryError("planted: out of memory"))
 QUICK_TRITON = costs(aiter=8.0, triton=5.0, vllm=10.0)
@@ -47,7 +49,7 @@ class Card:
         self.kernels = named_kernels(monkeypatch)
         platform = Platform("gfx942")
         monkeypatch.setattr(backends, "detect_platform", lambda: platform)
-        monkeypatch.setattr(timing, "about", lambda: {"card": "made up"})
+        monkeypatch.setattr(kept_figures, "machine_key", lambda: {"card": "made up"})
         monkeypatch.setattr(compat_config, "as_current", lambda config: nullcontext())
 
     def set_clock(self, clock):
@@ -81,7 +83,7 @@ def test_the_fastest_kernel_serves_and_the_status_line_and_the_status_say_so(mad
     assert [runs(one, tokens) for tokens in (1, 4, 5, 16)] == ["triton", "triton", "aiter", "aiter"]
     assert layer_in(one).decision.ours == "triton"
     found = record_with(layer_in(one), "aiter", LIMIT)
-    assert status.line.of(found) == (
+    assert status_line(found) == (
         "1/1 MLA layers engaged (triton 1..4, aiter 5..16; "
         "8.0 us a layer at 16 tokens against vLLM's own 10.0, measured here)"
     )
@@ -95,7 +97,7 @@ def test_the_status_file_holds_what_was_decided_for_each_layer(made_up, tmp_path
     one = made_up.start()
     one.compile_or_warm_up_model()
     (path,) = tmp_path.glob("status-*.json")
-    (decided,) = files.read(status.record.RankStatus, path).decided
+    (decided,) = files.read(RankStatus, path).decided
     found = layer_in(one).decision
     assert decided.layers == (NAME,)
     assert (decided.kernels, decided.passed_over) == (((1, 16, "triton"),), found.passed_over)
@@ -247,7 +249,7 @@ CANNOT = {
     "no events": lambda patch, card_: patch(stopwatch, "looped", planted),
     "over budget": lambda patch, card_: patch(card_.clock, "replay_s", 1.0),
     "no clock": lambda patch, card_: patch(device.card(), "now", planted),
-    "no card": lambda patch, card_: patch(timing, "about", planted),
+    "no card": lambda patch, card_: patch(kept_figures, "machine_key", planted),
     "no counts": lambda patch, card_: patch(stopwatch, "token_counts", planted),
     "no exchange": lambda patch, card_: patch(timing.ranks, "exchange", planted),
 }
@@ -310,10 +312,62 @@ def test_mutation_a_static_order_that_nobody_timed_is_caught(made_up, monkeypatc
 
 
 def test_where_one_of_two_shapes_could_not_be_timed_the_line_says_so(made_up):
-    timing._say(["rank 0: OverBudgetError: planted", "rank 1: planted"], 1, 1.0, 1)
+    timing._say([timing.Trouble(rank, "", "planted") for rank in range(2)], 1, 1.0, 1)
     (line,) = made_up.said.at(logging.WARNING)
     assert "planted (and 1 more); " in line
     assert line.endswith("vLLM's own kernels run but for 1 layer shape(s)")
+
+
+def two_shapes(made_up, monkeypatch, spoil):
+    """A start with a second layer of one head; ``spoil`` is asked with the heads of each shape that is timed."""
+    one = Worker(ours(LIMIT))
+    other = layer_of()
+    other.layer_name, other.num_heads, other._vllm_config = "model.layers.1.attn", 1, one.vllm_config
+    other.W_UK_T = other.W_UK_T[:1].contiguous()
+    one.vllm_config.compilation_config.static_forward_context[other.layer_name] = other
+    whole = stopwatch.time_shape
+    monkeypatch.setattr(stopwatch, "time_shape", lambda *given: (spoil(given[1].heads), whole(*given))[1])
+    one.load_model()
+    return one.engine.layers
+
+
+def each_shape_has_its_own_reason(made_up, monkeypatch):
+    def spoil(heads):
+        raise ValueError(f"planted for {heads} heads")
+
+    layers = two_shapes(made_up, monkeypatch, spoil)
+    heads = [layer.module.num_heads for layer in layers]
+    assert len(set(heads)) == 2
+    for layer, number in zip(layers, heads, strict=True):
+        assert f"planted for {number} heads" in layer.decision.skip.message, "another shape's reason"
+    (line,) = made_up.said.at(logging.WARNING)
+    assert "(and 1 more)" in line
+
+
+def test_a_shape_that_could_not_be_timed_says_its_own_reason(made_up, monkeypatch):
+    each_shape_has_its_own_reason(made_up, monkeypatch)
+
+
+@pytest.mark.mutation
+def test_mutation_the_first_reason_for_all_shapes_is_caught(made_up, monkeypatch):
+    whole = timing.agree
+
+    def of_all_shapes(choices):
+        agreed, troubles = whole(choices)
+        return agreed, [trouble._replace(shape="") for trouble in troubles]
+
+    monkeypatch.setattr(timing, "agree", of_all_shapes)
+    with pytest.raises(AssertionError, match="another shape's reason"):
+        each_shape_has_its_own_reason(made_up, monkeypatch)
+
+
+def test_a_shape_that_cannot_be_timed_costs_another_one_nothing(made_up, monkeypatch):
+    def spoil(heads):
+        if heads == 1:
+            raise ValueError("planted")
+
+    timed, untimed = two_shapes(made_up, monkeypatch, spoil)
+    assert (timed.decision.at(1), untimed.decision.skip.code) == ("triton", "not_timed")
 
 
 def test_a_contender_that_fails_its_check_is_not_timed_and_is_no_error(made_up):
@@ -347,14 +401,14 @@ OURS = (Span(1, LIMIT, "aiter"),)
 
 
 def test_ranks_choose_nothing_of_a_shape_that_one_of_them_could_not_time():
-    whole = timing.Answer({"a": OURS, "b": OURS})
+    whole = timing.RankChoices({"a": OURS, "b": OURS})
     # A rank without a layer has nothing to say about any shape.
     for other, shapes in (
-        (timing.Answer({"a": (), "b": OURS}, ("planted",)), {"b"}),
-        (timing.Answer(why="planted"), set()),
+        (timing.RankChoices({"a": (), "b": OURS}, {"a": "planted"}), {"b"}),
+        (timing.RankChoices(why="planted"), set()),
     ):
-        chosen, troubles = timing.agree([whole, other, timing.Answer()])
-        assert (set(chosen), troubles) == (shapes, ["rank 1: planted"])
+        chosen, troubles = timing.agree([whole, other, timing.RankChoices()])
+        assert (set(chosen), list(map(str, troubles))) == (shapes, ["rank 1: planted"])
         assert all(choices == (OURS, OURS) for choices in chosen.values())
 
 
@@ -430,8 +484,8 @@ sys.modules["vllm.distributed"] = types.SimpleNamespace(parallel_state=state)
 from vllm_aiter_mla.serving.decision import Span
 from vllm_aiter_mla.startup import timing
 from vllm_aiter_mla.compat import ranks
-good = timing.Answer({"a": (Span(1, 8 + rank, "aiter"),)})
-bad = timing.Answer(why="planted")
+good = timing.RankChoices({"a": (Span(1, 8 + rank, "aiter"),)})
+bad = timing.RankChoices(why="planted")
 for mine in (good, bad if rank else good):
     place, answers = ranks.exchange(mine)
     print(json.dumps([place, *timing.agree(answers)]), flush=True)
@@ -466,4 +520,4 @@ def test_two_ranks_over_gloo_choose_the_same_and_none_waits_for_ever(tmp_path):
     found = [[json.loads(line) for line in out.splitlines() if line.startswith("[")] for out, _ in outputs]
     assert [first[0] for first, _ in found] == [0, 1]
     assert found[0][0][1:] == found[1][0][1:] == [{"a": [[[1, 8, "aiter"]], [[1, 9, "aiter"]]]}, []]
-    assert found[0][1][1:] == found[1][1][1:] == [{}, ["rank 1: planted"]]
+    assert found[0][1][1:] == found[1][1][1:] == [{}, [[1, "", "planted"]]]

@@ -19,7 +19,7 @@ from tests.support import in_process, worker
 from tests.support.opcalls import NAME
 from tests.support.statuses import record_with
 from tests.support.worker import Worker, layer_in, ours
-from vllm_aiter_mla import files, status
+from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.check import timing as command
 from vllm_aiter_mla.commands.check import tune as step
@@ -33,6 +33,7 @@ from vllm_aiter_mla.kernels.triton import backend as triton_backend
 from vllm_aiter_mla.kernels.triton import launcher, tiles, tuning
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 from vllm_aiter_mla.serving import backends, decision
+from vllm_aiter_mla.status.line import status_line
 
 BEST, TABLE = faults.TILE, "16x64/4w"
 US = {"vllm": [(1, 10.0)], "triton": [(1, 9.0)], f"triton {BEST}": [(1, 5.0)]}
@@ -91,7 +92,7 @@ def record(one):
 
 
 def line(one):
-    return status.line.of(record(one))
+    return status_line(record(one))
 
 
 def test_tune_keeps_the_fastest_tile_and_the_next_start_times_and_serves_it(card, tmp_path, said):
@@ -147,18 +148,28 @@ def test_tune_leaves_a_wrong_tile_out(card, monkeypatch, tmp_path):
     assert [*files.read(tuning.TunedTiles, kept).chosen.values()] == [((1, 16, TABLE),)]
 
 
-@pytest.mark.parametrize(
-    ("told", "shown"), [(0, []), (1, ["bfloat16 cache:"]), (2, ["bfloat16 cache:", f"{BEST}: 5.0"])]
-)
-def test_tune_whose_process_ends_fails_and_its_record_has_what_was_told(card, monkeypatch, tmp_path, told, shown):
-    in_process.install(monkeypatch, ends={f"{step.__name__}:tuned": told})
-    assert tune("--type", "bf16", "--json", str(tmp_path / "sent.json")).exit_code == outputs.FINDING
+TOLD = ("kept in ", "fnuz cache:", f"{BEST}: 5.0", "bfloat16 cache:", f"{BEST}: 5.0")
+"""What tuning of a layer with each type of cache tells, in order."""
+
+
+@pytest.mark.parametrize("told", range(len(TOLD)))
+def test_tune_whose_process_ends_fails_and_nothing_that_it_told_is_lost(card, monkeypatch, tmp_path, told):
+    in_process.install(monkeypatch, ends={f"{step.__name__}:{step.tune.__name__}": told})
+    assert tune("--type", "both", "--json", str(tmp_path / "sent.json")).exit_code == outputs.FINDING
     (found,) = files.read(CheckRun, tmp_path / "sent.json").steps
     assert (found.status, found.detail) == ("failed", in_process.ENDED.said())
     *lines, last = found.lines
     assert last == in_process.ENDED.lines[-1]
-    assert [part in line for part, line in zip(shown, lines, strict=True)] == [True] * told
-    assert not list(tmp_path.glob("tuned-*.json"))
+    assert [part in line for part, line in zip(TOLD[:told], lines, strict=True)] == [True] * told
+    kept = [files.read(tuning.TunedTiles, path) for path in tmp_path.glob("tuned-*.json")]
+    assert sum(len(record.chosen) for record in kept) == (0 if told < 1 else 1 if told < 4 else 2)
+
+
+@pytest.mark.mutation
+def test_mutation_tiles_that_are_kept_at_the_end_only_are_caught(card, monkeypatch, tmp_path):
+    monkeypatch.setattr(step, "keep", lambda record: tmp_path)
+    with pytest.raises(AssertionError, match="0 == 1"):
+        test_tune_whose_process_ends_fails_and_nothing_that_it_told_is_lost(card, monkeypatch, tmp_path, 3)
 
 
 def test_tune_without_a_card_looks_at_nothing(tmp_path):

@@ -13,9 +13,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from vllm_aiter_mla import status
 from vllm_aiter_mla.startup import first_call
 from vllm_aiter_mla.status import gauge
+from vllm_aiter_mla.status.engine_status import EngineStatus, Outcome
 
 FOLDER = Path(sys.argv[1])
 MARKER = "first-call-x"
@@ -23,12 +23,14 @@ ENTERED = ExitStack()
 
 
 def write(rank: int = 0) -> None:
-    found = status.EngineStatus().record_of({"a": status.Outcome("aiter")}, 8, "fp8", rank, "passes", "cpu")
-    status.record.write(FOLDER, replace(found, model_name="m"))
+    status = EngineStatus()
+    record = status.record_of({"a": Outcome("aiter")}, 8, "fp8", rank, "passes", "cpu")
+    status.set_record(replace(record, model_name="m"))
+    status.write(FOLDER)
 
 
 def front_end() -> None:
-    gauge.show(FOLDER)
+    gauge.register_metrics(FOLDER)
 
 
 def forked_worker_ends() -> None:

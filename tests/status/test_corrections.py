@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.statuses import wait_for_the_file
 from vllm_aiter_mla import files
-from vllm_aiter_mla.status import NOT_RUN, EngineStatus, Outcome
-from vllm_aiter_mla.status.record import Decided, RankStatus
+from vllm_aiter_mla.status import engine_status
+from vllm_aiter_mla.status.engine_status import EngineStatus, Outcome
+from vllm_aiter_mla.status.record import NOT_RUN, Decided, RankStatus
 
 WINDOW, ROPE = ("sliding_window", "the layer has a sliding window"), ("no_rope", "found in a graph")
 KERNELS = ((1, 512, "aiter"),)
@@ -19,14 +21,14 @@ DRAFT = Outcome(would_run=("aiter",))
 def status_of(**layers):
     """The status of an engine whose line was said."""
     status = EngineStatus()
-    status.record = status.record_of(layers, 512, "fp8", 0, "passes", "cpu")
+    status.set_record(status.record_of(layers, 512, "fp8", 0, "passes", "cpu"))
     return status
 
 
 def after(before, **layers):
-    """(fallen, again, what is engaged, what is skipped)."""
-    fallen, again = before.update(layers)
-    return fallen, again, before.record.engaged, before.record.skipped
+    """(fell back, again, what is engaged, what is skipped)."""
+    fell_back, again = before.update(layers)
+    return fell_back, again, before.record.engaged, before.record.skipped
 
 
 def test_nothing_is_corrected_before_the_line_was_said():
@@ -56,7 +58,7 @@ def test_a_layer_of_a_draft_stays_engaged_by_the_kernel_of_a_layer_that_the_corr
 
 def test_a_reason_that_only_a_graph_of_an_earlier_start_knew_still_holds():
     status = status_of(a=NOTHING, b=RAN)
-    status.record = replace(status.record, skipped={"a": ROPE})
+    status.set_record(replace(status.record, skipped={"a": ROPE}))
     assert after(status, a=NOTHING) == ({}, [], {"b": "aiter"}, {"a": ROPE})
     assert after(status, new=NOTHING) == ({}, [], {"b": "aiter"}, {"a": ROPE, "new": NOT_RUN})
 
@@ -69,15 +71,41 @@ def test_what_is_decided_changes_for_the_layers_of_the_correction():
     }  # fmt: skip
 
 
+def forgets_what_holds_for_a_kernel_that_no_layer_runs():
+    """Its overflows, and the tiles that were tuned for it; both come back with the layer."""
+    triton = Outcome(ran="triton", decided=(((1, 512, "triton"),), ()))
+    status = status_of(a=triton, b=RAN)
+    status.add_overflow("triton")
+    status.add_tuned("16 heads", "a tile")
+    told = []
+    for now in (triton, FELL, triton):
+        status.update({"a": now})
+        told.append((status.record.overflows, status.record.tuned))
+    runs = (("triton",), {"16 heads": "a tile"})
+    assert told == [runs, ((), {}), runs], "the record is stale"
+
+
+def test_a_kernel_that_no_layer_runs_any_more_is_no_longer_told_of():
+    forgets_what_holds_for_a_kernel_that_no_layer_runs()
+
+
+@pytest.mark.mutation("I8")
+def test_mutation_a_correction_of_the_layers_only_is_caught(monkeypatch):
+    monkeypatch.setattr(EngineStatus, "_with_kernels", lambda status, record: record)
+    with pytest.raises(AssertionError, match="the record is stale"):
+        forgets_what_holds_for_a_kernel_that_no_layer_runs()
+
+
 @pytest.mark.parametrize("found", ["mine", "missing", "no JSON", "another engine's"])
-def test_the_file_is_written_again_unless_it_is_another_engines(tmp_path, found):
+def test_the_file_is_written_again_unless_it_is_another_engines(tmp_path, monkeypatch, found):
     status, path = status_of(a=RAN), tmp_path / "status.json"
     status.path = path
     if found == "no JSON":
         path.write_text("{")
     elif found != "missing":
-        files.write(path, replace(status.record, writer=found if found != "mine" else ""))
+        files.write(path, replace(status.record, writer=found if found != "mine" else status.writer))
+    monkeypatch.setattr(engine_status, "REWRITE_S", 0.0)
     status.update({"a": FELL})
-    status.rewrite()
+    wait_for_the_file()
     told = files.read(RankStatus, path).skipped
     assert told == ({} if found == "another engine's" else {"a": WINDOW})

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from vllm_aiter_mla.admission import ABORTED, REMEDIES
-from vllm_aiter_mla.status import EngineStatus, Outcome, line
+from vllm_aiter_mla.status import line
+from vllm_aiter_mla.status.engine_status import EngineStatus, Outcome
+from vllm_aiter_mla.status.line import status_line
 from vllm_aiter_mla.status.record import Decided, Timed
 
 RECORD = EngineStatus().record_of({"a": Outcome("triton"), "b": Outcome("triton")}, 512, "fp8", 0, "module", "cpu")
@@ -20,22 +22,22 @@ TIMES = "(triton 1..48, vllm 49..512; 5.0 us a layer at 48 tokens against vLLM's
     [("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32"), ("fp8", "fp8"), ("fp8_e4m3", "fp8")],
 )
 def test_the_line_names_the_type_of_the_cache(dtype, named):
-    assert line.of(replace(RECORD, kv_cache_dtype=dtype)).endswith(f"(triton, {named} KV, decode limit 512)")
+    assert status_line(replace(RECORD, kv_cache_dtype=dtype)).endswith(f"(triton, {named} KV, decode limit 512)")
 
 
 @pytest.mark.parametrize(("integration", "named"), [("module", False), ("passes", True)])
 def test_the_line_names_the_integration_that_default_options_do_not_take(integration, named):
-    assert (", integration passes)" in line.of(replace(RECORD, integration=integration))) == named
+    assert (", integration passes)" in status_line(replace(RECORD, integration=integration))) == named
 
 
 @pytest.mark.parametrize("measured", [(FEW, MOST), (MOST, FEW)])
 def test_the_line_gives_the_times_of_the_shape_that_most_layers_have(measured):
-    assert f"{TIMES}; 1 more layer shape in the status file)" in line.of(replace(RECORD, measured=measured))
+    assert f"{TIMES}; 1 more layer shape in the status file)" in status_line(replace(RECORD, measured=measured))
 
 
 @pytest.mark.parametrize(("since", "said"), [("", ")"), ("2026-11-26T10:00:00+00:00", " on 2026-11-26)")])
 def test_the_line_says_since_when_kept_figures_hold(since, said):
-    assert f"{TIMES}{said}" in line.of(replace(RECORD, measured=(replace(MOST, since=since),)))
+    assert f"{TIMES}{said}" in status_line(replace(RECORD, measured=(replace(MOST, since=since),)))
 
 
 DIED = f"{ABORTED}: a start ended in its first call"
@@ -43,7 +45,7 @@ WITHOUT_AITER = Decided(("a", "b"), ((1, 512, "triton"),), (("aiter", DIED), ("a
 
 
 def names_what_was_left_out(ranks, head):
-    said = line.of(*ranks)
+    said = status_line(*ranks)
     assert said.startswith(head)
     assert said.count("; aiter, aiter-opt left out: aborted_before") == 1, "the line does not say it"
     assert REMEDIES[ABORTED] in said or "vllm-aiter-mla status" in said
@@ -66,13 +68,30 @@ def test_the_line_names_kernels_that_an_earlier_start_died_in(ranks, head):
 
 def test_the_line_says_once_that_the_named_kernel_is_the_one_that_was_left_out():
     skipped = dict.fromkeys(("a", "b"), ("kernel_unavailable", f"kernel=aiter: {DIED}"))
-    said = line.of(replace(LEFT_OUT, engaged={}, skipped=skipped))
+    said = status_line(replace(LEFT_OUT, engaged={}, skipped=skipped))
     assert said.count(ABORTED) == 1
     assert said.endswith((REMEDIES[ABORTED], "(run: vllm-aiter-mla status)"))
 
 
 def test_the_line_of_a_start_that_left_nothing_out_does_not_say_so():
-    assert "left out" not in line.of(replace(RECORD, decided=(replace(WITHOUT_AITER, passed_over=(("aiter", "x"),)),)))
+    assert "left out" not in status_line(
+        replace(RECORD, decided=(replace(WITHOUT_AITER, passed_over=(("aiter", "x"),)),))
+    )
+
+
+def test_ranks_that_fell_back_for_the_same_reason_are_named_together():
+    wrong, window = ("kernel_shape", "wrong"), ("sliding_window", "a window")
+    fell_back = [
+        replace(RECORD, rank=n, engaged={}, skipped={"a": why}) for n, why in ((1, wrong), (2, window), (3, wrong))
+    ]
+    said = status_line(RECORD, *fell_back)
+    assert "; ranks 1, 3 fell back: kernel_shape: wrong; rank 2 fell back: sliding_window: a window" in said
+
+
+@pytest.mark.parametrize("message", ["why", "why " * 200], ids=["short", "long"])
+def test_the_line_ends_with_the_remedy_however_long_the_reason_is(message):
+    skipped = dict.fromkeys(("a", "b"), ("impl", message))
+    assert status_line(replace(RECORD, engaged={}, skipped=skipped)).endswith(f" -> {REMEDIES['impl']}")
 
 
 @pytest.mark.mutation("I8")

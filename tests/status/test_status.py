@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -17,16 +18,28 @@ from vllm.config import CUDAGraphMode
 from tests.support.bad_files import BAD
 from tests.support.opcalls import layer_of
 from tests.support.planted import raising
+from tests.support.statuses import wait_for_the_file
 from tests.support.strict import both_modes, stops
 from tests.support.worker import Worker, ours
-from vllm_aiter_mla import __version__, files, status
+from vllm_aiter_mla import __version__, files, locks
 from vllm_aiter_mla import engine as engines
 from vllm_aiter_mla.admission import REMEDIES, Skip
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.engine import Engine
 from vllm_aiter_mla.serving.layer import Layer
+from vllm_aiter_mla.status import engine_status, line, status_files
 from vllm_aiter_mla.status import gauge as metric
+from vllm_aiter_mla.status.engine_status import EngineStatus
+from vllm_aiter_mla.status.line import status_line
+from vllm_aiter_mla.status.record import (
+    NOT_RUN,
+    RankStatus,
+    group_by_engine,
+    merge_ranks,
+    record_of_skipped_engine,
+)
+from vllm_aiter_mla.status.skips import Skips
 
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
 NOT_READ = "the reasons of skipped layers could not be kept or read"
@@ -36,16 +49,16 @@ full = raising(OSError("No space left on device"))
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, said):
     """A run and an engine of this test's own."""
-    monkeypatch.setenv(status.record.RUN, f"{os.getpid()}-mine")
-    monkeypatch.setattr(status, "REWRITE_S", 0.0)
+    monkeypatch.setenv(status_files.RUN, f"{os.getpid()}-mine")
+    monkeypatch.setattr(engine_status, "REWRITE_S", 0.0)
     another_engine()
 
 
-def another_engine():
+def another_engine(names=LAYERS):
     """Start one, over stub layers of vLLM's."""
     global engine
     engine = Worker(ours(512))
-    context = {name: layer_of("fp8") for name in LAYERS}
+    context = {name: layer_of("fp8") for name in names}
     for name, layer in context.items():
         layer.layer_name, layer._vllm_config = name, engine.vllm_config
     engine.vllm_config.compilation_config.static_forward_context = context
@@ -89,14 +102,8 @@ def fail(layer):
     wait_for_the_file()
 
 
-def wait_for_the_file():
-    for thread in threading.enumerate():
-        if isinstance(thread, threading.Timer):
-            thread.join()
-
-
 def compiled():
-    the_status().count("1-512", {"matched": 1})
+    the_status().count_graph("1-512", {"matched": 1})
 
 
 def written(tmp_path, pattern="status-*.json"):
@@ -155,7 +162,7 @@ def test_a_layer_of_a_draft_counts_by_the_kernel_that_ran_for_another_layer_unle
 
 def test_a_layer_whose_batches_no_kernel_took_says_why():
     layers()[LAYERS[0]]._falls_back("a stride")
-    assert record_of().skipped == {LAYERS[0]: ("kernel_shape", "a stride"), LAYERS[1]: status.NOT_RUN}
+    assert record_of().skipped == {LAYERS[0]: ("kernel_shape", "a stride"), LAYERS[1]: NOT_RUN}
 
 
 def test_every_engine_of_a_process_starts_empty_and_has_its_own_line(said):
@@ -169,7 +176,35 @@ def test_every_engine_of_a_process_starts_empty_and_has_its_own_line(said):
     assert said[-1][1].startswith("0/2: not_run")
 
 
-def forget_the_skipped(ranks, told=status.record.of_engine):
+def test_layers_are_told_of_in_the_models_order(said, tmp_path):
+    """Not by the letters of their names, where layer 10 comes before layer 2."""
+    names = ("model.layers.2.attn", "model.layers.10.attn")
+    another_engine(names)
+    skip(names[0], "no_rope", "of layer 2")
+    skip(names[1], "geometry", "of layer 10")
+    after_warm_up()
+    assert said[-1][1].startswith("0/2: no_rope: of layer 2")
+    assert list(written(tmp_path)["skipped"]) == [*names]
+
+
+def test_ranks_are_told_of_in_the_order_of_their_numbers(said, tmp_path, monkeypatch):
+    monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [mine] * 11))
+    for rank in (10, 2, 0):
+        another_engine()
+        after_warm_up(rank=rank)
+    (found,) = group_by_engine(status_files.read_all(tmp_path, "*", pytest.fail)).values()
+    assert [record.rank for record in found] == [0, 2, 10]
+
+
+def test_data_parallel_engines_are_told_of_in_the_order_of_their_numbers(said, tmp_path):
+    for index in (10, 2):
+        another_engine()
+        after_warm_up(index=index)
+    found = group_by_engine(status_files.read_all(tmp_path, "*", pytest.fail))
+    assert [engine for _, _, engine in found] == ["2", "10"]
+
+
+def forget_the_skipped(ranks, told=merge_ranks):
     found = told(ranks)
     return replace(found, record=replace(found.record, skipped={}, total=1))
 
@@ -178,8 +213,8 @@ def forget_the_skipped(ranks, told=status.record.of_engine):
 @pytest.mark.parametrize(
     ("owner", "name", "plant", "counts"),
     [
-        (Engine, "_say", lambda self, ranks, record: log.say(0, status.line.of(record)), ["1/2", "1/2"]),
-        (status.line, "of_engine", forget_the_skipped, ["1/1"]),
+        (Engine, "_say", lambda self, ranks, record: log.say(0, status_line(record)), ["1/2", "1/2"]),
+        (line, "merge_ranks", forget_the_skipped, ["1/1"]),
         (Engine, "_say", lambda *given, say=Engine._say: (say(*given), say(*given)), ["1/2", "1/2"]),
     ],
     ids=["every rank speaks", "a skipped layer is forgotten", "the line is said twice"],
@@ -261,7 +296,7 @@ def test_ranks_that_a_larger_engine_left_behind_are_no_part_of_the_next(said, tm
             engage_all()
             after_warm_up(rank=rank)
     assert len(list(tmp_path.glob("status-*.json"))) == 2
-    (found,) = status.record.by_engine(status.record.read_all(tmp_path, "*", pytest.fail)).values()
+    (found,) = group_by_engine(status_files.read_all(tmp_path, "*", pytest.fail)).values()
     assert [(record.rank, record.ranks) for record in found] == [(0, 1)]
 
 
@@ -271,24 +306,24 @@ def test_ranks_of_an_engine_before_one_that_is_skipped_whole_are_no_part_of_it(s
         another_engine()
         engage_all()
         after_warm_up(rank=rank)
-    (before, _) = status.record.read_all(tmp_path, "*", pytest.fail)
-    whole = status.record.record_of_skipped_engine("dcp", "made up", (0, 1), "fp8")
-    status.record.write(tmp_path, replace(whole, model_name=before.model_name, engine=before.engine))
-    (found,) = status.record.by_engine(status.record.read_all(tmp_path, "*", pytest.fail)).values()
+    (before, _) = status_files.read_all(tmp_path, "*", pytest.fail)
+    whole = record_of_skipped_engine("dcp", "made up", (0, 1), "fp8")
+    status_files.write(tmp_path, replace(whole, model_name=before.model_name, engine=before.engine))
+    (found,) = group_by_engine(status_files.read_all(tmp_path, "*", pytest.fail)).values()
     assert [(record.rank, record.engaged) for record in found] == [(0, {})]
 
 
 def test_what_a_later_rank_alone_has_is_in_the_engines_record():
     first, second = (replace(record_of(), rank=rank) for rank in range(2))
     second = replace(second, overflows=("aiter",), tuned={"16 heads": "1..16 32x64"})
-    found = status.record.of_engine([first, second]).record
+    found = merge_ranks([first, second]).record
     assert (found.overflows, found.tuned) == (("aiter",), {"16 heads": "1..16 32x64"})
 
 
 @pytest.mark.parametrize("signal", [SystemExit(143), KeyboardInterrupt()])
 def test_a_rank_that_a_signal_ends_in_its_warm_up_waits_for_no_other(said, monkeypatch, signal):
     """The others may be waiting for it in a collective of the decode step."""
-    monkeypatch.setattr(Engine, "_record", raising(signal))
+    monkeypatch.setattr(Engine, "_make_record", raising(signal))
     monkeypatch.setattr(engines.ranks, "exchange", raising(AssertionError("it waits")))
     with pytest.raises(type(signal)):
         after_warm_up()
@@ -306,7 +341,7 @@ def test_a_status_file_that_goes_while_the_folder_is_read_hides_no_other(said, t
         raise FileNotFoundError("planted")
 
     monkeypatch.setattr(files, "read", first_is_gone)
-    assert len(status.record.read_all(tmp_path, "*", pytest.fail)) == 1
+    assert len(status_files.read_all(tmp_path, "*", pytest.fail)) == 1
 
 
 def fails_in_one_step(monkeypatch):
@@ -315,13 +350,13 @@ def fails_in_one_step(monkeypatch):
     after_warm_up()
     write, written_files = files.write, []
     monkeypatch.setattr(files, "write", lambda *given: (written_files.append(given), write(*given)))
-    monkeypatch.setattr(status, "REWRITE_S", 0.2)
+    monkeypatch.setattr(engine_status, "REWRITE_S", 0.2)
     for name in LAYERS:
         layers()[name].fail(RuntimeError("planted"))
     in_the_step = len(written_files)
     wait_for_the_file()
     assert (in_the_step, len(written_files)) == (0, 1), "the file is written in the step, or more than once"
-    found = files.read(status.record.RankStatus, the_status().path)
+    found = files.read(RankStatus, the_status().path)
     assert (found.engaged, list(found.skipped)) == ({}, [*LAYERS])
 
 
@@ -331,10 +366,45 @@ def test_a_decode_step_in_which_all_layers_fail_writes_the_status_once_and_after
 
 @pytest.mark.mutation
 def test_mutation_a_status_that_each_failing_layer_writes_is_caught(monkeypatch):
-    soon = status.EngineStatus.rewrite_soon
-    monkeypatch.setattr(status.EngineStatus, "rewrite_soon", lambda self: (self.rewrite(), soon(self)))
+    soon = EngineStatus._write_soon
+    monkeypatch.setattr(EngineStatus, "_write_soon", lambda self: (self._write_again(), soon(self)))
     with pytest.raises(AssertionError, match="more than once"):
         fails_in_one_step(monkeypatch)
+
+
+def one_write_at_a_time(monkeypatch):
+    """While the file is being corrected after a failure, a reload corrects it again: the later record stays."""
+    engage_all()
+    after_warm_up()
+    begun, overtaken, write = threading.Event(), threading.Event(), files.write
+
+    def slow_at_first(path, record):
+        if begun.is_set():
+            write(path, record)
+            overtaken.set()
+        else:
+            begun.set()
+            overtaken.wait(0.5)  # so long that another writer, if it does not wait for this one, has written by then
+            write(path, record)
+
+    monkeypatch.setattr(files, "write", slow_at_first)
+    layers()[LAYERS[0]].fail(RuntimeError("planted"))
+    assert begun.wait(60)
+    layers()[LAYERS[1]].stop("planted")
+    engine.engine.reloaded()
+    wait_for_the_file()
+    assert files.read(RankStatus, the_status().path).engaged == {}, "an earlier record was written last"
+
+
+def test_a_status_file_is_never_left_with_an_earlier_record(monkeypatch):
+    one_write_at_a_time(monkeypatch)
+
+
+@pytest.mark.mutation
+def test_mutation_two_writers_at_a_time_are_caught(monkeypatch):
+    the_status()._writing = nullcontext()
+    with pytest.raises(AssertionError, match="an earlier record was written last"):
+        one_write_at_a_time(monkeypatch)
 
 
 def apart(index):
@@ -348,7 +418,7 @@ def apart(index):
     fail(raised)
     engaged = [len(one.record.engaged) for one in (first, the_status())]
     assert engaged == [1, 2], "an engine has another one's failure"
-    found = files.read(status.record.RankStatus, the_status().path)
+    found = files.read(RankStatus, the_status().path)
     assert found == the_status().record, "the file has another one's failure"
 
 
@@ -359,7 +429,7 @@ def test_i15_a_failure_corrects_the_status_of_its_own_engine(index):
 
 @pytest.mark.mutation("I15")
 def test_mutation_i15_one_status_for_the_whole_process_is_caught(monkeypatch):
-    one = status.EngineStatus()
+    one = EngineStatus()
     monkeypatch.setattr(engines, "EngineStatus", lambda: one)
     another_engine()
     with pytest.raises(AssertionError, match="an engine has another one's failure"):
@@ -368,7 +438,7 @@ def test_mutation_i15_one_status_for_the_whole_process_is_caught(monkeypatch):
 
 @pytest.mark.mutation("I15")
 def test_mutation_i15_a_correction_of_another_engines_file_is_caught(monkeypatch):
-    monkeypatch.setattr(status, "_is_of_another_engine", lambda path, record: False)
+    monkeypatch.setattr(engine_status, "_is_of_another_engine", lambda path, record: False)
     with pytest.raises(AssertionError, match="the file has another one's failure"):
         apart(0)
 
@@ -377,7 +447,7 @@ def test_mutation_i15_a_correction_of_another_engines_file_is_caught(monkeypatch
 @both_modes
 def test_fail_closed_a_broken_file_costs_a_warning_and_never_the_line(said, tmp_path, spoil, strict):
     path = tmp_path / f"skips-{'k' * 16}-0.json"
-    files.write(path, status.record.Skips({LAYERS[0]: ("no_rope", "why")}))
+    files.write(path, Skips({LAYERS[0]: ("no_rope", "why")}))
     spoil(path)
     with stops(strict, "0/2"):
         after_warm_up(strict=strict)
@@ -423,8 +493,8 @@ def test_files_are_never_seen_half_written(said, tmp_path, monkeypatch):
 
 def test_counts_every_graph_of_a_range(said):
     """A target and its draft are two graphs of the same compile range."""
-    the_status().count("1-16", {"matched": 3, "skipped": 0})
-    the_status().count("1-16", {"matched": 1, "skipped": 1})
+    the_status().count_graph("1-16", {"matched": 3, "skipped": 0})
+    the_status().count_graph("1-16", {"matched": 1, "skipped": 1})
     assert the_status().compiled == {"1-16": {"matched": 4, "skipped": 1}}
 
 
@@ -442,23 +512,23 @@ def test_files_of_this_machines_ended_servers_are_removed(said, tmp_path, monkey
     stays = [left_by("2-a", host="another"), left_by("3-a"), tmp_path / "status-1-1-1.json"]
     (tmp_path / "lock-status-3-a").symlink_to("nowhere")  # nobody can tell
     other = tmp_path / "lock-status-0a1b2c3d-4-a"  # of another machine, where a lock may mean nothing here
-    ended = tmp_path / f"lock-status-{status.record.host_id()}-5-a"
+    ended = tmp_path / f"lock-status-{status_files.host_id()}-5-a"
     other.touch()
     ended.touch()
     stays[-1].write_text("half a fi")
     after_warm_up()
     assert [path.exists() for path in (*gone, *stays)] == [False, False, False, True, True, True]
     locks = {path.name for path in tmp_path.glob("lock-*")}
-    mine = f"lock-status-{os.environ[status.record.RUN]}"
-    assert locks == {mine, f"{mine}-0-0", "lock-status-3-a", other.name}
+    mine = f"lock-status-{os.environ[status_files.RUN]}"
+    assert locks == {mine, f"{mine}-0-0-{the_status().writer}", "lock-status-3-a", other.name}
 
 
 @pytest.mark.parametrize("error", [PermissionError("read-only"), OSError("No space left on device")])
 @both_modes
 def test_a_folder_that_takes_no_lock_is_one_warning_and_serving_goes_on(said, monkeypatch, tmp_path, error, strict):
-    monkeypatch.setattr(files, "hold", raising(error))
+    monkeypatch.setattr(locks, "hold", raising(error))
     engage_all()
-    metric.show(tmp_path)
+    metric.register_metrics(tmp_path)
     after_warm_up(strict=strict)
     assert [str(error) in text for level, text in said if level == logging.WARNING] == [True]
 
@@ -482,13 +552,13 @@ def test_model_and_engine_are_named_as_vllm_labels_its_metrics():
 @pytest.mark.parametrize("card", ["cpu", "gfx950"])
 def test_the_line_says_that_nobody_has_timed_this_card(said, card):
     engage_all()
-    line = status.line.of(record_of(card=card))
+    line = status_line(record_of(card=card))
     assert ("not measured" in line) == (card != "cpu")
 
 
 def other(engaged=(), skipped=()):
     """The record of rank 1: names that run on AITER, and codes of the others."""
-    record = replace(status.EngineStatus().record_of({}, 512, "fp8", 1, "passes", "cpu"), model_name="m", engine="0")
+    record = replace(EngineStatus().record_of({}, 512, "fp8", 1, "passes", "cpu"), model_name="m", engine="0")
     return replace(record, engaged=dict.fromkeys(engaged, "aiter"), skipped=dict(skipped))
 
 
@@ -542,7 +612,7 @@ def test_strict_mode_stops_a_rank_that_engaged_nothing_but_a_stage_without_mla_l
 def test_a_data_parallel_engine_is_named(said):
     engage_all()
     record = record_of()
-    assert status.line.of(record, replica=1).endswith("decode limit 512), data-parallel engine 1")
+    assert status_line(record, replica=1).endswith("decode limit 512), data-parallel engine 1")
 
 
 @both_modes
@@ -550,7 +620,7 @@ def test_fail_closed_a_rank_without_a_status_still_hands_over_to_the_other_ranks
     """They wait for it: a rank that stopped before would leave them hanging."""
     handed = []
     monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [handed.append(mine)]))
-    monkeypatch.setattr(Engine, "_record", full)
+    monkeypatch.setattr(Engine, "_make_record", full)
     with stops(strict):
         after_warm_up(strict=strict)
     assert handed == [None]
@@ -562,12 +632,12 @@ def test_fail_closed_a_rank_without_a_status_still_hands_over_to_the_other_ranks
 @pytest.fixture
 def gauge(said, tmp_path, monkeypatch):
     """Scrapes prometheus_client's registry, as vLLM's /metrics does."""
-    others = tuple(metric._shown)  # of engines that earlier tests of this process have built
+    others = tuple(metric._registered)  # of engines that earlier tests of this process have built
     for other in others:
         REGISTRY.unregister(other)
-    monkeypatch.setattr(metric, "_shown", [])
-    metric.show(tmp_path)
-    metric.show(tmp_path)  # idempotent
+    monkeypatch.setattr(metric, "_registered", [])
+    metric.register_metrics(tmp_path)
+    metric.register_metrics(tmp_path)  # idempotent
 
     def scrape(name=metric.NAME):
         text = generate_latest(REGISTRY).decode()
@@ -575,7 +645,7 @@ def gauge(said, tmp_path, monkeypatch):
         return {line.split("{")[1].split("}")[0]: float(line.split()[-1]) for line in lines}
 
     yield scrape
-    REGISTRY.unregister(metric._shown[0])
+    REGISTRY.unregister(metric._registered[0])
     for other in others:
         REGISTRY.register(other)
 
@@ -615,7 +685,7 @@ def test_gauge_leaves_out_a_bad_file_of_its_run_and_names_it_once(gauge, said, t
     engage_all()
     after_warm_up()
     after_warm_up(rank=1)
-    path = tmp_path / f"status-{os.environ[status.record.RUN]}-0-1.json"
+    path = tmp_path / f"status-{os.environ[status_files.RUN]}-0-1.json"
     spoil(path)
     del said[:]
     assert [gauge() for _ in range(2)] == [{labels("engaged"): 2, labels("skipped"): 0}] * 2
@@ -634,7 +704,7 @@ def test_gauge_tells_engines_apart_and_ignores_other_servers(gauge, monkeypatch)
     engage_all()
     after_warm_up(index=1)
     with monkeypatch.context() as patching:
-        patching.setenv(status.record.RUN, "1-other")
+        patching.setenv(status_files.RUN, "1-other")
         after_warm_up()
     assert gauge() == {labels("engaged", "1"): 2, labels("skipped", "1"): 0}
     another_engine()
@@ -645,9 +715,7 @@ def test_gauge_tells_engines_apart_and_ignores_other_servers(gauge, monkeypatch)
 
 
 def test_gauge_of_a_skipped_engine_counts_all_its_layers(gauge, tmp_path):
-    status.record.write(
-        tmp_path, replace(status.record.record_of_skipped_engine("dcp", "why", (0, 1, 2), "fp8"), model_name="m")
-    )
+    status_files.write(tmp_path, replace(record_of_skipped_engine("dcp", "why", (0, 1, 2), "fp8"), model_name="m"))
     assert gauge() == {labels("engaged"): 0, labels("skipped"): 3}
 
 
@@ -685,8 +753,8 @@ def test_metrics_tell_version_and_integration_also_of_an_engine_that_is_skipped(
     after_warm_up()
     version = f'engine="0",integration="{{}}",model_name="m",version="{__version__}"'
     assert gauge("aiter_mla_info") == {version.format("module"): 1}
-    skipped = status.record.record_of_skipped_engine("dcp", "why", (0, 1), "fp8")
-    status.record.write(tmp_path, replace(skipped, model_name="m", engine="0"))
+    skipped = record_of_skipped_engine("dcp", "why", (0, 1), "fp8")
+    status_files.write(tmp_path, replace(skipped, model_name="m", engine="0"))
     assert gauge("aiter_mla_info") == {version.format(""): 1}
 
 
@@ -697,7 +765,7 @@ def test_metrics_tell_ranks_that_fell_back_and_ranks_without_a_status(gauge, mon
         engage()
         after_warm_up(rank=rank)
     found = gauge("aiter_mla_ranks")
-    assert found == {f'{OF_ENGINE},state="{state}"': 1 for state in ("agreeing", "fallen", "silent")}
+    assert found == {f'{OF_ENGINE},state="{state}"': 1 for state in ("agreeing", "fell_back", "silent")}
 
 
 @pytest.mark.parametrize(("reason", "told"), [("aborted_before: a start ended", 1), ("it comes later", 0)])
@@ -720,7 +788,7 @@ def test_mutation_a_metric_that_no_alert_would_see_is_caught(gauge, monkeypatch)
 @pytest.mark.parametrize("plant", ["not written", "engaged wins"])
 def test_mutation_a_gauge_that_does_not_follow_a_failure_is_caught(gauge, monkeypatch, plant):
     if plant == "not written":
-        monkeypatch.setattr(status.EngineStatus, "rewrite", lambda self: None)
+        monkeypatch.setattr(EngineStatus, "_write_again", lambda self: None)
     else:
         monkeypatch.setattr(metric, "samples", lambda folder: {metric.NAME: {("m", "0", "engaged"): len(LAYERS)}})
     with pytest.raises(AssertionError, match=r"engaged\"': 2\.0\} != .*: 1\}"):
@@ -731,15 +799,15 @@ SEVERAL_SERVERS = """
 import json, os, sys, time
 from dataclasses import replace
 from pathlib import Path
-from vllm_aiter_mla import status
-from vllm_aiter_mla.status import gauge
+from vllm_aiter_mla.status import gauge, status_files
+from vllm_aiter_mla.status.engine_status import EngineStatus, Outcome
 folder = Path(sys.argv[1])
-gauge.show(folder)
+gauge.register_metrics(folder)
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 def serves(kernel, *parts):
-    told = status.Outcome(kernel, decided=(((1, 8, kernel),), ()))
-    found = status.EngineStatus().record_of({"a": told}, 8, "fp8", 0, "passes", "cpu")
-    status.record.write(folder, replace(found, model_name="m"))
+    told = Outcome(kernel, decided=(((1, 8, kernel),), ()))
+    found = EngineStatus().record_of({"a": told}, 8, "fp8", 0, "passes", "cpu")
+    status_files.write(folder, replace(found, model_name="m"))
     for _ in range(100):
         registry = CollectorRegistry()
         multiprocess.MultiProcessCollector(registry)
@@ -760,9 +828,9 @@ def test_gauge_reaches_the_shared_files_of_several_api_servers(tmp_path):
     environment = {
         **os.environ,
         "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "shared"),
-        status.record.RUN: f"{os.getpid()}-x",
+        status_files.RUN: f"{os.getpid()}-x",
     }
-    code = SEVERAL_SERVERS.replace("gauge.show", "gauge.REFRESH_S = 0.1; gauge.show")
+    code = SEVERAL_SERVERS.replace("gauge.register_metrics", "gauge.REFRESH_S = 0.1; gauge.register_metrics")
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -15,8 +15,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.waiting import LONG_S, happened
-from vllm_aiter_mla import files, status
+from vllm_aiter_mla import locks
+from vllm_aiter_mla.commands import status as status_command
 from vllm_aiter_mla.commands.main import app
+from vllm_aiter_mla.status import status_files
 
 
 class Server:
@@ -25,7 +27,7 @@ class Server:
     def __init__(self, folder, run):
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.status.server_child", str(folder)], text=True,
-            env={**os.environ, status.record.RUN: run},
+            env={**os.environ, status_files.RUN: run},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         assert self.process.stdout.readline() == "ready\n", self.process.stderr.read()
@@ -71,7 +73,7 @@ def files_in(folder, pattern="status-*"):
     return sorted(path.name for path in (folder / "aiter_mla").glob(pattern))
 
 
-A, B = (f"{status.record.host_id()}-1-{one}" for one in "ab")
+A, B = (f"{status_files.host_id()}-1-{one}" for one in "ab")
 BOTH = [f"status-{run}-0-0.json" for run in (A, B)]
 
 
@@ -94,7 +96,10 @@ def test_two_containers_of_which_one_is_killed(server, tmp_path):
     assert ("ended" in line, "engaged" in line, code) == (True, False, 0)
     second.does("write")
     assert files_in(tmp_path) == BOTH[1:]
-    assert files_in(tmp_path, "lock-*") == [f"lock-status-{B}", f"lock-status-{B}-0-0"]
+    # One of the run, and one of each of its two engines.
+    locks = files_in(tmp_path, "lock-*")
+    assert locks[0] == f"lock-status-{B}"
+    assert [lock.startswith(f"lock-status-{B}-0-0-") for lock in locks[1:]] == [True, True]
     second.dies()
     assert status_of(B)[1] == 1, "no server lives"
 
@@ -155,9 +160,36 @@ def test_two_containers_an_engine_that_outlives_its_front_end_is_told(outlived, 
 def test_mutation_two_containers_an_engine_of_which_the_locks_say_nothing_is_caught(
     outlived, server, tmp_path, monkeypatch, holds, seen
 ):
-    monkeypatch.setattr(status.record, "engine_lives", lambda folder, ranks: holds)
+    for module in (status_files, status_command):
+        monkeypatch.setattr(module, "engine_lives", lambda folder, ranks: holds)
     with pytest.raises(AssertionError, match=seen):
         is_told_until_it_ends(outlived, server, tmp_path, seconds=0.1)
+
+
+def second_engine_is_told(server):
+    """Two engines of a run have one status file. The second one wrote it, and outlives the first and the front end."""
+    front = server(A)
+    front.does("front_end")
+    first, second = (int(front.does("worker_that_lives_on")) for _ in range(2))
+    try:
+        os.kill(first, signal.SIGKILL)
+        front.dies()
+        assert "front end has ended" in status_of(A)[0], "the engine that runs is not told"
+    finally:
+        os.kill(second, signal.SIGKILL)
+
+
+def test_two_containers_a_second_engine_of_one_run_is_told_after_the_first_has_ended(server):
+    second_engine_is_told(server)
+
+
+@pytest.mark.mutation
+def test_mutation_two_containers_one_lock_for_both_engines_of_a_run_is_caught(server, monkeypatch):
+    monkeypatch.setattr(
+        status_files, "_lock_of_engine", lambda folder, record: folder / f"lock-status-{record.run}-of-the-first"
+    )
+    with pytest.raises(AssertionError, match="the engine that runs is not told"):
+        second_engine_is_told(server)
 
 
 def test_two_containers_a_live_marker_is_no_abort_and_stays(server, tmp_path):
@@ -235,7 +267,7 @@ def test_mutation_two_containers_a_lock_that_says_nothing_is_caught(server, tmp_
     one = server(A)
     one.does("front_end", "write")
     assert "engaged" in status_of(A)[0]
-    monkeypatch.setattr(files, "is_held", lambda lock, remove=False: held)
+    monkeypatch.setattr(locks, "is_held", lambda lock, remove=False: held)
     assert ("ended" in status_of(A)[0]) is not held
     one.dies()
     assert ("ended" in status_of(A)[0]) is not held

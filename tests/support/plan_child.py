@@ -11,6 +11,7 @@ import pickle
 import sys
 import traceback
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ def _unquantised(config: Any) -> Any:
     return config
 
 
-def _with_limit(engine: dict[str, Any], limit: int) -> dict[str, Any]:
-    return engine | {"gate": engine["gate"] | {"limit": limit}}
+def _with_limit(engine: answer.EngineFacts, limit: int) -> answer.EngineFacts:
+    assert engine.gate is not None
+    return replace(engine, gate=replace(engine.gate, limit=limit))
 
 
 def _over_another_forward(args: Any) -> Any:
@@ -67,7 +69,7 @@ def _whose_class_needs_a_library(args: Any) -> Any:
 BUGS = {
     "the model's class needs a library": (rocm_config, "finished_config", _whose_class_needs_a_library),
     "nothing is quantised": (rocm_config, "finished_config", lambda args: _unquantised(finished(args))),
-    "the limit is not the gate's": (answer, "engine_facts", lambda config: _with_limit(facts(config), 1)),
+    "the limit is not the gate's": (answer, "engine_facts", lambda *given: _with_limit(facts(*given), 1)),
     "vLLM has another forward": (rocm_config, "finished_config", _over_another_forward),
     "vLLM has another rotary embedding": (rocm_config, "mla_layers", _of_another_rotation),
     "plan asks no wrapper": (rocm_config, "mla_layers", _without_their_wrappers),
@@ -81,25 +83,25 @@ def applied(config: Any) -> Any:
     return found
 
 
-def planned(request: dict[str, Any], about: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
+def planned(request: dict[str, Any], vllm: answer.LoadedVllm) -> tuple[Plan, dict[str, Any]]:
     """Return the plan with the gate's decision."""
     bug = BUGS.get(request.pop("bug"))
     with mock.patch.object(*bug) if bug else nullcontext():
         made = answer.answer(Path(request["folder"]), request["arguments"])
         variables = {name: (value, origin) for name, (value, origin) in request["variables"].items()}
-        found = build.build(made, about, variables)
+        found = build.build(made, vllm, variables)
     last = decisions[-1] if decisions else None
     skip = last.code if isinstance(last, Skip) else None
     return found, {"limit": getattr(last, "limit", None), "skip": skip}
 
 
-def answered(request: dict[str, Any], about: dict[str, Any]) -> Any:
+def answered(request: dict[str, Any], vllm: answer.LoadedVllm) -> Any:
     """Return ``planned``, or the error that it raised."""
     try:
-        return planned(request, about)
+        return planned(request, vllm)
     except BaseException as error:  # without an answer the test would wait for ever
         traceback.print_exc()
-        return build.failure(error), {}
+        return several.failure(error), {}
 
 
 def main(arch: str) -> None:
@@ -107,10 +109,10 @@ def main(arch: str) -> None:
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # vLLM logs to stdout
     gate.apply = applied
-    about = answer.start(arch)
+    vllm = answer.load(arch)
     several.warm()
     for line in sys.stdin:
-        pickle.dump(several.forked(partial(answered, json.loads(line), about)), out)
+        pickle.dump(several.forked(partial(answered, json.loads(line), vllm)), out)
         out.flush()
 
 

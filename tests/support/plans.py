@@ -15,8 +15,8 @@ from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import ConfigView, LayerView
 from vllm_aiter_mla.commands.compat import offline, rocm_config
 from vllm_aiter_mla.commands.plan import build, model
-from vllm_aiter_mla.commands.plan.answer import Answer, Given
-from vllm_aiter_mla.commands.plan.record import Model, Plan
+from vllm_aiter_mla.commands.plan.answer import Answer, EngineFacts, Given, LoadedVllm
+from vllm_aiter_mla.commands.plan.record import Model, Options, Plan
 from vllm_aiter_mla.compat.config import GraphSizes
 from vllm_aiter_mla.settings import Settings
 
@@ -26,7 +26,7 @@ ENV = ("VLLM_ROCM_USE_AITER_FP8BMM=1", "VLLM_ROCM_USE_AITER_FP4BMM=1")
 
 
 class Worker:
-    """The process for a card and variables; :attr:`about` is what it says when it is ready."""
+    """The process for a card and variables."""
 
     def __init__(self, arch: str, env: tuple[str, ...]) -> None:
         self.variables, self._cache = model.environment(env, {}), tempfile.TemporaryDirectory()
@@ -81,27 +81,28 @@ def parsed(plan: dict[str, Any]) -> Plan:
     return files.part(Plan, Path("plan"), plan)
 
 
-ABOUT = {"arch": "gfx942", "made_up": True, "vllm": "0.32.0", "on": dict.fromkeys(offline.VARIABLES, True)}
-"""What ``answer.start`` may say."""
+VLLM = LoadedVllm("gfx942", True, "0.32.0", dict.fromkeys(offline.VARIABLES, True))
+"""What ``answer.load`` may return."""
 
 
 def made_up_answer(settings: Settings = Settings(), **changes: Any) -> Answer:  # noqa: B008  frozen
     """An answer of vLLM's about 61 layers, where the gate declines; ``changes`` are fields of the engine's view."""
     view, facts = replace(ConfigView(), **changes), Model("DeepseekV3ForCausalLM", True, "bfloat16", 61, 4096, 61)
-    options = {"tp": 8, "pp": 1, "dp": 1, "max_num_seqs": 256, "max_num_batched_tokens": 16384, "block_size": 16,
-               "num_drafts": 0, "kv_cache_dtype": view.kv_cache_dtype, "dcp": view.dcp, "pcp": view.pcp,
-               "enforce_eager": view.enforce_eager, "mode": view.mode}  # fmt: skip
+    options = Options(
+        tp=8, pp=1, dp=1, max_num_seqs=256, max_num_batched_tokens=16384, block_size=16, num_drafts=0,
+        kv_cache_dtype=view.kv_cache_dtype, dcp=view.dcp, pcp=view.pcp, enforce_eager=view.enforce_eager,
+        mode=view.mode, dtype=facts.dtype, settings=settings,
+    )  # fmt: skip
     sizes = [1, 2, 256, 512]
-    engine = {"gate": None, "view": view, "options": options, "graphs": GraphSizes(sizes[:-1], sizes)}
+    engine = EngineFacts(None, view, options, ((1, 4681), (4682, 16384)), GraphSizes(sizes[:-1], sizes))
     kind = rocm_config.LayerKind(LayerView(model_dtype="bfloat16"), "fp8", "Fp8LinearMethod", "", True, False)
     given = Given(settings, None, None, [])
-    ranges = {"ranges": [(1, 4681), (4682, 16384)]}
-    return Answer(given, facts, engine | ranges, [(kind, 61)])
+    return Answer(given, facts, engine, [(kind, 61)])
 
 
 def made_up(*env: str, **changes: Any) -> Plan:
     """The plan of ``made_up_answer(**changes)`` under the variables ``env``."""
-    return build.build(made_up_answer(**changes), ABOUT, model.environment(env, {}))
+    return build.build(made_up_answer(**changes), VLLM, model.environment(env, {}))
 
 
 def codes(plan: dict[str, Any]) -> list[str]:

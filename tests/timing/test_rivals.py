@@ -18,7 +18,7 @@ from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_in
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving.backends import candidates
 from vllm_aiter_mla.settings import KERNELS, Settings
-from vllm_aiter_mla.startup.selfcheck import self_check
+from vllm_aiter_mla.startup.comparison import compare_with_reference
 
 FNUZ, BF16 = torch.float8_e4m3fnuz, torch.bfloat16
 MI300X, MI355X = Platform("gfx942", ROCM), Platform("gfx950", ROCM)
@@ -52,7 +52,7 @@ OPS = {"fp8": by_reference, "mxfp4": by_reference}
     ids=["fp8 weight", "fp8 weight and cache", "mxfp4 weight"],
 )
 def test_its_arguments_lead_to_the_results_of_the_reference(platform, change, is_neox):
-    found = self_check(OneLaunchBackend(platform, OPS), replace(SHAPE, is_neox=is_neox, **change))
+    found = compare_with_reference(OneLaunchBackend(platform, OPS), replace(SHAPE, is_neox=is_neox, **change))
     assert found.ok, found.message
 
 
@@ -63,7 +63,7 @@ def test_mutation_an_argument_that_is_handed_over_wrongly_fails_the_check(wrong,
         return by_reference(*given, **named | {wrong: not named[wrong] if wrong == "is_neox" else torch.ones(1)})
 
     shape = replace(SHAPE, cache_dtype=FNUZ)
-    assert self_check(OneLaunchBackend(MI300X, {"fp8": spoilt}), shape).wrong == parts
+    assert compare_with_reference(OneLaunchBackend(MI300X, {"fp8": spoilt}), shape).wrong == parts
 
 
 def test_it_declines_what_it_would_do_wrongly():

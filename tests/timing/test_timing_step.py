@@ -174,7 +174,7 @@ def test_timing_keeps_what_was_timed_when_a_size_fails(card, monkeypatch):
     monkeypatch.setattr(stopwatch, "time_shape", fails)
     done = run("--tokens", "1", "--tokens", "8", "--tokens", "64", "--type", "fp8")
     assert done.exit_code == 1
-    assert "STOPPED at 2 heads, fp8: MemoryError: planted" in done.output
+    assert "STOPPED: 2 heads, fp8: MemoryError: planted" in done.output
     assert " 1 │ 2 " in done.output
     assert " 64 │ 2 " not in done.output
 
@@ -213,6 +213,11 @@ def test_timing_keeps_what_was_timed_when_its_process_ends(card, monkeypatch, tm
     status, detail, found = ends(monkeypatch, tmp_path, told)
     assert (status, detail, found["stopped"]) == ("failed", *[in_process.ENDED.said(doing)] * 2)
     assert [row["tokens"] for row in found["rows"]] == kept
+
+
+def test_a_process_that_ends_is_said_in_one_sentence(card, monkeypatch):
+    in_process.install(monkeypatch, ends={f"{timing.__name__}:run": 0})
+    assert f"STOPPED: {in_process.ENDED.said('its start')}" in run("--tokens", "1").output
 
 
 @pytest.mark.mutation

@@ -11,14 +11,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.report.pages import rows_of
 from tests.support import in_process
 from tests.support.planted import raising
 from tests.support.waiting import happened
 from tests.verify.faults import stale
+from vllm_aiter_mla import files
 from vllm_aiter_mla.commands.check import kernels as step
 from vllm_aiter_mla.commands.check import show
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.verify import runner, session
+from vllm_aiter_mla.verify import results, runner, session
 
 ROOT = Path(__file__).resolve().parents[2]
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
@@ -96,6 +98,41 @@ def test_small_runs_the_quick_cases_at_deepseeks_widths_and_two_runs_give_the_sa
     assert {"--small", "--emulated"} < set(shlex.split(found[1]["results"][0]["command"]))
 
 
+def test_rounds_that_end_alike_are_one_result_so_that_report_reads_however_many(monkeypatch, tmp_path):
+    """Two hundred rounds of a full run would fill 20 MB, which no reader takes."""
+    monkeypatch.setattr(files, "LARGEST", 4096)
+    path, page = tmp_path / "out.json", tmp_path / "page.html"
+    done = cli(*ONE, "--small", "--repeat", "12", "--json", str(path), "--html", str(page))
+    assert (done.exit_code, "12 passed, 0 failed" in done.stdout) == (0, True), done.output
+    (result,) = record(path)["results"]
+    assert (result["seed"], result["rounds"]) == (0, 12)
+    assert CliRunner().invoke(app, ["report", str(path), "-o", str(page)]).exit_code == 0
+    assert ["reference", "12", "0", "0"] in rows_of(page.read_text())
+
+
+def test_rounds_that_failed_are_one_failure_with_the_command_of_the_first(monkeypatch, tmp_path):
+    right, run = session.FINDERS["reference"], session.run_case
+    rounds = iter([right, stale_scale(monkeypatch), right, stale_scale(monkeypatch)])
+    monkeypatch.setattr(session, "run_case", lambda item, backend, engine: run(item, next(rounds)(), engine))
+    asked = ("--backend", "reference", "--case", "scales-changed", "--variant", "fp8", "--repeat", "4")
+    done = cli(*asked, "--json", str(tmp_path / "out.json"))
+    passed, failed = record(tmp_path / "out.json")["results"]
+    assert [(one["status"], one["seed"], one["rounds"]) for one in (passed, failed)] == [
+        ("passed", 0, 2), ("failed", 1, 2)
+    ]  # fmt: skip
+    assert "--data-seed 1" in failed["command"]
+    for shown in ("2 passed, 2 failed", "first of 2 rounds that failed"):
+        assert shown in done.stdout
+
+
+@pytest.mark.mutation
+def test_mutation_a_record_of_each_round_is_caught(monkeypatch, tmp_path):
+    monkeypatch.setattr(results, "joined", tuple)
+    monkeypatch.setattr(session, "joined", tuple)
+    with pytest.raises(AssertionError, match=r"12 passed|2, True"):
+        test_rounds_that_end_alike_are_one_result_so_that_report_reads_however_many(monkeypatch, tmp_path)
+
+
 def test_without_small_no_digest_is_made(tmp_path):
     path = tmp_path / "out.json"
     assert cli(*ONE, "--json", str(path)).exit_code == 0
@@ -120,7 +157,11 @@ def test_mutation_a_cache_that_is_written_otherwise_changes_its_digest(tmp_path,
 @pytest.fixture
 def faulty(monkeypatch):
     """A back end called "reference" that reads a scale once and never again."""
-    monkeypatch.setitem(session.FINDERS, "reference", lambda: stale("q_scale")(monkeypatch))
+    monkeypatch.setitem(session.FINDERS, "reference", stale_scale(monkeypatch))
+
+
+def stale_scale(monkeypatch):
+    return lambda: stale("q_scale")(monkeypatch)
 
 
 def ends(monkeypatch, tmp_path, told):
@@ -151,7 +192,7 @@ def test_a_process_that_ends_fails_in_its_case_and_what_passed_is_kept(monkeypat
     assert set(passed) == before | SECOND
     assert [(one["backend"], one["case"]) for one in failed] == [("first", case)]
     (finding,) = failed[0]["findings"]
-    assert finding["message"] == in_process.ENDED.said(case)
+    assert finding["message"] == f"{in_process.ENDED.said(case)}; no later case of first ran"
     assert f"{in_process.ENDED.how} in {case}" in done.stdout
     assert (f"--case {case}" in failed[0]["command"]) == (case != "start")
 
@@ -175,7 +216,7 @@ def test_a_run_without_a_gpu_says_so_exits_0_and_its_json_holds_results_and_comm
         assert told in done.output
     found = record(path)
     assert found["status"] == 0
-    assert [result["seed"] for result in found["results"]] == [0, 1]
+    assert [(result["seed"], result["rounds"]) for result in found["results"]] == [(0, 2)]
     assert all(result["command"].startswith("vllm-aiter-mla check --only kernels") for result in found["results"])
     assert "torch" in found["machine"]
 

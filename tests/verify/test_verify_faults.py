@@ -59,7 +59,7 @@ def test_mutation_with_tame_padding_a_padded_row_reaches_a_real_one_unnoticed(br
 @pytest.mark.mutation
 @pytest.mark.parametrize("name", ["write-outside-slot", "writes-slot-minus-one", "write-outside-slot-each-97th"])
 def test_mutation_without_the_look_elsewhere_stray_writes_go_unnoticed(caught, monkeypatch, name):
-    monkeypatch.setattr(oracles, "_elsewhere", lambda *arguments: iter(()))
+    monkeypatch.setattr(oracles, "_written_elsewhere", lambda *arguments: iter(()))
     assert caught(name) == set()
 
 

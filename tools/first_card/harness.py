@@ -14,7 +14,7 @@ from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
-from vllm_aiter_mla.startup.selfcheck import ordinals
+from vllm_aiter_mla.startup.comparison import ordinals
 
 
 def verify(asked: Asked) -> dict[str, Any]:

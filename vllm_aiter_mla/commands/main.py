@@ -18,13 +18,13 @@ from vllm_aiter_mla.commands import outputs, process
 # Each module holds one function of the command's name and imports nothing heavy at its top.
 COMMANDS = ("check", "status", "report")
 
-OF_KERNELS = {
+VERIFY_OPTIONS = {
     "-b": "--backend", "--only": "--case", "-k": "--case", "--seed": "--data-seed", "--replays": "--long-run"
 }  # fmt: skip
 ALIASES: dict[str, tuple[str, dict[str, str]]] = {
     "doctor": ("machine", {}),
     "plan": ("plan", {}),
-    "verify": ("kernels", OF_KERNELS),
+    "verify": ("kernels", VERIFY_OPTIONS),
     "measure": ("timing", {"-t": "--tokens", "-n": "--heads"}),
 }
 """Former commands: the step of ``check`` that each is now, and options that have another name there. Until 0.3."""

@@ -80,7 +80,7 @@ def check(words: Sequence[str], own: Iterable[str] = ()) -> None:
         given = word.partition("=")[0].partition(".")[0].replace("_", "-")
         if not re.match(r"--[a-z]", given) or any(name.startswith(given) for name in known):
             continue
-        turned = any(given.startswith(one) and other + given.removeprefix(one) in known for one, other in OPPOSITES)
+        turned = any(given.startswith(to) and of + given.removeprefix(to) in known for to, of in OPPOSITES)
         typed = word.partition("=")[0]
         if names() and given in GONE and not (turned and _release() >= TURNED_BY_DISABLE):
             raise ValueError(f"{typed}: no such option: {GONE[given]}")
@@ -92,7 +92,7 @@ def check(words: Sequence[str], own: Iterable[str] = ()) -> None:
 
 def _of_its_sense(given: str, known: Iterable[str]) -> set[str]:
     """Return the options that switch something off if ``given`` does, and else the others."""
-    turned = {one + name.removeprefix(other) for name in known for one, other in OPPOSITES if name.startswith(other)}
+    turned = {to + name.removeprefix(of) for name in known for to, of in OPPOSITES if name.startswith(of)}
     return {name for name in {*known, *turned} - GONE.keys() if name.startswith(OFF) == given.startswith(OFF)}
 
 
@@ -102,10 +102,9 @@ def names() -> frozenset[str]:
 
     None where vLLM is not installed.
     """
-    found = find_spec("vllm")
-    if found is None or found.origin is None:
+    root, names = _sources(), set[str]()
+    if root is None:
         return frozenset()
-    root, names = Path(found.origin).parent, set[str]()
     for path in (path for pattern in SOURCES for path in root.glob(pattern)):
         text = path.read_text(encoding="utf-8")
         names.update(re.findall(r"[\"'](--?[a-z][\w-]*)[\"']", text))
@@ -113,10 +112,16 @@ def names() -> frozenset[str]:
     return frozenset(names)
 
 
+def _sources() -> Path | None:
+    """Return the folder of the installed vLLM, without importing it."""
+    found = find_spec("vllm")
+    return Path(found.origin).parent if found is not None and found.origin is not None else None
+
+
 def _release() -> tuple[int, ...]:
     """Return the first two numbers of the installed vLLM's release; a high one where they cannot be read."""
-    found = find_spec("vllm")
-    text = Path(found.origin).with_name("_version.py").read_text(encoding="utf-8") if found and found.origin else ""
+    root = _sources()
+    text = (root / "_version.py").read_text(encoding="utf-8") if root else ""
     version = re.search(r"version = ['\"](\d+)\.(\d+)", text)
     return tuple(map(int, version.groups())) if version else (2**9,)
 

@@ -74,8 +74,10 @@ def text_apart(path: Path | None) -> Iterator[None]:
         os.close(kept)
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path, text: str, status: int = WRONG) -> None:
     """Write a file, and end the command with one line if that fails; or to standard output where ``path`` is "-".
+
+    ``status`` is the exit status of a command that ends so.
 
     Raises:
         OSError: standard output takes no more.
@@ -86,7 +88,7 @@ def write(path: Path, text: str) -> None:
     try:
         files.write_text(path, text)
     except OSError as error:
-        fail(f"{path}: {error.strerror or error}")
+        fail(f"{path}: {error.strerror or error}", status)
 
 
 def why_not_writable(path: Path | None) -> str | None:
@@ -142,7 +144,7 @@ def printable(text: str) -> str:
 
 def folded(text: str) -> str:
     """Return the text in lines of ``width`` columns; what follows a line is indented as its last column is."""
-    return "\n".join("\n".join(_parts(one)) for one in text.splitlines())
+    return "\n".join("\n".join(_parts(each)) for each in text.splitlines())
 
 
 def _parts(text: str) -> list[str]:

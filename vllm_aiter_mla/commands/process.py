@@ -27,7 +27,7 @@ TIMEOUT_S = 3600  # without a word that it tells: a first start of AITER compile
 GRACE_S = 60  # for a process that has answered and does not end
 LOOK_S = 0.5  # how often ``call`` looks for what its process tells
 LAST_LINES = 12
-LONGEST = 70
+LONGEST_SOCKET_FOLDER = 70
 """Characters of a folder in which vLLM can have a socket: it adds 37, and the path of one has at most 107."""
 
 _groups: set[int] = set()
@@ -46,15 +46,16 @@ class EndedError(RuntimeError):
     Args:
         how: as in "was ended by SIGABRT".
         lines: the last that it said.
+        who: the process in words.
     """
 
-    def __init__(self, how: str, *lines: str) -> None:
+    def __init__(self, how: str, *lines: str, who: str = "its process") -> None:
         super().__init__(how, *lines)
-        self.how, self.lines = how, lines
+        self.how, self.lines, self.who = how, lines, who
 
     def said(self, doing: str = "") -> str:
         """Return in one sentence how it ended, while it was ``doing`` what, and its last line."""
-        return f"its process {self.how}" + f" in {doing}" * bool(doing) + f": {self.lines[-1]}" * bool(self.lines)
+        return f"{self.who} {self.how}" + f" in {doing}" * bool(doing) + f": {self.lines[-1]}" * bool(self.lines)
 
 
 class SignalError(BaseException):
@@ -65,15 +66,15 @@ class SignalError(BaseException):
 def ended_by_signals() -> Iterator[None]:
     """Let SIGINT, SIGTERM and SIGHUP end the calls that run and raise SignalError; one that is ignored stays so."""
     ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {one: signal.getsignal(one) for one in ends}
-    heard = [one for one, handler in before.items() if handler != signal.SIG_IGN]
-    for one in heard:
-        signal.signal(one, _end)
+    before = {number: signal.getsignal(number) for number in ends}
+    handled = [number for number, handler in before.items() if handler != signal.SIG_IGN]
+    for number in handled:
+        signal.signal(number, _end)
     try:
         yield
     finally:
-        for one in heard:
-            signal.signal(one, before[one])
+        for number in handled:
+            signal.signal(number, before[number])
 
 
 def _end(number: int, _: FrameType | None) -> None:
@@ -179,7 +180,7 @@ def _run(
     until, answered = time.monotonic() + TIMEOUT_S, False
     try:
         while (code := _waited(child, min(LOOK_S, max(until - time.monotonic(), 0)))) is None:
-            if hear():
+            if hear() and not answered:
                 until = time.monotonic() + TIMEOUT_S
             if not answered and answer.is_file():
                 answered, until = True, time.monotonic() + GRACE_S
@@ -211,12 +212,12 @@ def _with_folder(environment: Mapping[str, str], folder: str) -> dict[str, str]:
     """
     shared = tempfile.gettempdir()
     outside = Path(shared).parent if shared in _folders else shared
-    found = {**environment, "TMPDIR": folder}
-    if len(folder) > LONGEST:
-        found.setdefault("VLLM_RPC_BASE_PATH", str(outside))
+    variables = {**environment, "TMPDIR": folder}
+    if len(folder) > LONGEST_SOCKET_FOLDER:
+        variables.setdefault("VLLM_RPC_BASE_PATH", str(outside))
     with suppress(KeyError, OSError):  # a container's user may have no name
-        found.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{outside}/torchinductor_{getpass.getuser()}")
-    return found
+        variables.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{outside}/torchinductor_{getpass.getuser()}")
+    return variables
 
 
 def main(function: str, asked: str, answer: str, told: str, lifeline: str, folder: str) -> None:

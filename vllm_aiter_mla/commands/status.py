@@ -11,9 +11,10 @@ from typing import Annotated
 import typer
 
 from vllm_aiter_mla import files
-from vllm_aiter_mla import status as status_of
 from vllm_aiter_mla.commands import outputs
-from vllm_aiter_mla.status.record import Decided, RankStatus, Reason
+from vllm_aiter_mla.status.line import remedies, status_line
+from vllm_aiter_mla.status.record import Decided, RankStatus, Reason, add_silent, group_by_engine, merge_ranks
+from vllm_aiter_mla.status.status_files import engine_lives, front_end_lives, read_all
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class EngineLine:
     engine: str
     line: str
     remedies: dict[str, str]  # by code; of the layers that are skipped
-    lives: bool | None  # its front end; None if that cannot be told
-    whole: bool  # it lives, and every rank runs all of its layers on our kernels
+    front_end_lives: bool | None  # None if that cannot be told
+    whole: bool  # its front end lives, and every rank runs all of its layers on our kernels
     silent: int = 0  # ranks without a status file here
 
 
@@ -69,25 +70,18 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
                 f"status: {folder}: permission denied; run it as the server's user, or read the gauge",
                 outputs.NOT_LOOKED,
             )
-    by_engine = status_of.record.by_engine(status_of.record.read_all(folder, "*", bad.append))
-    engines = tuple(_engine(folder, name, ranks) for name, ranks in by_engine.items())
-    living = [one.whole for one in engines if one.lives]
-    looked = outputs.FINE if living and all(living) else outputs.FINDING
-    seen = engines and not bad and not any(one.lives is None or one.silent for one in engines)
-    code = looked if seen else outputs.NOT_LOOKED
-    told = {engine: list(_decisions(by_engine[engine], layer)) for engine in by_engine if layer is not None}
+    by_engine = group_by_engine(read_all(folder, "*", bad.append))
+    engines = tuple(_engine_line(folder, name, ranks) for name, ranks in by_engine.items())
+    complete = engines and not bad and not any(engine.front_end_lives is None or engine.silent for engine in engines)
+    code = _exit_status(engines) if complete else outputs.NOT_LOOKED
+    decisions = {name: list(_decisions(ranks, layer)) if layer else [] for name, ranks in by_engine.items()}
     # The record of an engine that was skipped as a whole does not know its layers' names.
-    named = seen and all(rank.decided or not rank.skipped for ranks in by_engine.values() for rank in ranks)
-    if layer is not None and named and not any(told.values()):
+    names_known = all(rank.decided or not rank.skipped for ranks in by_engine.values() for rank in ranks)
+    if layer is not None and complete and names_known and not any(decisions.values()):
         outputs.fail(f"status: --layer {layer}: no server here has a layer of that name")
     with outputs.text_apart(json):
-        for one in engines:
-            typer.echo(outputs.line(f"run {one.run}, {one.model}, engine {one.engine}: {one.line}"))
-            for of, remedy in one.remedies.items():
-                if remedy not in one.line:
-                    typer.echo(outputs.folded(f"  {of} -> {remedy}"))
-            for text in told.get((one.run, one.model, one.engine), ()) if one.lives else ():
-                typer.echo(outputs.folded(text))
+        for engine in engines:
+            _print(engine, decisions[engine.run, engine.model, engine.engine])
     if json is not None:
         outputs.write(json, files.text_of(Engines(engines, tuple(bad), code)))
     for why in bad:
@@ -97,34 +91,50 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
     raise typer.Exit(code)
 
 
-def _engine(folder: Path, name: tuple[str, str, str], ranks: Sequence[RankStatus]) -> EngineLine:
+def _exit_status(engines: Sequence[EngineLine]) -> int:
+    """Return the exit status where everything could be read."""
+    living = [engine.whole for engine in engines if engine.front_end_lives]
+    return outputs.FINE if living and all(living) else outputs.FINDING
+
+
+def _print(engine: EngineLine, decisions: Sequence[str]) -> None:
+    """Print an engine's line, the remedies that it lacks, and the decisions about a layer that was asked for."""
+    typer.echo(outputs.line(f"run {engine.run}, {engine.model}, engine {engine.engine}: {engine.line}"))
+    for code, remedy in engine.remedies.items():
+        if remedy not in engine.line:
+            typer.echo(outputs.folded(f"  {code} -> {remedy}"))
+    for text in decisions if engine.front_end_lives else ():
+        typer.echo(outputs.folded(text))
+
+
+def _engine_line(folder: Path, name: tuple[str, str, str], ranks: Sequence[RankStatus]) -> EngineLine:
     """Return what the files of one engine's ranks say; ``name`` is (run, model, engine)."""
-    lives = status_of.record.lives(folder, name[0])
-    engine = status_of.record.engine_lives(folder, ranks) if lives is False else None
+    lives = front_end_lives(folder, name[0])
     if not lives:
+        outlives = engine_lives(folder, ranks) if lives is False else None
         unknown = f"whether the server lives cannot be told from its locks in {folder}"
-        line = unknown if engine is None else ENDED[engine]
-        return EngineLine(*name, line, {}, lives=None if engine is None else False, whole=False)
-    all_ranks = status_of.record.with_silent(ranks)
-    found = status_of.record.of_engine(all_ranks)
-    remedies = status_of.line.remedies(ranks)
-    whole = found.whole and bool(found.record.engaged) and not found.record.skipped
-    line = status_of.line.of(*all_ranks)
-    return EngineLine(*name, line, remedies, lives=True, whole=whole, silent=found.silent)
+        line = unknown if outlives is None else ENDED[outlives]
+        return EngineLine(*name, line, {}, front_end_lives=None if outlives is None else False, whole=False)
+    all_ranks = add_silent(ranks)
+    merged = merge_ranks(all_ranks)
+    whole = merged.whole and bool(merged.record.engaged) and not merged.record.skipped
+    line = status_line(*all_ranks)
+    return EngineLine(*name, line, remedies(ranks), front_end_lives=True, whole=whole, silent=merged.silent)
 
 
 def _decisions(ranks: Sequence[RankStatus], layer: str) -> Iterator[str]:
     """Yield for the layers whose name has the dotted part ``layer`` what runs them on which ranks, and why."""
-    said: dict[str, list[str]] = {}
+    ranks_by_text: dict[str, list[str]] = {}
     for rank in ranks:
         for decided in rank.decided:
             for name in decided.layers:
                 if f".{layer}." in f".{name}.":
                     skip = rank.skipped.get(name)  # a graph may skip it too, and a kernel that raised
-                    said.setdefault("\n".join((f"  {name}", *_decision(decided, skip))), []).append(str(rank.rank))
-    for text, on in said.items():
+                    text = "\n".join((f"  {name}", *_decision(decided, skip)))
+                    ranks_by_text.setdefault(text, []).append(str(rank.rank))
+    for text, numbers in ranks_by_text.items():
         first, _, rest = text.partition("\n")
-        yield f"{first}, rank {', '.join(on)}\n{rest}"
+        yield f"{first}, rank {', '.join(numbers)}\n{rest}"
 
 
 def _decision(decided: Decided, skip: Reason | None) -> Iterator[str]:

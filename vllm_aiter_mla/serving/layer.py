@@ -26,7 +26,7 @@ from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, step_key
 from vllm_aiter_mla.serving import backends, decision
 from vllm_aiter_mla.serving.backends import Backends
 from vllm_aiter_mla.serving.decision import VLLM, Checked, Decision, Figures, LayerFacts
-from vllm_aiter_mla.status import EngineStatus, Outcome
+from vllm_aiter_mla.status.engine_status import EngineStatus, Outcome
 
 _KEY = "_aiter_mla_layer"
 GRAPHS_KEEP = "graphs that were captured keep the kernel"
@@ -261,9 +261,8 @@ class Layer:
         kept = f"so does each layer whose kernel raises; {GRAPHS_KEEP}"
         line = f"{self.name} runs vLLM's own attention from now on; {kept}: {reason}"
         log.say_once(logging.ERROR, line, key=reason)
-        with log.warned("the status file could not be corrected"):
+        with log.warned("the status could not be corrected"):
             self.engine_status.update({self.name: self.outcome()})
-            self.engine_status.rewrite_soon()
 
     def reloaded(self) -> None:
         """Bind and decide again: vLLM may have loaded other strides or memory into the same tensor objects."""

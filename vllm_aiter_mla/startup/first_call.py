@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla import files, status
+from vllm_aiter_mla import files, locks
 from vllm_aiter_mla.admission import ABORTED
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving.backends import AITER_KERNELS, FAMILIES, Backends
+from vllm_aiter_mla.status import status_files
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What asks a process to end."""
@@ -50,7 +51,7 @@ def prepare(backends: Backends, folder: Path, rank: int) -> Callable[[str], Abst
         concerned = set(names) & set(backends.names)
         if not concerned or backends.platform.arch == "cpu":
             continue
-        marker = name_of(family, backends.platform)
+        marker = marker_of(family, backends.platform)
         reason = died_before(folder, marker) or why_not_marked(folder, marker)
         if reason is None:
             marks |= dict.fromkeys(concerned, (family, marker))
@@ -58,14 +59,14 @@ def prepare(backends: Backends, folder: Path, rank: int) -> Callable[[str], Abst
         log.say_once(logging.ERROR, f"{family} is left out: {reason}")
         for name in concerned:
             backends.leave_out(name, reason)
-    last = ""
+    last = ""  # family that was marked last
 
     @contextmanager
     def mark(name: str) -> Iterator[None]:
         nonlocal last
         family, marker = marks.get(name, ("", ""))
-        able = family != "AITER" or backends.platform.arch in ARCHITECTURES
-        if family and able and rank == 0 and family != last:
+        has_kernels = family != "AITER" or backends.platform.arch in ARCHITECTURES
+        if family and has_kernels and rank == 0 and family != last:
             begins = f"{family}'s kernels are called now; a first build takes minutes"
             log.say(logging.INFO, f"{begins}; if the start ends here, the next start leaves them out")
         last = family or last
@@ -91,7 +92,7 @@ def died_before(folder: Path, marker: str) -> str | None:
     for path in folder.glob(f"{marker}-*.json"):
         # Whatever the marker holds: what is not known is not called. If its lock is held, a process is at it. One that
         # ends well removes its marker before its lock.
-        if not files.is_held(_lock_of(path)) and os.path.lexists(path):
+        if not locks.is_held(_lock_of(path)) and os.path.lexists(path):
             ended = "a start ended in its first call, or somebody ended that start"
             return f"{ABORTED}: {ended}; to try again remove {folder / marker}-*"
     return None
@@ -119,15 +120,15 @@ def marked(folder: Path, marker: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{marker}-{secrets.token_hex(4)}.json"
     lock = _lock_of(path)
-    if not files.hold(lock):
+    if not locks.hold(lock):
         raise OSError(f"{lock}: somebody else holds it")
     stays = False
     try:
-        if not files.is_held(lock):
+        if not locks.is_held(lock):
             raise OSError(f"{lock}: nobody could tell that it is held")
         with _ended_by_signals() as heard:
             try:
-                files.write(path, FirstCall(status.record.start_run()))
+                files.write(path, FirstCall(status_files.start_run()))
                 yield
             except SystemExit:
                 stays = not heard  # a library has ended the process
@@ -137,7 +138,7 @@ def marked(folder: Path, marker: str) -> Iterator[None]:
     finally:
         if not stays:
             path.unlink(missing_ok=True)
-            files.release(lock)
+            locks.release(lock)
 
 
 @contextmanager
@@ -161,13 +162,13 @@ def _ended_by_signals() -> Iterator[list[int]]:
 
     if threading.current_thread() is threading.main_thread():
         handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    taken = [number for number, one in handlers.items() if callable(one) or one is signal.SIG_DFL]
-    for number in taken:
+    replaced = [number for number, one in handlers.items() if callable(one) or one is signal.SIG_DFL]
+    for number in replaced:
         signal.signal(number, end)
     try:
         yield heard
     finally:
-        for number in taken:
+        for number in replaced:
             if signal.getsignal(number) is end:
                 signal.signal(number, handlers[number])
 
@@ -176,7 +177,7 @@ def _lock_of(path: Path) -> Path:
     return path.with_name(f"lock-{path.stem}")
 
 
-def name_of(family: str, platform: Platform) -> str:
+def marker_of(family: str, platform: Platform) -> str:
     """Return how the names of the markers begin for this build of AITER or Triton, this card and this plugin."""
     release = files.stamp("first-call").aiter if family == "AITER" else stopwatch.triton_release()
     about = (family, release, torch.__version__, platform.rocm, platform.arch, files.fingerprint())

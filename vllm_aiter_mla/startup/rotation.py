@@ -13,7 +13,7 @@ from vllm_aiter_mla.kernels.backend import EXACT
 from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.reference import gather_cos_sin, rotate
 from vllm_aiter_mla.serving.layer import Layer
-from vllm_aiter_mla.startup.selfcheck import difference
+from vllm_aiter_mla.startup.comparison import difference
 
 
 class RotationError(RuntimeError):

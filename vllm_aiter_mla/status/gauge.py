@@ -13,7 +13,8 @@ from typing import Any
 
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.status.line import aborted
-from vllm_aiter_mla.status.record import RankStatus, by_engine, join_run, of_engine, read_all, start_run, with_silent
+from vllm_aiter_mla.status.record import RankStatus, add_silent, group_by_engine, merge_ranks
+from vllm_aiter_mla.status.status_files import join_run, read_all, start_run
 
 NAME = "aiter_mla_layers"
 """vLLM clears every metric whose name holds "vllm" when it builds its own, so no name here may."""
@@ -45,7 +46,7 @@ METRICS: Mapping[str, Metric] = {
     ),
     "aiter_mla_kernel_layers": Metric("Engaged MLA layers by kernel and batch size in tokens.", ("kernel", "tokens")),
     "aiter_mla_ranks": Metric(
-        "Ranks: like the others (agreeing), skips a layer that another engages (fallen), has no status file (silent).",
+        "Ranks: like the others (agreeing), skips a layer that another engages (fell_back), has no file (silent).",
         ("state",),
     ),
     "aiter_mla_aborted_before": Metric("1 if an earlier start ended in this kernel's first call.", ("kernel",)),
@@ -76,10 +77,10 @@ class _Collector:
 
 
 # Of the process, as prometheus_client's registry is.
-_shown: list[Any] = []
+_registered: list[Any] = []
 
 
-def show(folder: Path) -> None:
+def register_metrics(folder: Path) -> None:
     """Put the metrics into prometheus_client's registry, which vLLM's /metrics serves. Idempotent.
 
     With several API servers prometheus_client works through shared files and takes no callback. There a thread of each
@@ -87,7 +88,7 @@ def show(folder: Path) -> None:
     """
     with suppress(OSError):  # a worker that cannot write its status there says so
         join_run(folder)
-    if _shown:
+    if _registered:
         return
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
         from prometheus_client import Gauge
@@ -96,13 +97,13 @@ def show(folder: Path) -> None:
             name: Gauge(name, metric.help, metric.names, multiprocess_mode="mostrecent")
             for name, metric in METRICS.items()
         }
-        _shown.append(gauges)
+        _registered.append(gauges)
         Thread(target=_refresh, args=(gauges, folder), daemon=True).start()
     else:
         from prometheus_client import REGISTRY
 
-        _shown.append(_Collector(folder))
-        REGISTRY.register(_shown[0])
+        _registered.append(_Collector(folder))
+        REGISTRY.register(_registered[0])
 
 
 def _left_out(why: str) -> None:
@@ -133,13 +134,13 @@ def samples(folder: Path) -> dict[str, Samples]:
     file that cannot be read is left out, and named once in the log.
     """
     found: dict[str, Samples] = {name: {} for name in METRICS}
-    for (_, *engine), records in by_engine(read_all(folder, start_run(), _left_out)).items():
-        for name, of_this in _of_engine(records).items():
+    for (_, *engine), records in group_by_engine(read_all(folder, start_run(), _left_out)).items():
+        for name, of_this in _samples_of_engine(records).items():
             found[name] |= {(*engine, *labels): value for labels, value in of_this.items()}
     return found
 
 
-def _of_engine(records: Sequence[RankStatus]) -> dict[str, Samples]:
+def _samples_of_engine(records: Sequence[RankStatus]) -> dict[str, Samples]:
     """Return the samples of one engine, without its own labels."""
     skipped = {name for record in records for name in record.skipped}
     engaged = {name for record in records for name in record.engaged} - skipped
@@ -148,12 +149,13 @@ def _of_engine(records: Sequence[RankStatus]) -> dict[str, Samples]:
         for one in record.decided:
             for first, last, kernel in one.kernels:
                 running.setdefault((kernel, f"{first}..{last}"), set()).update(engaged.intersection(one.layers))
-    found = of_engine(with_silent(records))
-    fallen, silent = len(found.fallen), found.silent
+    merged = merge_ranks(add_silent(records))
+    fell_back, silent = len(merged.fell_back), merged.silent
+    agreeing = merged.ranks - fell_back - silent
     return {
         NAME: {("engaged",): len(engaged), ("skipped",): len(skipped)},
         "aiter_mla_kernel_layers": {of: len(layers) for of, layers in running.items() if layers},
-        "aiter_mla_ranks": {("agreeing",): found.ranks - fallen - silent, ("fallen",): fallen, ("silent",): silent},
+        "aiter_mla_ranks": {("agreeing",): agreeing, ("fell_back",): fell_back, ("silent",): silent},
         "aiter_mla_aborted_before": {(kernel,): 1 for kernel in aborted(records)},
-        "aiter_mla_info": {(found.record.evidence.plugin, found.record.integration): 1},
+        "aiter_mla_info": {(merged.record.evidence.plugin, merged.record.integration): 1},
     }

@@ -4,46 +4,50 @@
 from collections.abc import Mapping, Sequence
 
 from vllm_aiter_mla.admission import ABORTED, OVERFLOW, REMEDIES
-from vllm_aiter_mla.status.record import RankStatus, Reason, of_engine
+from vllm_aiter_mla.status.record import EngineRecord, RankStatus, Reason, merge_ranks
 
-SHOWN = 64
+TYPICAL_TOKENS = 64
 """The line gives the measured time of a step of this many tokens, or of the nearest count that was timed."""
-LONGEST = 200
-"""Letters of a line with its remedy; where it would be longer, the line names the command that prints the remedy."""
 
 
-def of(*ranks: RankStatus | None, replica: int | None = None) -> str:
+def status_line(*ranks: RankStatus | None, replica: int | None = None) -> str:
     """Return the status line: how many layers are engaged, by which kernels, why the others are not, and the remedy.
 
     It names kernels that were left out because an earlier start ended in them.
 
     Args:
-        ranks: the records of an engine's ranks, as ``of_engine`` takes them.
+        ranks: the records of an engine's ranks, as ``merge_ranks`` takes them.
         replica: index of the data-parallel engine that the line speaks for; None if there is one.
     """
-    engine = of_engine(ranks)
-    record, engaged = engine.record, len(engine.record.engaged)
-    silent = f"; {engine.silent} without a status" if engine.silent else ""
-    whose = "" if replica is None else f", data-parallel engine {replica}"
+    merged = merge_ranks(ranks)
+    record, engaged = merged.record, len(merged.record.engaged)
+    silent = f"; {merged.silent} without a status" if merged.silent else ""
     names = aborted(ranks)
     left_out = f"; {', '.join(names)} left out: {ABORTED}" if names else ""
+    of_replica = "" if replica is None else f", data-parallel engine {replica}"
+    remedy = next((f" -> {remedy}" for remedy in remedies(ranks).values()), "")
     if not engaged:
         reason = first_reason(record.skipped)
-        text = f"0/{record.total}: {reason}{silent}{'' if ABORTED in reason else left_out}{whose}"
-        return _answered(text, remedies(ranks))
-    by = ", integration passes" if record.integration == "passes" else ""
-    agreeing = engine.ranks - len(engine.fallen) - engine.silent
-    on = f" on {agreeing} of {engine.ranks} ranks" if engine.ranks > 1 else ""
-    text = (
-        f"{engaged}/{record.total} MLA layers engaged{on} ({_measured(record) or _kernels(record)}{_tuned(record)}{by})"
+        return f"0/{record.total}: {reason}{silent}{'' if ABORTED in reason else left_out}{of_replica}{remedy}"
+    agreeing = merged.ranks - len(merged.fell_back) - merged.silent
+    on_ranks = f" on {agreeing} of {merged.ranks} ranks" if merged.ranks > 1 else ""
+    integration = ", integration passes" if record.integration == "passes" else ""
+    what_runs = f"{_measured(record) or _kernels(record)}{_tuned(record)}{integration}"
+    text = f"{engaged}/{record.total} MLA layers engaged{on_ranks} ({what_runs}){_fell_back(merged)}{silent}"
+    num_skipped = record.total - engaged
+    text += f"; {num_skipped} skipped: {first_reason(record.skipped)}" if num_skipped else ""
+    return text + "".join(f"; {name} {OVERFLOW}" for name in record.overflows) + left_out + of_replica + remedy
+
+
+def _fell_back(merged: EngineRecord) -> str:
+    """Return which ranks fell back, those with the same reason together; nothing if none did."""
+    by_reason: dict[Reason, list[str]] = {}
+    for rank, why in merged.fell_back.items():
+        by_reason.setdefault(why, []).append(str(rank))
+    return "".join(
+        f"; rank{'s' * (len(numbers) > 1)} {', '.join(numbers)} fell back: {_printable(why)}"
+        for why, numbers in by_reason.items()
     )
-    for rank, why in engine.fallen.items():
-        text += f"; rank {rank} fell back: {_printable(why)}"
-    text += silent
-    left = record.total - engaged
-    text += f"; {left} skipped: {first_reason(record.skipped)}" if left else ""
-    text += "".join(f"; {name} {OVERFLOW}" for name in record.overflows) + left_out + whose
-    return _answered(text, remedies(ranks))
 
 
 def remedies(ranks: Sequence[RankStatus | None]) -> dict[str, str]:
@@ -51,8 +55,8 @@ def remedies(ranks: Sequence[RankStatus | None]) -> dict[str, str]:
 
     Kernels that were left out come first, then the layers of ranks that fell back, then others.
     """
-    fallen = of_engine(ranks).fallen.values()
-    reasons = [*fallen, *(why for rank in ranks if rank is not None for why in rank.skipped.values())]
+    of_fallbacks = merge_ranks(ranks).fell_back.values()
+    reasons = [*of_fallbacks, *(why for rank in ranks if rank is not None for why in rank.skipped.values())]
     codes = [ABORTED] * bool(aborted(ranks)) + [code for code, _ in reasons]
     return {code: REMEDIES[code] for code in codes if code in REMEDIES}
 
@@ -61,13 +65,6 @@ def aborted(ranks: Sequence[RankStatus | None]) -> list[str]:
     """Return the kernels that do not run because an earlier start ended in their first call."""
     decided = (one for rank in ranks if rank is not None for one in rank.decided)
     return list(dict.fromkeys(name for one in decided for name, why in one.passed_over if why.startswith(ABORTED)))
-
-
-def _answered(text: str, found: Mapping[str, str]) -> str:
-    """Return the line with the first remedy, if any, or with the command that prints it."""
-    remedy = next(iter(found.values()), "")
-    full_line = f"{text} -> {remedy}" if remedy else text
-    return full_line if len(full_line) <= LONGEST else f"{text} (run: vllm-aiter-mla status)"
 
 
 def _kernels(record: RankStatus) -> str:
@@ -92,8 +89,8 @@ def _measured(record: RankStatus) -> str | None:
         return None
     most, *others = sorted(record.measured, key=lambda timed: -len(record.engaged.keys() & timed.layers))
     where = ", ".join(f"{name} {first}..{last}" for first, last, name in most.chosen)
-    tokens = min(most.us, key=lambda count: abs(count - SHOWN))
-    ours, theirs = most.us[tokens][most.runs(tokens)], most.us[tokens]["vllm"]
+    tokens = min(most.us, key=lambda count: abs(count - TYPICAL_TOKENS))
+    ours, theirs = most.us[tokens][most.chosen_at(tokens)], most.us[tokens]["vllm"]
     step = f"{tokens} token{'s' * (tokens != 1)}"
     since = f" on {most.since[:10]}" if most.since else ""
     more = f"; {len(others)} more layer shape{'s' * (len(others) != 1)} in the status file" if others else ""

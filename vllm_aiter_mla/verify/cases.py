@@ -102,7 +102,7 @@ class Eager(Replay):
     """Run a batch without a graph, as vLLM runs a mixed batch or a size that it has not captured."""
 
 
-Step = Replay | Literal["weights", "scales", "table", "overflow", "launches", "soak"]
+CaseStep = Replay | Literal["weights", "scales", "table", "overflow", "launches", "soak"]
 """A name changes that buffer in place, "overflow" the rows. "launches" compares the captured launches with what the
 back end may launch. "soak" replays the only graph very often, compares now and then, and watches the memory."""
 
@@ -118,7 +118,7 @@ class Case:
     name: str  # printed, and selected by --only
     serving: str  # what serving does, in one sentence
     sizes: tuple[int, ...]  # padded sizes to capture
-    steps: tuple[Step, ...]
+    steps: tuple[CaseStep, ...]
     kind: Literal["kernel", "full", "piecewise"] = "kernel"
     layers: int = 1
     width: int = 1  # tokens per decode request, 1 + drafts
@@ -161,10 +161,10 @@ def _of_the_kernel(limit: int) -> Iterator[Case]:
     two, chosen = (half, limit), chosen_sizes(limit)
     every = tuple(sorted({*capture_sizes(limit), *chosen}))
 
-    def only(what: str) -> tuple[Step, ...]:
+    def only(what: str) -> tuple[CaseStep, ...]:
         return (start, Replay(limit, fresh=(what,)), Replay(limit, fresh=(what,)))
 
-    def changed(what: Literal["weights", "scales", "table"]) -> tuple[Step, ...]:
+    def changed(what: Literal["weights", "scales", "table"]) -> tuple[CaseStep, ...]:
         # One eager step after the change: a back end that keeps a copy of the table may renew it then.
         return (start, what, Eager(half), Replay(limit, fresh=()), what, Eager(half), start)
 
@@ -220,7 +220,7 @@ def _both_ends(limit: int, drafts: int) -> Case:
     """Return the case of one request and of as many as may decode, with ``drafts`` draft tokens each."""
     width = 1 + drafts
     sizes = chosen_sizes(limit, width)
-    steps: list[Step] = [*map(Replay, sizes[1:-1])]
+    steps: list[CaseStep] = [*map(Replay, sizes[1:-1])]
     for end in (sizes[0], sizes[-1]):
         steps += Replay(end), *(Replay(end, fresh=(what,)) for what in FRESH)
         steps += Replay(end, end - width), Replay(end), "weights", Replay(end, fresh=())  # a request leaves

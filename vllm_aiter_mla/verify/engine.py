@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.verify import launches
-from vllm_aiter_mla.verify.layer import Segment, Step
+from vllm_aiter_mla.verify.layer import ModelStep, Segment
 
 # Calls that wait for the device, or whose result's shape depends on the device's data.
 SYNCS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -95,7 +95,7 @@ class EagerEngine:
     graphs = False
     device = "cpu"
 
-    def capture(self, step: Step, pool: str, side_stream: bool) -> Step:
+    def capture(self, step: ModelStep, pool: str, side_stream: bool) -> ModelStep:
         """Return a step that has run before with its captured segments as graphs.
 
         Graphs with the same ``pool`` share its memory. ``side_stream`` captures on a stream of its own.
@@ -110,14 +110,14 @@ class EagerEngine:
         return step._replace(segments=segments)
 
     def _record(self, segment: Segment, pool: str, side_stream: bool) -> Segment:
-        made = self.probe(segment)
-        return Segment(True, made.replay, tuple(made.names))
+        recording = self.probe(segment)
+        return Segment(True, recording.replay, tuple(recording.names))
 
     def probe(self, segment: Segment) -> Recording:
         """Run a segment once without a graph; return its host synchronisations and the memory that it makes."""
-        with Recording() as made:
+        with Recording() as recording:
             segment.run()
-        return made
+        return recording
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes that tensors hold, and the bytes in use outside torch's allocator (0 on a CPU)."""
@@ -158,9 +158,9 @@ class GraphEngine(EagerEngine):
         except RuntimeError as error:
             if "synchroniz" not in str(error):
                 raise
-            found = Recording()
-            found.syncs.append(launches.first_line(error))
-            return found
+            recording = Recording()
+            recording.syncs.append(launches.first_line(error))
+            return recording
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes of tensors, and the bytes that code, other libraries and other processes use."""

@@ -17,23 +17,23 @@ ABSENT = "hip-python is not installed"
 def find() -> ModuleType | str:
     """Return the module that holds HIP's calls, or why it cannot be used: ``ABSENT``, or the release and what fails."""
     try:
-        found = _load()
+        module = _load()
     except Exception as error:  # an extension for another Python or C library may raise anything
         if version() is None and files.missing_package(error) == "hip":
             return ABSENT
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
     else:
-        lacking = [name for name in CALLS if not callable(getattr(found, name, None))]
+        lacking = [name for name in CALLS if not callable(getattr(module, name, None))]
         if not lacking:
-            return found
+            return module
         problem = f"it has no {', '.join(lacking)}"
     return f"hip-python {version() or 'without metadata'} cannot be used: {problem}"
 
 
 def version() -> str | None:
     """Return the release whose metadata are here, for example "7.2.2.562.43", or None."""
-    found = files.distribution("hip-python")
-    return found and found.split()[-1]
+    name_and_version = files.distribution("hip-python")
+    return name_and_version and name_and_version.split()[-1]
 
 
 def made_for() -> str | None:

@@ -112,10 +112,10 @@ def of_dot(text: str) -> tuple[str, ...]:
     """
     if "digraph" not in text:
         raise DumpError(f"no DOT text: it starts with {text[:40]!r}")
-    found = [_node(dict(_ATTRIBUTE.findall(attributes))) for attributes in _NODE.findall(text)]
-    if not found:
+    nodes = [_node(dict(_ATTRIBUTE.findall(attributes))) for attributes in _NODE.findall(text)]
+    if not nodes:
         raise DumpError("the DOT text has no node: the graph is empty, or its format is new")
-    return tuple((name or "?") if kind == "KERNEL" else kind for kind, name in found if kind not in BARRIERS)
+    return tuple((name or "?") if kind == "KERNEL" else kind for kind, name in nodes if kind not in BARRIERS)
 
 
 def _node(attributes: dict[str, str]) -> tuple[str, str]:

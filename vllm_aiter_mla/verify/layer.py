@@ -16,7 +16,7 @@ from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.backend import KernelBackend, Run
 from vllm_aiter_mla.kernels.inputs import K_SCALE, Q_SCALE, DecodeInputs
 from vllm_aiter_mla.serving import ops as bodies
-from vllm_aiter_mla.startup.selfcheck import OVERFLOW
+from vllm_aiter_mla.startup.comparison import OVERFLOW_FACTOR
 from vllm_aiter_mla.verify import data
 from vllm_aiter_mla.verify.cases import ACT, FRESH, Item
 
@@ -131,9 +131,9 @@ class Layer:
         """
         assert len(slots) == len(k_pe) == len(kv_c) == len(rope.positions), "one slot per row"
         joint = torch.cat([kv_c, k_pe.squeeze(1)], dim=-1)
-        one = torch.ones_like(rope.k_scale)
+        no_scale = torch.ones_like(rope.k_scale)
         scaled = joint.float() / rope.k_scale if formats.is_fp8(self.kv_cache.dtype) else joint
-        rows = reference.store_nope(scaled, one, self.kv_cache.dtype, reference.VLLM_KERNEL)
+        rows = reference.store_nope(scaled, no_scale, self.kv_cache.dtype, reference.VLLM_KERNEL)
         reference.scatter_rows(self.kv_cache, slots, rows)
 
     def forward_mqa(self, q_prepared: torch.Tensor, kv_cache: torch.Tensor, metadata: Batch) -> torch.Tensor:
@@ -304,7 +304,7 @@ class Buffers:
                 layer.w_uv.copy_(self._value_weight())
             elif what == "overflow":
                 for rows in (layer.source.q[..., self.geometry.nope :], layer.source.k_pe, layer.source.kv_c):
-                    rows.mul_(OVERFLOW)
+                    rows.mul_(OVERFLOW_FACTOR)
             else:
                 layer.k_scale.mul_(1.5 * own_scale(index))
                 layer.q_scale.mul_(0.75 * own_scale(index))
@@ -332,7 +332,7 @@ class Segment(NamedTuple):
     launches: tuple[str, ...] | str = ()  # names of what the graph launches, or why they are unknown
 
 
-class Step(NamedTuple):
+class ModelStep(NamedTuple):
     """The segments of a step in order, and its outputs, which every run brings up to date."""
 
     segments: list[Segment]
@@ -386,7 +386,7 @@ def make_op(buffers: Buffers, backend: KernelBackend, index: int, rows: Rows, ou
     return op
 
 
-def build(buffers: Buffers, backend: KernelBackend, size: int) -> Step:
+def build(buffers: Buffers, backend: KernelBackend, size: int) -> ModelStep:
     """Build one step of ``size`` padded rows, captured as the kind of the case says."""
     kind, outputs, segments = buffers.case.kind, Outputs(), list[Segment]()
     for i, layer in enumerate(buffers.layers):
@@ -402,5 +402,5 @@ def build(buffers: Buffers, backend: KernelBackend, size: int) -> Step:
 
     if kind != "kernel":
         segments.append(Segment(True, tail))
-    step = Step(segments, outputs)
-    return step if kind == "piecewise" else Step([Segment(True, step.run)], outputs)
+    step = ModelStep(segments, outputs)
+    return step if kind == "piecewise" else ModelStep([Segment(True, step.run)], outputs)

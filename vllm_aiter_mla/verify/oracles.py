@@ -9,7 +9,7 @@ import torch
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.backend import EXACT, OWN_BMM, KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.startup.selfcheck import deviation, difference
+from vllm_aiter_mla.startup.comparison import deviation, difference
 from vllm_aiter_mla.verify.engine import Recording
 from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Buffers, Layer, Outputs, Rows, raw
 from vllm_aiter_mla.verify.results import Finding
@@ -42,7 +42,7 @@ class Expected:
     def __init__(self, buffers: Buffers, backend: KernelBackend, size: int, rows: int) -> None:
         self._buffers, attends = buffers, buffers.case.kind != "kernel"  # else the preparation alone runs
         self._copies = {name: tensor.clone() for name, tensor in _operands(buffers)}
-        self._layers = [_Layer(backend, layer, layer.inputs(rows), attends) for layer in buffers.layers]
+        self._layers = [_ExpectedLayer(backend, layer, layer.inputs(rows), attends) for layer in buffers.layers]
         self._produced = size if attends else 0
 
     @property
@@ -54,8 +54,8 @@ class Expected:
         """Return what the step, which has run, broke."""
         findings: list[Finding] = []
         for i, layer in enumerate(self._layers):
-            found = layer.check(outputs.get(("query", i)), outputs.get(("final", i)), self._copies["slot_mapping"])
-            findings += [replace(f, message=f"layer {i}: {f.message}") for f in found]
+            broken = layer.check(outputs.get(("query", i)), outputs.get(("final", i)), self._copies["slot_mapping"])
+            findings += [replace(finding, message=f"layer {i}: {finding.message}") for finding in broken]
         pairs = [(name, tensor, self._copies[name]) for name, tensor in _operands(self._buffers)]
         for i, own in enumerate(self._buffers.layers):
             names = (f"work buffer {name} of layer {i}" for name in Rows._fields)
@@ -73,7 +73,7 @@ class Expected:
         return wanted
 
 
-class _Layer:
+class _ExpectedLayer:
     """One layer's operands and cache before a step, and the expected result for each accepted rounding."""
 
     def __init__(self, backend: KernelBackend, own: Layer, inputs: DecodeInputs, attends: bool) -> None:
@@ -116,13 +116,13 @@ class _Layer:
         rows, lat = self.num_defined, self.inputs.latent_dim
         got, expected = got[:rows], [query[:rows] for query in self.queries]
         declared = any(torch.equal(got.float().isnan(), each.float().isnan()) for each in expected)
-        self.writes_nan = bool(bad := _not_finite(got))
+        self.writes_nan = bool(bad := _rows_not_finite(got))
         if bad and not declared:
             yield Finding("finite", f"q_prepared holds NaN or Inf in {bad}")
             return
-        nope = _least(got[..., :lat], [e[..., :lat] for e in expected], self.exact_nope, OWN_BMM.slack, 1.0)
+        nope = _why_apart(got[..., :lat], [e[..., :lat] for e in expected], self.exact_nope, OWN_BMM.slack, 1.0)
         nope = self._by_norm(nope, got[..., :lat], expected[0][..., :lat])
-        rope = _least(got[..., lat:], [e[..., lat:] for e in expected], self.exact_rope)
+        rope = _why_apart(got[..., lat:], [e[..., lat:] for e in expected], self.exact_rope)
         yield from (Finding(name, reason) for name, reason in (("query-nope", nope), ("query-rope", rope)) if reason)
 
     def _by_norm(self, reason: str, got: torch.Tensor, expected: torch.Tensor) -> str:
@@ -145,12 +145,12 @@ class _Layer:
         if written.numel():
             each = (raw(cache.flatten(0, 1)) for cache in (storage, *self.storages))
             got, *accepted = (rows.index_select(0, written).view(storage.dtype) for rows in each)
-            latent = _least(got[:, :lat], [rows[:, :lat] for rows in accepted], exact=True)
-            rope = _least(got[:, lat:], [rows[:, lat:] for rows in accepted], self.exact_rope)
+            latent = _why_apart(got[:, :lat], [rows[:, :lat] for rows in accepted], exact=True)
+            rope = _why_apart(got[:, lat:], [rows[:, lat:] for rows in accepted], self.exact_rope)
             for part, reason in (("latent", latent), ("rotated", rope)):
                 if reason:
                     yield Finding("cache-rows", f"{part} part of the written rows: {reason}")
-        yield from _elsewhere(self.own, self.storage, written)
+        yield from _written_elsewhere(self.own, self.storage, written)
 
     def _output_findings(self, final: torch.Tensor | None) -> Iterator[Finding]:
         batch, out = self.own.buffers.batch, self.own.out
@@ -158,7 +158,7 @@ class _Layer:
         if self.out is None or not n:
             return
         got, wanted = out[:n].float(), self.out.float()
-        if bad := _not_finite(got):
+        if bad := _rows_not_finite(got):
             yield Finding("finite", f"the attention's output holds NaN or Inf in {bad}")
             return
         error = (got - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-6)
@@ -202,19 +202,19 @@ def _operands(buffers: Buffers) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((f"{name} of layer {i}", tensor) for name, tensor in (*named, *layer.source._asdict().items()))
 
 
-def _not_finite(x: torch.Tensor) -> str:
+def _rows_not_finite(x: torch.Tensor) -> str:
     """Return which rows hold NaN or Inf, or an empty string."""
     bad = (~x.float().isfinite().flatten(1).all(dim=1)).nonzero().flatten().tolist()
     return f"row(s) {', '.join(map(str, bad[:6]))}{' ...' if len(bad) > 6 else ''}" if bad else ""
 
 
-def _least(
+def _why_apart(
     got: torch.Tensor, accepted: list[torch.Tensor], exact: bool, slack: float = 0.0, share: float = EXACT.rope_share
 ) -> str:
     """Return how far ``got`` is from the first of ``accepted``, or an empty string if it agrees with one of them."""
     distances = [difference(got.contiguous(), each.contiguous(), slack) for each in accepted]
-    for each, found in zip(accepted, distances, strict=True):
-        if torch.equal(raw(got), raw(each)) or (not exact and found.steps <= 1 and found.share <= share):
+    for each, distance in zip(accepted, distances, strict=True):
+        if torch.equal(raw(got), raw(each)) or (not exact and distance.steps <= 1 and distance.share <= share):
             return ""
     wrong = (got.float() != accepted[0].float()).nonzero()
     where = f", first at {wrong[0].tolist()}" if wrong.numel() else ""
@@ -222,7 +222,7 @@ def _least(
     return f"{distances[0].share:.1%} of the values differ, up to {distances[0].steps} step(s){where}; {allowed}"
 
 
-def _elsewhere(layer: Layer, storage: torch.Tensor, written: torch.Tensor) -> Iterator[Finding]:
+def _written_elsewhere(layer: Layer, storage: torch.Tensor, written: torch.Tensor) -> Iterator[Finding]:
     changed = (raw(layer.storage) != raw(storage)).flatten(0, 1).any(dim=1)
     changed[written] = False
     if bool(changed.any()):

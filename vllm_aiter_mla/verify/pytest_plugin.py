@@ -31,8 +31,8 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     def add(name: str, **kwargs: Any) -> None:
         items.append(VerifyItem.from_parent(session, name=name, nodeid=f"aiter-mla-verify::{name}", **kwargs))
 
-    for one in run.items:
-        add(f"{one.backend}-{one.case.name}[{one.variant.name}]", item=one, run=run)
+    for item in run.items:
+        add(f"{item.backend}-{item.case.name}[{item.variant.name}]", item=item, run=run)
     for name, why in run.missing.items():
         add(name, why=why)
 

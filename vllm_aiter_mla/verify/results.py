@@ -19,16 +19,17 @@ class Finding:
 
 @dataclass
 class Result:
-    """Outcome of a case. It grows while the case runs."""
+    """Outcome of a case. It grows while the case runs. Rounds that ended alike are one, see ``joined``."""
 
     case: str
     variant: str
     backend: str
     engine: str
-    seed: int = 0
+    seed: int = 0  # of the first round that ended so
     status: str = "passed"  # or "failed" or "skipped"
     reason: str = ""  # why it was skipped
     findings: list[Finding] = field(default_factory=list)
+    rounds: int = 1  # how many ended so
     captures: int = 0  # graphs captured
     replays: int = 0
     checks: int = 0  # steps compared with the reference
@@ -43,6 +44,24 @@ class Result:
         self.findings += [replace(finding, step=step) for finding in findings]
         if findings:
             self.status = "failed"
+
+
+def joined(results: Iterable[Result]) -> tuple[Result, ...]:
+    """Return one result for the rounds in which a case ended alike, so that many rounds make no larger record.
+
+    Numbers are those of all these rounds. Seed, findings, launches, digests and command are those of the first.
+    """
+    by_end: dict[tuple[str, ...], Result] = {}
+    for result in results:
+        end = (result.backend, result.variant, result.case, result.status)
+        by_end[end] = _with_rounds(by_end[end], result) if end in by_end else result
+    return tuple(by_end.values())
+
+
+def _with_rounds(first: Result, later: Result) -> Result:
+    names = ("rounds", "captures", "replays", "checks", "seconds")
+    sums = {name: getattr(first, name) + getattr(later, name) for name in names}
+    return replace(first, **sums, writes_nan=first.writes_nan or later.writes_nan)
 
 
 def status_of(results: Iterable[Result]) -> int:

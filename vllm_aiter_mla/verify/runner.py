@@ -15,7 +15,7 @@ from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.verify import launches, layer, oracles
-from vllm_aiter_mla.verify.cases import Eager, Item, Replay, Step
+from vllm_aiter_mla.verify.cases import CaseStep, Eager, Item, Replay
 from vllm_aiter_mla.verify.engine import EagerEngine
 from vllm_aiter_mla.verify.layer import Batch, Buffers
 from vllm_aiter_mla.verify.oracles import Expected
@@ -54,7 +54,7 @@ class _Run:
     backend: KernelBackend
     engine: EagerEngine
     result: Result
-    captured: dict[int, layer.Step] = field(default_factory=dict)  # by padded size
+    captured: dict[int, layer.ModelStep] = field(default_factory=dict)  # by padded size
     digests: dict[str, Any] = field(default_factory=dict)  # of each output, so far
     # Two cases never share a pool: it is freed with the graphs of its case.
     number: int = field(default_factory=itertools.count().__next__)
@@ -83,14 +83,14 @@ class _Run:
         step.run()  # the first call of a size compiles its kernels
         outputs = dict(step.outputs)
         card().synchronize()
-        found = []
+        findings = []
         for segment in step.segments:
             if segment.captured:
-                found += oracles.check_probe(self.engine.probe(segment), self.buffers.geometry.max_position)
+                findings += oracles.check_probe(self.engine.probe(segment), self.buffers.geometry.max_position)
             else:
                 segment.run()
-        if any(finding.oracle == "no-sync" for finding in found):
-            return found  # it would end a real capture
+        if any(finding.oracle == "no-sync" for finding in findings):
+            return findings  # it would end a real capture
         pool = f"run {self.number}" + f", T={size}" * (not self.item.case.shared_pool)
         captured = self.captured[size] = self.engine.capture(step, pool, self.item.case.side_stream)
         self.result.captures += len(captured.graphs)
@@ -98,9 +98,9 @@ class _Run:
         self.result.launches[str(size)] = names if isinstance(names, str) else launches.in_words(names)
         # The back end may have left every row undefined here, so the values of the query are not checked.
         values = ("query-nope", "query-rope", "finite")
-        return found + [finding for finding in expected.check(outputs) if finding.oracle not in values]
+        return findings + [finding for finding in expected.check(outputs) if finding.oracle not in values]
 
-    def _step(self, step: Step) -> list[Finding]:
+    def _step(self, step: CaseStep) -> list[Finding]:
         if isinstance(step, Replay):
             return self._run(step)
         if step == "soak":
@@ -124,20 +124,20 @@ class _Run:
             if what == "query":
                 tensor.fill_(POISON)
         run = partial(card().on_side_stream, taken.run) if step.side and self.engine.graphs else taken.run
-        asked = card().allocations()
+        before = card().allocations()
         for _ in range(times):
             run()
         card().synchronize()
-        asked = card().allocations() - asked
+        allocations = card().allocations() - before
         self.result.replays += times * (not eager)
         self.result.checks += 1
-        found = expected.check(taken.outputs)
-        if asked and not eager and len(taken.segments) == len(taken.graphs):
-            found.append(Finding("memory", f"{times} replay(s) asked {asked} times for memory"))
+        findings = expected.check(taken.outputs)
+        if allocations and not eager and len(taken.segments) == len(taken.graphs):
+            findings.append(Finding("memory", f"{times} replay(s) asked {allocations} times for memory"))
         if self.item.digest:
             self._digest(taken.outputs, rows)
         self.result.writes_nan |= expected.writes_nan
-        return found
+        return findings
 
     def _digest(self, outputs: layer.Outputs, rows: int) -> None:
         """Add the real rows of each output, and each layer's cache, to their digests."""
@@ -183,7 +183,7 @@ class _Run:
         if self.backend.name != "reference":
             return None
         inputs = self.buffers.layers[0].inputs(size)
-        plain = layer.Step([layer.Segment(True, lambda: reference.prepare(inputs))], {})
+        plain = layer.ModelStep([layer.Segment(True, lambda: reference.prepare(inputs))], {})
         plain.run()
         names = self.engine.capture(plain, f"run {self.number}, plain, T={size}", False).graphs[0].launches
         return None if isinstance(names, str) else len(names)

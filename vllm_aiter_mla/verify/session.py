@@ -2,21 +2,22 @@
 """A whole run: which cases, with which back ends, on what machine, and the outcome."""
 
 import platform
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from vllm_aiter_mla.kernels import formats, stopwatch
+from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.platform import detect_platform
 from vllm_aiter_mla.serving.backends import AITER_KERNELS, Backends
 from vllm_aiter_mla.settings import Settings
-from vllm_aiter_mla.verify.cases import LIMITS, REAL, SMALL, TINY, Geometry, Item, cases, variants
+from vllm_aiter_mla.verify.cases import LIMITS, REAL, SMALL, TINY, Case, Geometry, Item, Variant, cases, variants
 from vllm_aiter_mla.verify.engine import EagerEngine, GraphEngine
-from vllm_aiter_mla.verify.results import Result, Verification, status_of
+from vllm_aiter_mla.verify.results import Result, Verification, joined, status_of
 from vllm_aiter_mla.verify.runner import run_case
 
 # What runs where nothing else is asked for: a layer, the last capture size, and replays of a long run. 1024 is vLLM's
@@ -71,35 +72,28 @@ class Session:
     device: str | None = None  # "gpu" or "cpu"; None: a GPU if there is one
     geometry: Geometry | None = None  # sizes of a layer; None: small ones on a CPU, DeepSeek's on a GPU
     weight: tuple[Any, ...] | None = None  # format of the absorb weight in every variant; None: as each variant has it
-    again: tuple[str, ...] = ()  # options that the command which repeats a failure needs too
+    model: str = ""  # MODEL of the command that repeats a failure, from which it takes the sizes
+    again: tuple[str, ...] = ()  # words that this command needs too
     small: bool = False  # the quick cases at sizes that an emulator finishes, with a digest of each output
     emulated: bool = False  # the user says that the card is an emulator's
     results: list[Result] = field(default_factory=list)  # of the items that have run
 
     def __post_init__(self) -> None:
         self.engine = engine_here(self.device)
-        graphs = self.engine.graphs
-        geometry, limit, replays = SIZES["emulator" if self.small else "gpu" if graphs else "cpu"]
+        on_card = self.engine.graphs
+        geometry, limit, replays = SIZES["emulator" if self.small else "gpu" if on_card else "cpu"]
         geometry, limit = self.geometry or geometry, limit if self.limit is None else self.limit
         replays = self.replays or (min(replays, QUICK_REPLAYS) if self.quick else replays)
-        # A case or variant that is asked for by name runs, however long it takes.
         quick = self.quick or self.small
-        every = [case for case in cases(limit) if self.case or case.quick or not quick]
-        wanted = chosen(self.case, [case.name for case in every], "--case", part=True)
-        kinds = variants(graphs, detect_platform().fp8, quick=quick and not self.variant)
-        if self.weight == ("mxfp4",) and geometry.nope % formats.MXFP4_GROUP:
-            raise ValueError(f"--weights mxfp4 --nope {geometry.nope}: a multiple of {formats.MXFP4_GROUP} expected")
-        if self.weight is not None:
-            kinds = tuple(replace(kind, weight=self.weight) for kind in kinds if kind.name != "fp8-weight")
-        wanted_kinds = chosen(self.variant, [kind.name for kind in kinds], "--variant")
-        found = {name: find(name) for name in chosen(self.backend, list(FINDERS), "--backend")}
-        self.missing = {name: reason for name, reason in found.items() if isinstance(reason, str)}
+        selected = select(self.backend, self.case, self.variant, limit, quick, on_card, self.weight)
+        backends = {name: find(name) for name in selected.backends}
+        self.missing = {name: why for name, why in backends.items() if isinstance(why, str)}
         self.items = [
             Item(name, case, variant, geometry, limit, seed, replays, self.small)
             for seed in range(self.seed, self.seed + self.repeat)
-            for name in found if name not in self.missing
-            for variant in kinds if variant.name in wanted_kinds
-            for case in every if case.name in wanted
+            for name in backends if name not in self.missing
+            for variant in selected.variants
+            for case in selected.cases
         ]  # fmt: skip
 
     def run(self) -> Iterator[Result]:
@@ -109,8 +103,8 @@ class Session:
 
     def run_one(self, item: Item) -> Result:
         """Run one item, note its result and return it with the command that repeats it."""
-        found = run(item, self.engine)
-        self.results.append(replace(found, command=self.command(found)))
+        result = run(item, self.engine)
+        self.results.append(replace(result, command=self.command(result)))
         return self.results[-1]
 
     @property
@@ -133,15 +127,16 @@ class Session:
             engine=self.engine.name,
             sizes=asdict(self.items[0].geometry) if self.items else None,
             missing=self.missing,
-            results=tuple(self.results),
+            results=joined(self.results),
             emulated=self.emulated,
         )
 
     def command(self, result: Result) -> str:
         """Return the command that runs only this case, with the same data."""
-        return " ".join((
-            f"vllm-aiter-mla check --only kernels --backend {result.backend} --case {result.case}",
-            f"--variant {result.variant} --data-seed {result.seed}", *self.again,
+        return shlex.join((
+            "vllm-aiter-mla", "check", *([self.model] if self.model else []), "--only", "kernels",
+            "--backend", result.backend, "--case", result.case, "--variant", result.variant,
+            "--data-seed", str(result.seed), *self.again,
         ))  # fmt: skip
 
 
@@ -161,6 +156,37 @@ def engine_here(device: str | None = None) -> EagerEngine:
     return EagerEngine()
 
 
+class Selection(NamedTuple):
+    """What runs: each case in each variant with each back end."""
+
+    backends: list[str]
+    cases: list[Case]
+    variants: list[Variant]
+
+
+def select(
+    backend: tuple[str, ...], case: tuple[str, ...], variant: tuple[str, ...], limit: int, quick: bool, on_card: bool,
+    weight: tuple[Any, ...] | None = None,
+) -> Selection:  # fmt: skip
+    """Return what these fields of a ``Session`` select, and look at no device.
+
+    Raises:
+        ValueError: a case, variant or back end does not exist, or the limit is wrong; names option and value.
+    """
+    # A case or variant that is asked for by name runs, however long it takes.
+    known = [each for each in cases(limit) if case or each.quick or not quick]
+    kinds = variants(on_card, detect_platform().fp8, quick=quick and not variant)
+    if weight is not None:
+        kinds = tuple(replace(kind, weight=weight) for kind in kinds if kind.name != "fp8-weight")
+    case_names = chosen(case, [each.name for each in known], "--case", part=True)
+    variant_names = chosen(variant, [kind.name for kind in kinds], "--variant")
+    return Selection(
+        chosen(backend, list(FINDERS), "--backend"),
+        [each for each in known if each.name in case_names],
+        [kind for kind in kinds if kind.name in variant_names],
+    )
+
+
 def chosen(asked: tuple[str, ...], known: list[str], option: str, part: bool = False) -> list[str]:
     """Return the names that were asked for, all by default; ``part`` lets a text select every name that holds it.
 
@@ -169,8 +195,8 @@ def chosen(asked: tuple[str, ...], known: list[str], option: str, part: bool = F
     """
     wanted = set() if asked else set(known)
     for text in asked:
-        found = {text} & set(known) or {name for name in known if part and text in name}
-        if not found:
+        matches = {text} & set(known) or {name for name in known if part and text in name}
+        if not matches:
             raise ValueError(f"{option} {text}: no such name; there are {', '.join(known)}")
-        wanted |= found
+        wanted |= matches
     return [name for name in known if name in wanted]

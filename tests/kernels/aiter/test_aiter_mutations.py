@@ -7,7 +7,7 @@ import pytest
 from tests.support.simulated_aiter import FP8, backend, fate, inputs
 from vllm_aiter_mla.kernels import absorb
 from vllm_aiter_mla.kernels.inputs import LayerShape
-from vllm_aiter_mla.startup.selfcheck import self_check
+from vllm_aiter_mla.startup.comparison import compare_with_reference
 
 pytestmark = [pytest.mark.mutation("I6"), pytest.mark.usefixtures("fake_gfx942")]
 
@@ -62,7 +62,7 @@ def test_mutation_is_caught_by_the_self_check(name):
     plant, wrong = PLANTED[name]
     bound = backend()
     plant(bound)
-    result = self_check(bound, LayerShape(4, 512, FP8["gfx942"], FP8["gfx942"], 16, False))
+    result = compare_with_reference(bound, LayerShape(4, 512, FP8["gfx942"], FP8["gfx942"], 16, False))
     assert {part for part, found in result.differences.items() if found.steps} == wrong
     assert result.ok == (not wrong)
 

@@ -30,7 +30,7 @@ from vllm_aiter_mla.kernels.inputs import LayerShape
 from vllm_aiter_mla.kernels.triton import kernel, launcher
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 from vllm_aiter_mla.kernels.triton.tiles import TABLE
-from vllm_aiter_mla.startup.selfcheck import difference, self_check
+from vllm_aiter_mla.startup.comparison import compare_with_reference, difference
 
 BACKEND = TritonBackend()
 HEADS = 32  # of the layer that the start-up check is tried on
@@ -145,7 +145,7 @@ def self_checked(arch, limit, weight, bad=None, mutation=None, cache="bfloat16")
     launcher.Launch = bound
     try:
         with planted(mutation), mock.patch.object(type(BACKEND), "arch", arch):
-            found = self_check(BACKEND, shape, limit)
+            found = compare_with_reference(BACKEND, shape, limit)
     finally:
         launcher.Launch = _LAUNCH
     figures = {name: getattr(found, name) for name in ("ok", "message", "writes_nan")}
@@ -236,7 +236,7 @@ def checked_stand_in(heads, cache, planted=False):
     """``measure``'s stand-in for vLLM's kernels against the reference, under both pairings."""
     backend, dtype = OtherScale() if planted else stand_in.StandInBackend(), getattr(torch, cache)
     shapes = [LayerShape(heads, 128, dtype, dtype, 64, is_neox, device="cpu") for is_neox in (False, True)]
-    results = [self_check(backend, shape) for shape in shapes]
+    results = [compare_with_reference(backend, shape) for shape in shapes]
     return {"ok": [result.ok for result in results], "wrong": results[0].wrong, "said": results[0].message}
 
 

@@ -14,16 +14,26 @@ import typer
 from typer.core import TyperCommand
 
 from vllm_aiter_mla.commands import options, outputs, process
-from vllm_aiter_mla.commands.check import context as asking
 from vllm_aiter_mla.commands.check import kernels, show, steps
-from vllm_aiter_mla.commands.check.context import Arch, Context, Device, Kind, Weights, WrongOptionError
+from vllm_aiter_mla.commands.check.context import (
+    Arch,
+    CheckOptions,
+    Context,
+    Device,
+    KernelOptions,
+    Kind,
+    LayerOptions,
+    TimingOptions,
+    Weights,
+    WrongOptionError,
+)
 from vllm_aiter_mla.commands.check.run import Run, exit_status
 from vllm_aiter_mla.commands.check.timing import MOST_TOKENS
-from vllm_aiter_mla.commands.plan import model as models
+from vllm_aiter_mla.commands.plan.model import deployments, environment, examples, find
 from vllm_aiter_mla.commands.report import renderer
 
 MOST_HEADS = 1024
-OPTIONS_OF = {
+STEP_OPTIONS = {
     ("plan",): ("--arch",),
     ("issues",): ("--strict",),
     ("kernels",): ("--backend", "--case", "--variant", "--data-seed", "--repeat", "--quick", "--small", "--emulated",
@@ -32,9 +42,9 @@ OPTIONS_OF = {
     ("kernels", "timing"): ("--heads", "--nope", "--weights"),
     ("engine",): ("--checkpoint",),
 }  # fmt: skip
-"""Options that some steps alone take, by those steps."""
-OF_A_LAYER = ("--heads", "--nope", "--v", "--weights", "--type")
-"""Options whose answer MODEL has."""
+"""Options that only some steps take, by those steps."""
+LAYER_OPTIONS = ("--heads", "--nope", "--v", "--weights", "--type")
+"""Options that say of a layer what MODEL says of it."""
 
 
 class PassesOn(TyperCommand):
@@ -74,7 +84,7 @@ def check(
             metavar="MODEL",
             help="Folder or file of a config, a bundled example, or a cached hub name; then the options of `vllm "
             "serve`.",
-            autocompletion=lambda: list(models.examples()),
+            autocompletion=lambda: list(examples()),
         ),
     ] = None,
     only: Annotated[
@@ -159,42 +169,43 @@ def check(
         if html == outputs.STDOUT:
             raise WrongOptionError("--html -: a file is needed, standard output has the table")
         html_of = None if html is None else renderer()
-        names = tuple(one.strip() for words in only or () for one in words.split(","))
+        names = tuple(name.strip() for words in only or () for name in words.split(","))
         chosen = steps.chosen(names, model is not None)
         _check_words(model, context, chosen)
         _check_options(context, chosen, model)
         if listing:
-            kernels.listing(outputs.Stdout(highlight=False))
+            kernels.list_cases(outputs.Stdout(highlight=False))
             return
-        asked = Context(
-            source=models.find(model) if model else None,
+        given = CheckOptions(
+            source=find(model) if model else None,
             arguments=tuple(context.args),
             arch=arch.architecture if arch else "",
-            variables=models.environment(env or [], os.environ),
+            variables=environment(env or [], os.environ),
             on_cpu=device is Device.cpu,
             strict=strict,
             verbose=verbose,
             checkpoint=checkpoint,
             only=names,
-            layer=asking.Layer(heads=tuple(heads or ()), nope=nope, v=v, weights=weights),
-            kernels=asking.Kernels(
+            layer=LayerOptions(heads=tuple(heads or ()), nope=nope, v=v, weights=weights),
+            kernels=KernelOptions(
                 backend=tuple(backend or ()), case=tuple(case or ()), variant=tuple(variant or ()), seed=data_seed,
                 repeat=repeat, quick=quick, small=small, emulated=emulated, limit=limit, replays=long_run,
             ),
-            timing=asking.Timing(tokens=tuple(tokens or ()), kind=kind, tune=tune),
+            timing=TimingOptions(tokens=tuple(tokens or ()), kind=kind, tune=tune),
         )  # fmt: skip
+        _check_values(given, chosen)
     except (LookupError, ValueError) as error:
         outputs.fail(f"check: {error}")
-    made = Run(asked, chosen, model, json)
+    run = Run(Context(given), chosen, model, json)
     try:
         with outputs.text_apart(json), process.workspace():
-            made.carry_out()
+            run.carry_out()
     except WrongOptionError as error:
         outputs.fail(f"check: {error}")
-    status = exit_status(made.ended, asked.on_cpu, require_all or bool(names))
+    status = exit_status(run.ended, given.on_cpu, require_all or bool(names))
     with outputs.text_apart(json):
-        show.table(model, made.ended, show.last_line(made.ended, status))
-    made.write(status, html, html_of)
+        show.table(model, run.ended, show.last_line(run.ended, status))
+    run.write(status, html, html_of)
     raise typer.Exit(status)
 
 
@@ -205,7 +216,7 @@ def _check_words(model: str | None, context: typer.Context, chosen: Sequence[str
         ValueError: MODEL is an option, as it is when options come first; a second one is named; there is none for
             vLLM's options; an option is misspelt; or several deployments are asked for and more than their plans.
     """
-    arguments, own = context.args, [name for one in context.command.params for name in one.opts]
+    arguments, own = context.args, [name for option in context.command.params for name in option.opts]
     options.check([*([model] if model else []), *arguments], own)
     if model is None:
         if arguments:
@@ -218,7 +229,7 @@ def _check_words(model: str | None, context: typer.Context, chosen: Sequence[str
         if option == "--model":
             other = value if equals else next(iter(arguments[index + 1 : index + 2]), "")
             raise WrongOptionError(f"--model {other} and MODEL {model}: give the model once, as MODEL")
-    sizes, _ = models.deployments(arguments)
+    sizes, _ = deployments(arguments)
     if len(sizes) > 1 and tuple(chosen) != ("plan",):
         raise WrongOptionError(f"-tp {','.join(sizes)}: several sizes work only with --only plan")
 
@@ -229,15 +240,43 @@ def _check_options(context: typer.Context, chosen: Sequence[str], model: str | N
         own.opts[0]: context.params.get(own.name or "") for own in context.command.params
         if getattr(context.get_parameter_source(own.name or ""), "name", "") == "COMMANDLINE"
     }  # fmt: skip
-    for of, names in OPTIONS_OF.items():
+    for takers, names in STEP_OPTIONS.items():
         for name in names:
-            if name in typed and not set(of) & set(chosen):
+            if name in typed and not set(takers) & set(chosen):
                 raise WrongOptionError(
-                    f"{_shown(name, typed[name])}: only the step {' or '.join(of)} takes this option"
+                    f"{_shown(name, typed[name])}: only the step {' or '.join(takers)} takes this option"
                 )
-    for name in OF_A_LAYER:
+    for name in LAYER_OPTIONS:
         if name in typed and model is not None:
             raise WrongOptionError(f"{_shown(name, typed[name])}: the sizes are those of MODEL {model}; leave one out")
+
+
+def _check_values(options: CheckOptions, chosen: Sequence[str]) -> None:
+    """Check the values of which only the steps ``kernels`` and ``timing`` know what they may be.
+
+    Without torch nobody knows, and these steps are skipped.
+
+    Raises:
+        ValueError: one is wrong; names option and value.
+    """
+    layer, asked = options.layer, options.kernels
+    if "kernels" in chosen and len(layer.heads) > 1:
+        raise WrongOptionError(f"{_shown('--heads', layer.heads)}: the step kernels takes one number of heads")
+    if (layer, asked) == (LayerOptions(), KernelOptions()):
+        return  # all of it is our own, and the import takes seconds
+    try:
+        from vllm_aiter_mla.kernels.formats import MXFP4_GROUP
+        from vllm_aiter_mla.verify.cases import LIMITS
+        from vllm_aiter_mla.verify.session import select
+    except ModuleNotFoundError:
+        return
+    if layer.weights is Weights.mxfp4 and layer.nope is not None and layer.nope % MXFP4_GROUP:
+        raise WrongOptionError(f"--weights mxfp4 --nope {layer.nope}: a multiple of {MXFP4_GROUP} expected")
+    if "kernels" in chosen:
+        limit, quick = LIMITS[0] if asked.limit is None else asked.limit, asked.quick or asked.small
+        one_format = layer.weights is not None or (options.source is not None and not options.on_cpu)
+        weight = ("plain",) if one_format else None  # which of them changes no name
+        select(asked.backend, asked.case, asked.variant, limit, quick, not options.on_cpu, weight)
 
 
 def _shown(name: str, value: Any) -> str:

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run of ``check`` was asked for, and what its steps hand on to later ones."""
+"""What a step of ``check`` gets: the options, what earlier steps found, and whom to tell how it goes."""
 
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any
 
+from vllm_aiter_mla.commands.check.engine import EngineAnswer, Side
 from vllm_aiter_mla.commands.check.record import Step
 from vllm_aiter_mla.commands.plan.model import Source
 from vllm_aiter_mla.commands.plan.record import Plan
 
 NO_GPU = "no GPU"
-Side = Literal["off", "on"]
 
 
 class WrongOptionError(ValueError):
@@ -67,8 +67,8 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """The sizes of a layer that were asked for by hand; None or empty where a step's own default counts."""
+class LayerOptions:
+    """The sizes of a layer that were given by hand; None or empty where a step's own default counts."""
 
     heads: tuple[int, ...] = ()  # of a rank
     nope: int | None = None
@@ -77,7 +77,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Kernels:
+class KernelOptions:
     """The options of the step ``kernels``, as ``verify.session.Session`` takes them."""
 
     backend: tuple[str, ...] = ()
@@ -93,7 +93,7 @@ class Kernels:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class TimingOptions:
     """The options of the step ``timing``."""
 
     tokens: tuple[int, ...] = ()
@@ -101,9 +101,9 @@ class Timing:
     tune: bool = False
 
 
-@dataclass(slots=True)
-class Context:
-    """What was asked for, and what the steps found."""
+@dataclass(frozen=True, slots=True)
+class CheckOptions:
+    """What was asked for on the command line."""
 
     source: Source | None = None  # the model's config; None without a model
     arguments: tuple[str, ...] = ()  # of ``vllm serve``
@@ -114,17 +114,9 @@ class Context:
     verbose: bool = False  # vLLM's log goes to stderr
     checkpoint: bool = False  # load the weights of the folder; otherwise a few layers of random weights
     only: tuple[str, ...] = ()  # steps that were asked for by name; empty for all
-    layer: Layer = Layer()
-    kernels: Kernels = Kernels()
-    timing: Timing = Timing()
-    # Variables under which vLLM's engine runs on a CPU; empty outside a checkout
-    sandbox: Mapping[str, str] = field(default_factory=dict)
-    plan: Plan | None = None  # of the model, once it is made
-    # Of the engines by side, as ``engine.run`` returns them
-    answers: dict[Side, Any] = field(default_factory=dict)
-    # What the step that runs has found so far, and what it does now
-    so_far: Callable[[Step], None] = lambda step: None
-    now: Callable[[str], None] = lambda text: None
+    layer: LayerOptions = LayerOptions()
+    kernels: KernelOptions = KernelOptions()
+    timing: TimingOptions = TimingOptions()
 
     @property
     def on_a_card(self) -> bool:
@@ -137,3 +129,21 @@ class Context:
         """Return the server's variables: this process's, and over them --env and what the plan has ``assumed``."""
         given = {name: value for name, (value, origin) in self.variables.items() if assumed or origin != "default"}
         return {**os.environ, **given}
+
+
+@dataclass(slots=True)
+class Progress:
+    """Whom a step tells how it goes; by default nobody."""
+
+    doing: Callable[[str], None] = lambda text: None  # what it does now
+    so_far: Callable[[Step], None] = lambda step: None  # what it has found so far
+
+
+@dataclass(slots=True)
+class Context:
+    """What a step gets. The steps ``plan`` and ``engine`` fill in what they found, for later ones."""
+
+    options: CheckOptions = CheckOptions()
+    progress: Progress = field(default_factory=Progress)
+    plan: Plan | None = None
+    answers: dict[Side, EngineAnswer] = field(default_factory=dict)  # empty where no engine ran

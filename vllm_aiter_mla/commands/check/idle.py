@@ -18,10 +18,10 @@ def why_not(needed: int) -> str:
     from vllm_aiter_mla.kernels.device import card
 
     try:
-        found = card().in_use(needed)
+        memory = card().in_use(needed)
     except Exception as error:  # no memory is left for the question
         return f"the memory of the cards could not be read: {type(error).__name__}: {error}"
-    for number, (used, total) in enumerate(found):
+    for number, (used, total) in enumerate(memory):
         if used > MOST_IN_USE * total:
             who = ", ".join(holders()) or "none that can be seen from here"
             sizes = f"{used / GIB:.0f} of {total / GIB:.0f} GiB are in use"
@@ -37,7 +37,7 @@ def holders() -> Iterator[str]:
     own = {str(os.getpid()), str(os.getppid())}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's
-            if path.name not in own and any(_is_device(one) for one in (path / "fd").iterdir()):
+            if path.name not in own and any(_is_device(opened) for opened in (path / "fd").iterdir()):
                 yield f"{(path / 'comm').read_text().strip()} (process {path.name})"
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from vllm_aiter_mla.admission import OVERFLOW
 from vllm_aiter_mla.commands import process
-from vllm_aiter_mla.commands.check.context import NO_GPU, Context, Weights, WrongOptionError
+from vllm_aiter_mla.commands.check.context import NO_GPU, CheckOptions, Context, Weights
 from vllm_aiter_mla.commands.check.record import Status, Step
 from vllm_aiter_mla.commands.plan.issues import has_fp8_cache
 from vllm_aiter_mla.verify import FAILED, NOTHING, PASSED
@@ -25,78 +25,78 @@ from vllm_aiter_mla.verify import FAILED, NOTHING, PASSED
 if TYPE_CHECKING:
     from vllm_aiter_mla.commands.plan.record import Plan
     from vllm_aiter_mla.verify.results import Result, Verification
+    from vllm_aiter_mla.verify.session import NotHereError
 
 STARTED = "started"
 """The status of a result that is told before its case runs."""
 _MARKS = {"passed": "[green]ok[/]", "failed": "[red]FAILED[/]", "skipped": "[yellow]skipped[/]"}
 
 
-def kernels(context: Context) -> Step:
+def verify_kernels(context: Context) -> Step:
     """Verify the kernels at the model's shapes, up to its decode limit; without a model at DeepSeek's.
 
     On a CPU by eager replay of small shapes. A kernel that turns an fp8 overflow into NaN fails the step if the plan
     says that it would serve.
-
-    Raises:
-        WrongOptionError: a case, variant, back end or size does not exist.
     """
     from vllm_aiter_mla.verify.session import FINDERS, NotHereError, chosen
 
-    try:
-        backends = chosen(context.kernels.backend, list(FINDERS), "--backend")
-    except ValueError as error:
-        raise WrongOptionError(str(error)) from error
-    options, parts = _options(context), list[Any]()
-    for name in backends:
-        found = _in_a_process(context, options, name, parts)
-        if isinstance(found, NotHereError):
-            return Step("skipped", NO_GPU if context.plan else str(found))
-        if isinstance(found, Exception):
-            raise WrongOptionError(str(found))
-        parts.append(found)
-    return _judged(context, _merged(parts))
+    asked = _asked(context)
+    records: list[Verification] = []
+    for backend in chosen(context.options.kernels.backend, list(FINDERS), "--backend"):
+        record = _in_a_process(context, asked, backend, records)
+        if isinstance(record, NotHereError):
+            return Step("skipped", NO_GPU if context.plan else str(record))
+        records.append(record)
+    return _judged(context, _merged(records))
 
 
 def _in_a_process(
-    context: Context, options: Mapping[str, Any], backend: str, before: Sequence[Verification]
-) -> Verification | Exception:
+    context: Context, asked: Mapping[str, Any], backend: str, before: Sequence[Verification]
+) -> Verification | NotHereError:
     """Return what ``run`` returns, or the record of a process that ended before; ``before`` are the others' records."""
-    from vllm_aiter_mla.verify.results import Verification
+    from vllm_aiter_mla.verify.results import Verification, joined
 
-    told, running = [Verification(NOTHING, {}, "no engine", None, {}, ())], list[Any]()
+    record = Verification(NOTHING, {}, "no engine", None, {}, ())
+    running: Result | None = None
 
-    def heard(value: Verification | Result) -> None:
-        if isinstance(value, Verification):  # what all results of this process share
-            told[0] = value
-        elif value.status == STARTED:
-            running[:] = [value]
-            done = sum(len(part.results) for part in (*before, *told))
-            context.now(f"{backend} {value.variant} {value.case}, {done} cases done")
+    def heard(told: Verification | Result) -> None:
+        nonlocal record, running
+        if isinstance(told, Verification):  # what all results of this process share
+            record = told
+        elif told.status == STARTED:
+            running = told
+            done = sum(result.rounds for part in (*before, record) for result in part.results)
+            context.progress.doing(f"{backend} {told.variant} {told.case}, {done} cases done")
         else:
-            running.clear()
-            told[0] = replace(told[0], results=(*told[0].results, value))
-            found = _merged([*before, *told])
-            context.so_far(Step("cut off", _counted(found.results), data=found))
+            running, record = None, replace(record, results=joined((*record.results, told)))
+            merged = _merged([*before, record])
+            context.progress.so_far(Step("cut off", _counts_in_words(merged.results), data=merged))
 
+    environment = context.options.environment()
     try:
-        found = process.call(f"{__name__}:run", options, backend, environment=context.environment(), heard=heard)
-        return cast("Verification | Exception", found)
+        answer = process.call(f"{__name__}:run", asked, backend, environment=environment, heard=heard)
+        return cast("Verification | NotHereError", answer)
     except process.EndedError as error:
-        return _with_failure(told[0], backend, running, error)
+        return _with_failure(record, backend, running, error)
 
 
-def run(options: Mapping[str, Any], backend: str) -> Any:
-    """Run one back end in this process; return the record.
+def run(asked: Mapping[str, Any], backend: str) -> Verification | NotHereError:
+    """Run one back end in this process; return the record, or that the device is not here.
 
     Before the first case its record without results is told, before each case a result that is ``STARTED``, and after
-    it the result. A ``NotHereError`` or ``ValueError`` of the session is returned.
+    it the result.
+
+    Args:
+        asked: ``sizes``, fields of a ``Geometry``; ``weights``, a value of ``Weights`` or None; what else ``Session``
+            takes, by name.
+        backend: its name.
     """
     from vllm_aiter_mla.kernels.platform import detect_platform
     from vllm_aiter_mla.verify import session
     from vllm_aiter_mla.verify.cases import REAL, TINY
     from vllm_aiter_mla.verify.results import Result
 
-    given = dict(options)
+    given = dict(asked)
     sizes, weights = given.pop("sizes"), given.pop("weights")
     try:
         made = session.Session(
@@ -105,7 +105,7 @@ def run(options: Mapping[str, Any], backend: str) -> Any:
             weight=Weights(weights).key(detect_platform().fp8) if weights else None,
             **given,
         )
-    except (ValueError, session.NotHereError) as error:
+    except session.NotHereError as error:
         return error
     process.tell(made.record())
     for item in made.items:
@@ -115,56 +115,69 @@ def run(options: Mapping[str, Any], backend: str) -> Any:
     return made.record()
 
 
-def _options(context: Context) -> dict[str, Any]:
-    """Return what ``run`` takes: as asked, and from the plan where there is one."""
+def _asked(context: Context) -> dict[str, Any]:
+    """Return what ``run`` takes: what was asked for, and the sizes of the plan where there is one."""
     from vllm_aiter_mla.verify.cases import LIMITS
 
-    asked, layer, plan = asdict(context.kernels), context.layer, context.plan
+    options, plan = context.options, context.plan
+    asked, layer = asdict(options.kernels), options.layer
     del asked["backend"]
-    if len(layer.heads) > 1:
-        raise WrongOptionError(f"--heads {layer.heads[1]}: the step kernels takes one number of heads")
-    given = {"heads": next(iter(layer.heads), None), "nope": layer.nope, "v": layer.v}
-    sizes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    weights = layer.weights.value if layer.weights else None
+    by_hand = {"heads": next(iter(layer.heads), None), "nope": layer.nope, "v": layer.v}
+    asked["sizes"] = {name: size for name, size in by_hand.items() if size is not None}
+    asked["weights"] = layer.weights.value if layer.weights else None
+    asked["device"] = "cpu" if options.on_cpu else "gpu"
+    asked["model"] = options.source.name if options.source else ""
+    asked["again"] = _again(options, by_hand)
     asked["quick"] = asked["quick"] or plan is not None
-    if plan is not None and not context.on_cpu:
-        sizes, weights = _sizes(plan), weights_of(plan)
+    if plan is not None and not options.on_cpu:
+        asked["sizes"], asked["weights"] = _sizes(plan), weights_of(plan)
         asked["limit"] = asked["limit"] or min(max(plan.limit, LIMITS[0]), LIMITS[1])
-    again = _as_typed({
-        "quick": asked["quick"] and not asked["replays"], "small": asked["small"], "emulated": asked["emulated"],
-        "limit": asked["limit"], "long-run": asked["replays"], "device": "cpu" if context.on_cpu else None,
-        **{name: sizes[name] for name in given if name in sizes}, "weights": weights,
-    })  # fmt: skip
-    device = "cpu" if context.on_cpu else "gpu"
-    return asked | {"sizes": sizes, "weights": weights, "device": device, "again": again}
+    return asked
+
+
+def _again(options: CheckOptions, by_hand: Mapping[str, int | None]) -> tuple[str, ...]:
+    """Return the words that a command needs besides MODEL and the names of a case to repeat it with the same data."""
+    kernels, layer = options.kernels, options.layer
+    typed: dict[str, object] = {
+        "quick": kernels.quick and not kernels.replays, "small": kernels.small, "emulated": kernels.emulated,
+        "limit": kernels.limit, "long-run": kernels.replays, "device": "cpu" if options.on_cpu else None, **by_hand,
+        "weights": layer.weights.value if layer.weights else None, "arch": options.arch or None,
+    }  # fmt: skip
+    words = [
+        word
+        for name, value in typed.items()
+        if value is not None and value is not False
+        for word in ((f"--{name}",) if value is True else (f"--{name}", str(value)))
+    ]
+    for name, (value, origin) in options.variables.items():
+        words += ["--env", f"{name}={value}"] * (origin == "--env")
+    return (*words, *options.arguments)
 
 
 def _sizes(plan: Plan) -> dict[str, Any]:
     """Return the sizes of the most frequent layer on one rank, as ``Geometry`` names them."""
-    found = plan.model.kinds[0]
-    return {name: getattr(found, name) for name in ("nope", "rope", "latent", "v")} | {"heads": plan.heads_per_rank}
+    layer = plan.model.kinds[0]
+    return {name: getattr(layer, name) for name in ("nope", "rope", "latent", "v")} | {"heads": plan.heads_per_rank}
 
 
 def weights_of(plan: Plan) -> str:
     """Return the format of the absorb weights that were planned, by the name that `--weights` has for it."""
-    found = str(plan.absorb_weight)
-    return {"plain": "bf16"}.get(found, found)
-
-
-def _as_typed(options: Mapping[str, object]) -> tuple[str, ...]:
-    """Return options as they are typed, without the switches that are off and the options that are not given."""
-    given = ((name, value) for name, value in options.items() if value is not None and value is not False)
-    return tuple(f"--{name}" if value is True else f"--{name} {value}" for name, value in given)
+    name = str(plan.absorb_weight)
+    return {"plain": "bf16"}.get(name, name)
 
 
 def _with_failure(
-    record: Verification, backend: str, running: Sequence[Result], error: process.EndedError
+    record: Verification, backend: str, running: Result | None, error: process.EndedError
 ) -> Verification:
-    """Return the record of a process that ended before it could answer: the case that ran has failed."""
+    """Return the record of a process that ended before it could answer: the case that ran has failed.
+
+    The finding says that the rest of the back end's cases are missing.
+    """
     from vllm_aiter_mla.verify.results import Finding, Result
 
-    case = running[0] if running else Result("start", "none", backend, record.engine)
-    failed = replace(case, status="failed", findings=[Finding("runs", error.said(case.case), "its process")])
+    case = running or Result("start", "none", backend, record.engine)
+    message = f"{error.said(case.case)}; no later case of {backend} ran"
+    failed = replace(case, status="failed", findings=[Finding("runs", message, "its process")])
     return replace(record, status=FAILED, results=(*record.results, failed))
 
 
@@ -179,39 +192,50 @@ def _merged(parts: Sequence[Verification]) -> Verification:
     return replace(first, status=status_of(results), sizes=sizes, missing=missing, results=results)
 
 
-def _counted(results: Sequence[Result]) -> str:
-    counts = Counter(result.status for result in results)
+def _count(results: Sequence[Result]) -> Counter[str]:
+    """Return how many cases ended in each status, each round of one counted."""
+    counts = Counter[str]()
+    for result in results:
+        counts[result.status] += result.rounds
+    return counts
+
+
+def _counts_in_words(results: Sequence[Result]) -> str:
+    counts = _count(results)
     return ", ".join(f"{counts[status]} {status}" for status in _MARKS)
 
 
-def _judged(context: Context, found: Verification) -> Step:
-    failed = [result for result in found.results if result.status == "failed"]
+def _judged(context: Context, record: Verification) -> Step:
+    """Return how the step ended: it passes if a kernel was compared, and each back end that was named was there."""
+    options, plan = context.options, context.plan
+    failed = [result for result in record.results if result.status == "failed"]
     lines = tuple(
         f"{result.backend} {result.case}: {result.findings[0].oracle}: {result.findings[0].message}"
         + f"; {result.command}" * bool(result.command)
         for result in failed
     )
     serving = set[str]()
-    if context.plan is not None and has_fp8_cache(context.plan) and not context.on_cpu:
+    if plan is not None and has_fp8_cache(plan) and not options.on_cpu:
         # The cases have fp8 caches whatever the model's is, and on a CPU only the reference runs.
-        overflowing = {result.backend for result in found.results if result.writes_nan}
-        serving = overflowing & {span.kernel for span in context.plan.kernels or ()}
+        overflowing = {result.backend for result in record.results if result.writes_nan}
+        serving = overflowing & {span.kernel for span in plan.kernels or ()}
         lines += tuple(
             f"{name} {OVERFLOW}; " + ("it would serve" if name in serving else "start-up leaves it out")
             for name in sorted(overflowing)
         )
-    ran = ", ".join(dict.fromkeys(result.backend for result in found.results)) or "no back end"
-    asked = {name: why for name, why in found.missing.items() if name in context.kernels.backend}
-    able = found.status == PASSED and not asked
-    if not context.on_cpu and "reference" not in context.kernels.backend:  # which is compared with itself
-        able = able and any(result.backend != "reference" for result in found.results)
+    by_name = options.kernels.backend
+    missing = {name: why for name, why in record.missing.items() if name in by_name}
+    able = record.status == PASSED and not missing
+    if not options.on_cpu and "reference" not in by_name:  # which is compared with itself
+        able = able and any(result.backend != "reference" for result in record.results)
     status: Status = "failed" if failed or serving else "passed" if able else "skipped"
-    detail = f"{_counted(found.results)} ({found.engine}; {ran})"
-    detail += "".join(f"; back end {name}: {why}" for name, why in asked.items())
-    return Step(status, detail, lines, found)
+    ran = ", ".join(dict.fromkeys(result.backend for result in record.results)) or "no back end"
+    detail = f"{_counts_in_words(record.results)} ({record.engine}; {ran})"
+    detail += "".join(f"; back end {name}: {why}" for name, why in missing.items())
+    return Step(status, detail, lines, record)
 
 
-def listing(console: Console) -> None:
+def list_cases(console: Console) -> None:
     """Print the cases and the oracles."""
     from vllm_aiter_mla.verify import cases, oracles
 
@@ -223,21 +247,21 @@ def listing(console: Console) -> None:
         console.print(f"  {name}: {meaning}", soft_wrap=True)
 
 
-def show(found: Verification, console: Console) -> None:
+def show(record: Verification, console: Console) -> None:
     """Print a table for each back end, and each failure with the command that repeats it."""
-    if found.machine:
-        console.print("machine: " + escape(", ".join(f"{name} {value}" for name, value in found.machine.items())))
-    if "eager" in found.engine:
+    if record.machine:
+        console.print("machine: " + escape(", ".join(f"{name} {value}" for name, value in record.machine.items())))
+    if "eager" in record.engine:
         console.print(
             "[bold]graph capture: not available on this machine[/]: torch sees no GPU. What follows is eager replay: "
             "recorded ATen calls, repeated on the same tensors with the same Python values. It says nothing about a "
             "driver, a kernel on a GPU or time."
         )
-    for name, reason in found.missing.items():
+    for name, reason in record.missing.items():
         console.print(f"back end {name}: not available: {escape(reason)}")
-    for backend in dict.fromkeys(result.backend for result in found.results):
-        console.print(_table(backend, [result for result in found.results if result.backend == backend]))
-    for line in _outcome(found):
+    for backend in dict.fromkeys(result.backend for result in record.results):
+        console.print(_table(backend, [result for result in record.results if result.backend == backend]))
+    for line in _outcome(record):
         console.print(line, soft_wrap=True)
 
 
@@ -248,30 +272,31 @@ def _table(backend: str, results: list[Result]) -> Table:
         table.add_column(name, justify="left" if name in ("case", "variants") else "right", no_wrap=True)
     for case in dict.fromkeys(result.case for result in results):
         of_case = [result for result in results if result.case == case]
-        counts = Counter(result.status for result in of_case)
+        counts = _count(of_case)
         marks = ", ".join(f"{counts[status]} {mark}" for status, mark in _MARKS.items() if counts[status])
         sums = (str(sum(getattr(result, name) for result in of_case)) for name in ("captures", "replays", "checks"))
         table.add_row(case, marks, *sums, f"{sum(result.seconds for result in of_case):.2f}")
     return table
 
 
-def _outcome(found: Verification) -> Iterator[str]:
+def _outcome(record: Verification) -> Iterator[str]:
     """Yield each failure, the reasons of skipped cases, the launches of a step, the oracles, and the sums."""
     from vllm_aiter_mla.verify.oracles import ORACLES
 
-    for result in (result for result in found.results if result.status == "failed"):
-        yield f"\n[red bold]FAILED[/] {result.backend} {result.case} ({result.variant}, seed {result.seed})"
+    for result in (result for result in record.results if result.status == "failed"):
+        often = f", first of {result.rounds} rounds that failed" * (result.rounds > 1)
+        yield f"\n[red bold]FAILED[/] {result.backend} {result.case} ({result.variant}, seed {result.seed}{often})"
         for finding in result.findings[:6]:
             yield f"  {finding.oracle}: {escape(finding.message)}"
             yield f"    must hold: {ORACLES[finding.oracle]}"
             yield f"    at {escape(finding.step)}"
         if result.command:
-            yield f"  reproduce: {result.command}"
-    yield from dict.fromkeys(f"{r.backend} {r.case}: {escape(r.reason)}" for r in found.results if r.reason)
-    for result in found.results:
+            yield f"  reproduce: {escape(result.command)}"
+    yield from dict.fromkeys(f"{r.backend} {r.case}: {escape(r.reason)}" for r in record.results if r.reason)
+    for result in record.results:
         if result.case == "kernel-status" and result.launches:
             size, text = next(iter(result.launches.items()))
             yield f"launches of {result.backend} {result.variant}, T={size}: {escape(text)}"
     yield f"oracles: {', '.join(ORACLES)}"
-    replays, seconds = (sum(getattr(result, name) for result in found.results) for name in ("replays", "seconds"))
-    yield f"{found.engine}: {_counted(found.results)}; {replays} replays; {seconds:.1f} s"
+    replays, seconds = (sum(getattr(result, name) for result in record.results) for name in ("replays", "seconds"))
+    yield f"{record.engine}: {_counts_in_words(record.results)}; {replays} replays; {seconds:.1f} s"

@@ -56,17 +56,17 @@ def checked(platform: Platform, shape: LayerShape, most: int, vllm_is_here: bool
         return {**stand_in, **dict.fromkeys((tile, one_launch), "it is for gfx942 and gfx950")}
     # The single launch scales no query and clamps no overflow, so it is checked in 16 bits.
     plain = replace(shape, out_dtype=shape.act, cache_dtype=shape.act)
-    found: dict[str, KernelBackend | str] = {}
-    for name, make, one, rows in (
+    backends: dict[str, KernelBackend | str] = {}
+    for name, make, its_shape, rows in (
         (tile, lambda scaled: DecodeTileBackend(platform), shape, min(most, MOST_ROWS)),
         (one_launch, lambda scaled: OneLaunchBackend(platform, unit_scale=not scaled), plain, most),
     ):
         try:
-            result = checks.self_check(name, make(scaled=True), one, (), rows)
-            found[name] = make(scaled=False) if result.ok else result.message
+            result = checks.self_check(name, make(scaled=True), its_shape, (), rows)
+            backends[name] = make(scaled=False) if result.ok else result.message
         except AiterUnavailableError as error:
-            found[name] = str(error)
-    return found
+            backends[name] = str(error)
+    return backends
 
 
 def _stand_in(shape: LayerShape, most: int) -> KernelBackend | str:

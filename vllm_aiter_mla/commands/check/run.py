@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs, process
-from vllm_aiter_mla.commands.check import idle, show, steps
+from vllm_aiter_mla.commands.check import engine_steps, idle, show, steps
 from vllm_aiter_mla.commands.check.context import Context, WrongOptionError
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 
@@ -20,15 +20,15 @@ KEEP_S = 2.0
 
 @dataclass(slots=True)
 class Run:
-    """What was asked for, and what has ended of it."""
+    """The chosen steps, and which of them have ended."""
 
-    asked: Context
-    chosen: tuple[str, ...]  # steps
+    context: Context
+    chosen: tuple[str, ...]  # names of steps
     model: str | None  # as given
     json: Path | None = None  # the file that keeps the record
     ended: list[Step] = field(default_factory=list)
-    _running: tuple[Step, ...] = ()  # what the step that runs has found so far
-    _kept: float = 0.0  # when the file was written
+    _so_far: tuple[Step, ...] = ()  # of the step that runs, once it has found something
+    _kept_at: float = 0.0  # when the file was written
 
     def carry_out(self) -> None:
         """Run the steps, and keep the record after each and meanwhile.
@@ -37,12 +37,12 @@ class Run:
             WrongOptionError: the model or an option is wrong, so no later step can run.
             SignalError: names how many steps ended, and where what was found is.
         """
-        self.asked.so_far = self._note
+        self.context.progress.so_far = self._note
         self._keep(None)
         try:
-            for step in carried_out(self.asked, self.chosen):
+            for step in carried_out(self.context, self.chosen):
                 self.ended.append(step)
-                self._running = ()
+                self._so_far = ()
                 self._keep(None)
         except WrongOptionError:
             self._keep(outputs.WRONG)
@@ -56,39 +56,47 @@ class Run:
 
     def record(self, status: int | None) -> CheckRun:
         """Return the record with this exit status; None if the run goes on or was cut off."""
-        where = self.asked.on_a_card if steps.ran_on_the_card(self.ended) else None
-        return CheckRun(self.model, status, (*self.ended, *self._running), where)
+        on_a_card = self.context.options.on_a_card if steps.ran_on_the_card(self.ended) else None
+        return CheckRun(self.model, status, (*self.ended, *self._so_far), on_a_card)
 
     def _note(self, step: Step) -> None:
-        self._running = (replace(step, name=self.chosen[len(self.ended)]),)
-        if time.monotonic() - self._kept >= KEEP_S:
+        self._so_far = (replace(step, name=self.chosen[len(self.ended)]),)
+        if time.monotonic() - self._kept_at >= KEEP_S:
             self._keep(None)
 
     def _keep(self, status: int | None) -> None:
         """Write the file, where a later whole one can replace it."""
-        self._kept = time.monotonic()
+        self._kept_at = time.monotonic()
         if self.json is not None and self.json != outputs.STDOUT and not files.is_device(self.json):
             with suppress(OSError):  # a full disk ends no run: the last write says it
                 files.write(self.json, self.record(status))
 
     def write(self, status: int, html: Path | None, html_of: Callable[[Sequence[Path]], str] | None) -> None:
-        """Write the files that were asked for; end the command with a line if that fails."""
-        written = self.record(status)
-        if self.json is not None:
-            outputs.write(self.json, files.text_of(written))
-        if html is None or html_of is None:
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "check.json"
-            try:
-                files.write(path, written)
-                page = html_of([path])
-            except (OSError, ValueError) as error:
-                outputs.fail(f"check: --html {html}: {str(error).replace(str(path), 'the record')}")
-        outputs.write(html, page)
+        """Write the files that were asked for; end the command with a line if that fails.
+
+        What was found stays the exit status then. Only that of a check in which all was well becomes ``WRONG``.
+        """
+        record, otherwise = self.record(status), status or outputs.WRONG
+        try:
+            if self.json is not None:
+                outputs.write(self.json, files.text_of(record), otherwise)
+        finally:  # the page too, where the JSON could not be written
+            if html is not None and html_of is not None:
+                outputs.write(html, _page(html, record, html_of, otherwise), otherwise)
 
 
-def carried_out(asked: Context, chosen: Sequence[str] = tuple(steps.STEPS)) -> Iterator[Step]:
+def _page(html: Path, record: CheckRun, html_of: Callable[[Sequence[Path]], str], otherwise: int) -> str:
+    """Return the page of a record; end the command with the exit status ``otherwise`` if there can be none."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "check.json"
+        try:
+            files.write(path, record)
+            return html_of([path])
+        except (OSError, ValueError) as error:
+            outputs.fail(f"check: --html {html}: {str(error).replace(str(path), 'the record')}", otherwise)
+
+
+def carried_out(context: Context, chosen: Sequence[str] = tuple(steps.STEPS)) -> Iterator[Step]:
     """Run the steps in order, and print and yield how each ended. A step that raises has failed.
 
     Raises:
@@ -96,26 +104,26 @@ def carried_out(asked: Context, chosen: Sequence[str] = tuple(steps.STEPS)) -> I
     """
     for number, name in enumerate(chosen, 1):
         began = time.monotonic()
-        with show.progress(name, number, len(chosen)) as asked.now:
-            ended = how_it_ended(asked, name)
-        show.ended(ended, name in asked.only)
-        yield replace(ended, name=name, seconds=round(time.monotonic() - began, 1))
+        with show.progress(name, number, len(chosen)) as context.progress.doing:
+            step = how_it_ended(context, name)
+        show.ended(step, name in context.options.only)
+        yield replace(step, name=name, seconds=round(time.monotonic() - began, 1))
 
 
-def how_it_ended(asked: Context, name: str) -> Step:
+def how_it_ended(context: Context, name: str) -> Step:
     """Run one step.
 
     Raises:
         WrongOptionError: the model or an option is wrong.
         SignalError: a signal asks this process to end.
     """
-    entry = steps.STEPS[name]
-    if asked.source is not None and entry.needs_shape and (why := steps.why_without_a_shape(asked.plan)):
+    entry, options = steps.STEPS[name], context.options
+    if options.source is not None and entry.needs_shape and (why := steps.why_without_a_shape(context.plan)):
         return Step("skipped", why)
     try:
-        if entry.needs_idle_cards and asked.on_a_card and (why := _why_not_idle(asked, name)):
+        if entry.needs_idle_cards and options.on_a_card and (why := _why_not_idle(context, name)):
             return Step("unknown", why)
-        return entry.run(asked)
+        return entry.run(context)
     except WrongOptionError:
         raise
     except process.EndedError as error:
@@ -126,23 +134,23 @@ def how_it_ended(asked: Context, name: str) -> Step:
         return Step("failed", f"{type(error).__name__}: {error}")
 
 
-def _why_not_idle(asked: Context, name: str) -> str:
+def _why_not_idle(context: Context, name: str) -> str:
     """Return why the cards of a step are not idle: a server or another check is on one."""
-    needed = steps.cards_of(asked.plan) if name == "engine" and asked.plan is not None else 1
+    needed = engine_steps.cards_of(context.plan) if name == "engine" and context.plan is not None else 1
     looks = f"{idle.__name__}:{idle.why_not.__name__}"
-    return str(process.call(looks, needed, environment=asked.environment()))
+    return str(process.call(looks, needed, environment=context.options.environment()))
 
 
-def exit_status(found: Sequence[Step], on_cpu: bool, each: bool = False) -> int:
+def exit_status(ended: Sequence[Step], on_cpu: bool, each: bool = False) -> int:
     """Return 1 if a step failed, else 4 if one gains nothing, else 3 if nothing ran on a card as it should, else 0.
 
     ``each``: 3 also if one of the steps was skipped, as where it was asked for by name.
     """
-    states = {step.status for step in found}
+    states = {step.status for step in ended}
     if "failed" in states:
         return outputs.FINDING
     if "no gain" in states:
         return outputs.NO_GAIN
     if "unknown" in states or (each and "skipped" in states):
         return outputs.NOT_LOOKED
-    return outputs.FINE if each or on_cpu or steps.ran_on_the_card(found) else outputs.NOT_LOOKED
+    return outputs.FINE if each or on_cpu or steps.ran_on_the_card(ended) else outputs.NOT_LOOKED

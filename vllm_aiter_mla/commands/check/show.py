@@ -32,8 +32,8 @@ STYLES = {"passed": "green", "failed": "bold red", "warning": "yellow", "skipped
 def progress(name: str, number: int, of: int) -> Iterator[Callable[[str], None]]:
     """Say that a step begins, and while it runs what it does; give what takes its words."""
     _say(f"{number}/{of} {name} ...")
-    with _in_a_terminal(name) if in_a_terminal() else _by_lines(name) as now:
-        yield now
+    with _in_a_terminal(name) if in_a_terminal() else _by_lines(name) as doing:
+        yield doing
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def _in_a_terminal(name: str) -> Iterator[Callable[[str], None]]:
 def _by_lines(name: str) -> Iterator[Callable[[str], None]]:
     began, doing, ended = time.monotonic(), "", threading.Event()
 
-    def now(what: str) -> None:
+    def now_doing(what: str) -> None:
         nonlocal doing
         doing = f": {outputs.line(what)}"
 
@@ -59,7 +59,7 @@ def _by_lines(name: str) -> Iterator[Callable[[str], None]]:
     beats = threading.Thread(target=beat, daemon=True)
     beats.start()
     try:
-        yield now
+        yield now_doing
     finally:
         ended.set()
         beats.join()
@@ -86,7 +86,7 @@ def ended(step: Step, whole: bool) -> None:
         timing.show(step.data, console)
     elif whole and isinstance(step.data, Plan):
         print(outputs.folded(printout.text(step.data)))
-    elif isinstance(step.data, tuple) and all(isinstance(one, Plan) for one in step.data) and step.data:
+    elif isinstance(step.data, tuple) and all(isinstance(plan, Plan) for plan in step.data) and step.data:
         print(outputs.folded(printout.table(step.data)))
     else:
         for text in step.lines:
@@ -105,17 +105,17 @@ def table(model: str | None, ended: Sequence[Step], last: str) -> None:
     print(outputs.folded(f"check: {last}"))
 
 
-def last_line(found: Sequence[Step], status: int) -> str:
+def last_line(ended: Sequence[Step], status: int) -> str:
     """Return what a reader takes away."""
-    count = sum(step.status == "skipped" for step in found)
+    count = sum(step.status == "skipped" for step in ended)
     if status == outputs.FINDING:
         return "FAILED: do not switch the fast path on before the steps above pass"
     if status == outputs.NO_GAIN:
         return "the flag gains nothing on this card: vLLM's own kernels are the fastest for this model; leave it off"
     if status == outputs.NOT_LOOKED:
-        if any(step.status == "unknown" for step in found):
+        if any(step.status == "unknown" for step in ended):
             return "not everything could be told; the steps above say why"
-        if steps.ran_on_the_card(found):
+        if steps.ran_on_the_card(ended):
             return f"{count} skipped of the steps that were asked for"
         return "nothing ran on a card: run this where vLLM serves (--device cpu runs what a CPU can run)"
     return f"every step that ran passed; {count} skipped" if count else "every step passed"

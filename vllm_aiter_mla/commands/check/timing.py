@@ -29,13 +29,16 @@ from vllm_aiter_mla.commands.check.record import Step
 from vllm_aiter_mla.commands.plan.issues import has_fp8_cache
 
 if TYPE_CHECKING:
+    from vllm_aiter_mla.kernels.backend import KernelBackend
     from vllm_aiter_mla.kernels.inputs import LayerShape
     from vllm_aiter_mla.serving.backends import Backends
 
-TOKENS, OF_A_MODEL = (1, 8, 64, 256, 512), (1, 8, 64, 256)
-HEADS = (8, 16, 128)
-# More fill a card by themselves.
+TOKENS, HEADS = (1, 8, 64, 256, 512), (8, 16, 128)
+"""What is timed without a model, if nothing else is asked for."""
+TOKENS_OF_A_MODEL = (1, 8, 64, 256)
+"""Those below its decode limit, and the limit itself, are timed for a model."""
 MOST_TOKENS = 65536
+"""More fill a card by themselves."""
 VLLM, STAND_IN = "vllm", "vllm-stand-in"
 RIVALS = (VLLM, STAND_IN, "aiter-decode-tile", "aiter-one-launch")
 
@@ -75,107 +78,110 @@ class Doing:
     text: str
 
 
-def timing(context: Context) -> Step:
+def time_kernels(context: Context) -> Step:
     """Time every kernel and rival on this card: of a model its layer, else DeepSeek's at several numbers of heads.
 
     It fails if a kernel is wrong, or if nothing of ours was timed for the model. With ``tune`` the Triton kernel's
     tiles are timed, and the fastest are kept for its starts.
     """
-    if not context.on_a_card:
+    if not context.options.on_a_card:
         return Step("skipped", NO_GPU)
-    options = _options(context)
-    if context.timing.tune:
-        return _tuned(context, options)
+    asked = _asked(context)
+    if context.options.timing.tune:
+        return _tuned(context, asked)
     left_out = dict[str, str]()
-    while (found := _measured(context, options, left_out)) is None:
+    while (measurement := _measured(context, asked, left_out)) is None:
         pass  # a kernel more is left out
-    return _judged(context, found)
+    return _judged(context, measurement)
 
 
-def _measured(context: Context, options: Mapping[str, Any], left_out: dict[str, str]) -> Measurement | None:
+def _measured(context: Context, asked: Mapping[str, Any], left_out: dict[str, str]) -> Measurement | None:
     """Return what ``run`` returns in a process of its own, or what it had when it ended before.
 
     None if it ended in the check of a kernel, which is in ``left_out`` then.
     """
-    told = [Measurement({}, options["weights"], (), dict(left_out), "")]
+    record = Measurement({}, asked["weights"], (), dict(left_out), "")
     doing = Doing("", "its start")
 
-    def heard(value: Measurement | Row | Doing) -> None:
-        nonlocal doing
-        if isinstance(value, Measurement):  # what its rows share
-            told[0] = value
-        elif isinstance(value, Doing):
-            doing = value
-            context.now(value.text)
+    def heard(told: Measurement | Row | Doing) -> None:
+        nonlocal record, doing
+        if isinstance(told, Measurement):  # what its rows share
+            record = told
+        elif isinstance(told, Doing):
+            doing = told
+            context.progress.doing(told.text)
         else:
-            told[0] = replace(told[0], rows=(*told[0].rows, value))
-            found = replace(told[0], stopped="cut off")
-            context.so_far(Step("cut off", f"{len(found.rows)} sizes", data=found))
+            record = replace(record, rows=(*record.rows, told))
+            so_far = replace(record, stopped="cut off")
+            context.progress.so_far(Step("cut off", f"{len(record.rows)} sizes", data=so_far))
 
+    environment = context.options.environment()
     try:
-        asked = {**options, "left_out": dict(left_out)}
-        return cast(Measurement, process.call(f"{__name__}:run", asked, environment=context.environment(), heard=heard))
+        answer = process.call(
+            f"{__name__}:run", {**asked, "left_out": dict(left_out)}, environment=environment, heard=heard
+        )
+        return cast(Measurement, answer)
     except process.EndedError as error:
         if doing.kernel and doing.kernel not in left_out:
             left_out[doing.kernel] = error.said(doing.text)
             return None
-        return replace(told[0], stopped=error.said(doing.text))
+        return replace(record, stopped=error.said(doing.text))
 
 
-def _options(context: Context) -> dict[str, Any]:
+def _asked(context: Context) -> dict[str, Any]:
     """Return what ``run`` takes, by name: of the plan's layer where there is one."""
-    asked, layer, made = context.timing, context.layer, context.plan
-    found: dict[str, Any]
+    options, layer, plan = context.options.timing, context.options.layer, context.plan
+    asked: dict[str, Any]
     usual: tuple[int, ...]
-    if made is None:
-        kinds = [Kind.fp8, Kind.bf16] if asked.kind is Kind.both else [asked.kind]
-        found = {
+    if plan is None:
+        kinds = [Kind.fp8, Kind.bf16] if options.kind is Kind.both else [options.kind]
+        asked = {
             "heads": layer.heads or HEADS, "kinds": [kind.value for kind in kinds],
             "weights": (layer.weights or Weights.bf16).value, **({} if layer.nope is None else {"nope": layer.nope}),
         }  # fmt: skip
         usual = TOKENS
     else:
-        sizes = made.model.kinds[0]
-        found = {
-            "heads": [made.heads_per_rank], "kinds": ["fp8" if has_fp8_cache(made) else "bf16"],
-            "weights": weights_of(made), "act": made.model.dtype,
+        sizes = plan.model.kinds[0]
+        asked = {
+            "heads": [plan.heads_per_rank], "kinds": ["fp8" if has_fp8_cache(plan) else "bf16"],
+            "weights": weights_of(plan), "act": plan.model.dtype,
             **{name: getattr(sizes, name) for name in ("nope", "rope", "latent")},
         }  # fmt: skip
-        usual = (*(count for count in OF_A_MODEL if count < made.limit), min(made.limit, MOST_TOKENS))
-    return found | {"tokens": asked.tokens or (() if asked.tune else usual)}
+        usual = (*(count for count in TOKENS_OF_A_MODEL if count < plan.limit), min(plan.limit, MOST_TOKENS))
+    return asked | {"tokens": options.tokens or (() if options.tune else usual)}
 
 
-def _judged(context: Context, found: Measurement) -> Step:
+def _judged(context: Context, record: Measurement) -> Step:
+    """Return how the step ended: it fails if a kernel is wrong, a size raised, or nothing of ours was timed."""
     lines = tuple(
         f"{row.tokens} tokens: " + ", ".join(f"{name} {us:.2f} us" for name, us in sorted(row.us.items()))
-        for row in found.rows
+        for row in record.rows
     )
-    lines += tuple(f"{name}: {why}" for name, why in found.wrong.items())
-    ratios = [(row.tokens, row.ratio) for row in found.rows if row.ratio is not None]
-    if found.wrong or found.stopped or (context.plan and not ratios):
-        return Step("failed", found.stopped or "a kernel is wrong, or none of ours was timed", lines, found)
+    lines += tuple(f"{name}: {why}" for name, why in record.wrong.items())
+    ratios = [(row.tokens, row.ratio) for row in record.rows if row.ratio is not None]
+    if record.wrong or record.stopped or (context.plan and not ratios):
+        return Step("failed", record.stopped or "a kernel is wrong, or none of ours was timed", lines, record)
     slower = sorted({tokens for tokens, ratio in ratios if ratio < 1})
     which = f"vLLM or a rival is faster at {slower}" if slower else "one of ours is the fastest at each"
-    return Step("passed", f"{len(ratios)} sizes; {which}", lines, found)
+    return Step("passed", f"{len(ratios)} sizes; {which}", lines, record)
 
 
-def _tuned(context: Context, options: dict[str, Any]) -> Step:
+def _tuned(context: Context, asked: Mapping[str, Any]) -> Step:
     """Tune, and return the lines that were said."""
     lines = list[str]()
 
     def heard(text: str) -> None:
         lines.append(text)
-        context.now(text)
-        context.so_far(Step("cut off", "tiles of the Triton kernel", tuple(lines)))
+        context.progress.doing(text)
+        context.progress.so_far(Step("cut off", "tiles of the Triton kernel", tuple(lines)))
 
+    tune, environment = "vllm_aiter_mla.commands.check.tune:tune", context.options.environment()
     try:
-        found, wrong = process.call(
-            "vllm_aiter_mla.commands.check.tune:tuned", options, environment=context.environment(), heard=heard
-        )
+        record, wrong = process.call(tune, asked, environment=environment, heard=heard)
     except process.EndedError as error:
         return Step("failed", error.said(), (*lines, *error.lines))
-    shapes = f"{len(found.chosen)} shapes"
-    return Step("failed" if wrong else "passed", wrong or f"tiles are kept for {shapes}", tuple(lines), found)
+    kept = f"tiles are kept for {len(record.chosen)} shapes"
+    return Step("failed" if wrong else "passed", wrong or kept, tuple(lines), record)
 
 
 def run(asked: Mapping[str, Any]) -> Measurement:
@@ -216,40 +222,19 @@ def run(asked: Mapping[str, Any]) -> Measurement:
 def rows_of(
     backends: Backends, shape: LayerShape, tokens: Sequence[int], wrong: dict[str, str], left_out: Mapping[str, str]
 ) -> Iterator[Row]:
-    """Check and time the contenders on one layer shape.
+    """Check the contenders on one layer shape, then time those that are right.
 
     A kernel that fails its check goes to ``wrong``; one that is ``left_out`` is not called.
     """
-    from vllm_aiter_mla.commands.check import rivals
     from vllm_aiter_mla.compat import layer as compat_layer
     from vllm_aiter_mla.kernels import stopwatch
     from vllm_aiter_mla.kernels.device import card
     from vllm_aiter_mla.kernels.inputs import synthetic_inputs
-    from vllm_aiter_mla.serving import decision
-    from vllm_aiter_mla.serving.decision import Checked
-    from vllm_aiter_mla.startup import checks
 
-    kind, overflows = kind_of(shape), dict[str, Checked]()
-    where = f"{shape.heads} heads, {kind}"
-    found: dict[str, Any] = {}
-    for name in backends.names:
-        process.tell(Doing(name, f"the check of {name} at {where}"))
-        backend = found[name] = left_out.get(name) or backends.get(name)
-        if isinstance(backend, str) or backend.trusted:
-            continue
-        if (why := backend.refuse(synthetic_inputs(shape, 1))) is not None:
-            found[name] = why
-        elif not (checked := checks.self_check(name, backend, shape, (), max(tokens))).ok:
-            found[name], wrong[name] = checked.message, f"{where}: {checked.message}"
-        elif checked.writes_nan:
-            overflows[name] = Checked(writes_nan=True)
-    facts = decision.LayerFacts(None, dict.fromkeys(overflows, decision.Offer()))
-    served = decision.usable(facts, overflows, backends.settings)
-    not_ours = [name for name in overflows if name not in served]
-    process.tell(Doing("", f"the checks of the rivals at {where}"))
-    found |= rivals.checked(backends.platform, shape, max(tokens), not isinstance(found.get(VLLM, ""), str))
-    able = {name: backend for name, backend in found.items() if not isinstance(backend, str)}
-    untimed = {name: why for name, why in found.items() if isinstance(why, str)}
+    where = f"{shape.heads} heads, {kind_of(shape)}"
+    contenders, not_ours = checked_contenders(backends, shape, max(tokens), where, wrong, left_out)
+    able = {name: backend for name, backend in contenders.items() if not isinstance(backend, str)}
+    untimed = {name: why for name, why in contenders.items() if isinstance(why, str)}
     helper = compat_layer.padding_helper() if shape.out_heads else None
     pad = helper and partial(helper.get_mla_padded_q, shape.heads)
     for count in tokens:
@@ -258,9 +243,44 @@ def rows_of(
         skipped = {name: why for name, backend in able.items() if (why := backend.refuse(calls)) is not None}
         weight, budget = synthetic_inputs(shape).weight, stopwatch.Budget(float("inf"))
         rounds = stopwatch.time_shape(able, shape, weight, [count], budget, pad=pad)[count]
-        us = {name: statistics.median(one) for name, one in rounds.items()}
-        yield row_of(count, shape.heads, kind, us, untimed | skipped, not_ours)
+        us = {name: statistics.median(times) for name, times in rounds.items()}
+        yield row_of(count, shape.heads, kind_of(shape), us, untimed | skipped, not_ours)
         card().give_back()
+
+
+def checked_contenders(
+    backends: Backends, shape: LayerShape, most: int, where: str, wrong: dict[str, str], left_out: Mapping[str, str]
+) -> tuple[dict[str, KernelBackend | str], list[str]]:
+    """Check the kernels and the rivals with up to ``most`` tokens.
+
+    Returns:
+        Each back end, or why it is not timed, by name; the names that do not count as ours, because an fp8 overflow
+        becomes NaN and ``kernel=auto`` leaves them out.
+    """
+    from vllm_aiter_mla.commands.check import rivals
+    from vllm_aiter_mla.kernels.inputs import synthetic_inputs
+    from vllm_aiter_mla.serving import decision
+    from vllm_aiter_mla.serving.decision import Checked
+    from vllm_aiter_mla.startup import checks
+
+    contenders, overflows = dict[str, Any](), dict[str, Checked]()
+    for name in backends.names:
+        process.tell(Doing(name, f"the check of {name} at {where}"))
+        backend = contenders[name] = left_out.get(name) or backends.get(name)
+        if isinstance(backend, str) or backend.trusted:
+            continue
+        if (why := backend.refuse(synthetic_inputs(shape, 1))) is not None:
+            contenders[name] = why
+        elif not (checked := checks.self_check(name, backend, shape, (), most)).ok:
+            contenders[name], wrong[name] = checked.message, f"{where}: {checked.message}"
+        elif checked.writes_nan:
+            overflows[name] = Checked(writes_nan=True)
+    facts = decision.LayerFacts(None, dict.fromkeys(overflows, decision.Offer()))
+    served = decision.usable(facts, overflows, backends.settings)
+    process.tell(Doing("", f"the checks of the rivals at {where}"))
+    vllm_is_here = not isinstance(contenders.get(VLLM, ""), str)
+    contenders |= rivals.checked(backends.platform, shape, most, vllm_is_here)
+    return contenders, [name for name in overflows if name not in served]
 
 
 def row_of(
@@ -268,8 +288,8 @@ def row_of(
     left_out: Sequence[str] = (),
 ) -> Row:  # fmt: skip
     """Return the figures of one size with their ratio, which is None without one of ours, or vLLM's or a stand-in."""
-    ours = [one for name, one in us.items() if name not in (*RIVALS, *left_out)]
-    theirs = [one for name, one in us.items() if name in RIVALS]
+    ours = [time for name, time in us.items() if name not in (*RIVALS, *left_out)]
+    theirs = [time for name, time in us.items() if name in RIVALS]
     ratio = min(theirs) / min(ours) if ours and {VLLM, STAND_IN} & us.keys() else None
     return Row(tokens, heads, kind, dict(us), dict(untimed), ratio, tuple(name for name in left_out if name in us))
 
@@ -321,14 +341,15 @@ def show(record: Measurement, console: Console) -> None:
     console.print(table)
     if STAND_IN in names:
         _say(console, f"{STAND_IN}: in the place of vLLM's kernels, which are not here: as many launches, other code")
-    for name, why in dict.fromkeys(one for row in rows for one in row.untimed.items() if one[0] not in wrong):
-        _say(console, f"{name}: not timed: {why}")
+    for name, why in dict.fromkeys(untimed for row in rows for untimed in row.untimed.items()):
+        if name not in wrong:
+            _say(console, f"{name}: not timed: {why}")
     for name in dict.fromkeys(name for row in rows for name in row.left_out):
         _say(console, f"{name}: it {OVERFLOW}; kernel=auto leaves it out, and the last column too")
     for name, why in wrong.items():
         _say(console, f"WRONG, not timed: {name}: {why}")
     if record.stopped:
-        _say(console, f"STOPPED at {record.stopped}")
+        _say(console, f"STOPPED: {record.stopped}")
 
 
 def _say(console: Console, text: str) -> None:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from vllm_aiter_mla import files
@@ -25,17 +26,17 @@ LIMIT = 1024
 """Up to how many tokens tiles are timed, unless the user names the counts."""
 
 
-def tuned(options: Mapping[str, Any]) -> tuple[tuning.TunedTiles, str]:
-    """Tune what ``timing`` asks for, as it names its options, and tell each line; return record and what is wrong."""
+def tune(asked: Mapping[str, Any]) -> tuple[tuning.TunedTiles, str]:
+    """Tune what ``timing`` asks for, as it names it; see ``tune_shapes``."""
     from vllm_aiter_mla.commands.check.timing import shape_of
 
-    given = dict(options)
+    given = dict(asked)
     tokens, heads, kinds, weights = (given.pop(name) for name in ("tokens", "heads", "kinds", "weights"))
-    return run(tokens, (shape_of(count, kind, weights, **given) for kind, count in product(kinds, heads)))
+    return tune_shapes(tokens, (shape_of(count, kind, weights, **given) for kind, count in product(kinds, heads)))
 
 
-def run(tokens: Sequence[int], shapes: Iterable[LayerShape]) -> tuple[tuning.TunedTiles, str]:
-    """Tune each shape, tell a line for each range and keep the file; return this run's record and what is wrong.
+def tune_shapes(tokens: Sequence[int], shapes: Iterable[LayerShape]) -> tuple[tuning.TunedTiles, str]:
+    """Tune each shape, keep its tiles at once and tell a line for each range; return the record and what is wrong.
 
     A shape that raises ends the run. What was tuned before is kept, next to what earlier runs have tuned. Without
     ``tokens`` powers of two are timed.
@@ -45,7 +46,8 @@ def run(tokens: Sequence[int], shapes: Iterable[LayerShape]) -> tuple[tuning.Tun
     """
     load_plugins()  # as in a server: they may bring the platform
     machine, counts = stopwatch.machine(), sorted(set(tokens or stopwatch.token_counts(LIMIT)))
-    chosen, us, wrong, stopped = dict[str, stopwatch.Ranges](), {}, list[str](), ""
+    record = tuning.TunedTiles(machine["card"], machine["triton"], {}, {})
+    wrong, stopped = list[str](), ""
     with compat_config.as_current():
         for shape in shapes:
             key, base = tuning.key_of(meta_inputs(shape)), partial(default, heads=shape.heads)
@@ -54,20 +56,20 @@ def run(tokens: Sequence[int], shapes: Iterable[LayerShape]) -> tuple[tuning.Tun
             except Exception as error:  # out of memory for a large size, or Triton is absent
                 stopped = f"{key}: {type(error).__name__}: {error}"
                 break
-            us[key] = stopwatch.medians(rounds)
-            chosen[key] = decision.ranges(rounds, [*tiles.allowed(card().arch)], base)
+            us, ranges = stopwatch.medians(rounds), decision.ranges(rounds, [*tiles.allowed(card().arch)], base)
+            path = keep(replace(record, chosen={key: ranges}, us={key: us}))
+            if not record.chosen:
+                process.tell(f"kept in {path}; the next start checks these tiles and names them in its status line")
+            record = replace(record, chosen=record.chosen | {key: ranges}, us=record.us | {key: us})
             process.tell(f"{key}:")
-            for first, last, label in chosen[key]:
+            for first, last, label in ranges:
                 table = base(last)
-                beaten = f"; the table's {table} {us[key][last][table]:.2f}" if label != table else ", the table's"
-                process.tell(f"  {first}..{last} tokens  {label}: {us[key][last][label]:.2f} us{beaten}")
+                beaten = f"; the table's {table} {us[last][table]:.2f}" if label != table else ", the table's"
+                process.tell(f"  {first}..{last} tokens  {label}: {us[last][label]:.2f} us{beaten}")
             card().give_back()
     for why in wrong:
         process.tell(f"WRONG, not timed: {why}")
-    record = tuning.TunedTiles(machine["card"], machine["triton"], chosen, us)
-    if chosen:
-        keep(record)
-    return record, f"stopped at {stopped}" if stopped else "a tile is wrong" if wrong else ""
+    return record, f"stopped: {stopped}" if stopped else "a tile is wrong" if wrong else ""
 
 
 def default(tokens: int, heads: int) -> str:
@@ -103,8 +105,8 @@ def spliced(new: stopwatch.Ranges, old: stopwatch.Ranges) -> stopwatch.Ranges:
     return (*new, *((max(first, end + 1), last, label) for first, last, label in old if last > end))
 
 
-def keep(record: tuning.TunedTiles) -> None:
-    """Write the file, with what earlier runs have tuned besides.
+def keep(record: tuning.TunedTiles) -> Path:
+    """Add the record to the file of this card and this Triton; return the file.
 
     Raises:
         OSError: it cannot be written.
@@ -118,4 +120,4 @@ def keep(record: tuning.TunedTiles) -> None:
         record = replace(record, chosen=old.chosen | chosen, us=old.us | us)
     folder.mkdir(parents=True, exist_ok=True)
     files.write(path, record)
-    process.tell(f"kept in {path}; the next start checks these tiles and names them in its status line")
+    return path

@@ -26,12 +26,12 @@ DEPLOYMENT = frozenset({
 })  # fmt: skip
 """Options that need other machines, other engines or a front end, besides those of data parallelism; and one that this
 engine sets itself."""
-LONGEST = 64
-"""Most tokens of a request of ``decoding``: each step during the block takes one, or more with drafts."""
+MOST_DECODED = 64
+"""Tokens that a request of ``decoding`` generates at most: each step takes one, or more with drafts."""
 
 Request = tuple[str, list[int], int, int]
 """(request id, prompt token ids, tokens to generate, engine step at which it arrives)"""
-Step = tuple[int, dict[int, float]]
+TokenLogprobs = tuple[int, dict[int, float]]
 """One generated token: its id and the log-probabilities of the likeliest ids."""
 
 
@@ -77,7 +77,7 @@ def leave_out(parsed: Any) -> list[str]:
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name for field in fields(EngineArgs)} | {"model_tag"}
-    others = DEPLOYMENT | set(offline.OF_A_TOKENIZER)
+    others = DEPLOYMENT | set(offline.TOKENIZER_OPTIONS)
     return offline.leave_out(
         parsed, lambda name: name.startswith("data_parallel_") or name in others or name not in known
     )
@@ -114,27 +114,23 @@ def start(parsed: Any, random_layers: int | None) -> Any:
     return LLMEngine.from_engine_args(args, usage_context=UsageContext.OPENAI_API_SERVER)
 
 
-def generate(engine: Any, requests: Sequence[Request], adapter: Any = None) -> list[list[Step]]:
-    """Drive the engine through requests, greedily; return tokens and top-5 log-probabilities of each request.
-
-    ``adapter`` is a ``LoRARequest``, for every second request.
-    """
+def generate(engine: Any, requests: Sequence[Request]) -> list[list[TokenLogprobs]]:
+    """Drive the engine through requests, greedily; return tokens and top-5 log-probabilities of each request."""
     from vllm import SamplingParams
 
     waiting = sorted(requests, key=lambda request: request[3])
-    done: dict[str, list[Step]] = {}
+    done: dict[str, list[TokenLogprobs]] = {}
     step = 0
     while waiting or engine.has_unfinished_requests():
         while waiting and (waiting[0][3] <= step or not engine.has_unfinished_requests()):
             request_id, prompt, new_tokens, _ = waiting.pop(0)
             params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=5)
-            lora = adapter if int(request_id.rpartition("-")[2]) % 2 else None
-            engine.add_request(request_id, {"prompt_token_ids": prompt}, params, lora_request=lora)
+            engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
         for output in engine.step():
             if output.finished:
-                one = output.outputs[0]
-                probs = [{id_: entry.logprob for id_, entry in of.items()} for of in one.logprobs]
-                done[output.request_id] = list(zip(one.token_ids, probs, strict=True))
+                completion = output.outputs[0]
+                probs = [{id_: entry.logprob for id_, entry in of.items()} for of in completion.logprobs]
+                done[output.request_id] = list(zip(completion.token_ids, probs, strict=True))
         step += 1
     return [done[request[0]] for request in requests]
 
@@ -171,10 +167,10 @@ def _prefill(engine: Any, texts: Sequence[list[int]], **asked: Any) -> list[Any]
 
 @contextmanager
 def decoding(engine: Any, requests: Sequence[Request]) -> Iterator[None]:
-    """Let these requests decode during a block, for at most ``LONGEST`` tokens each; then end them."""
+    """Let these requests decode during a block, for at most ``MOST_DECODED`` tokens each; then end them."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=LONGEST, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=MOST_DECODED, ignore_eos=True, detokenize=False)
     names = [f"decoding-{request_id}" for request_id, *_ in requests]
     for name, (_, prompt, *_) in zip(names, requests, strict=True):
         engine.add_request(name, {"prompt_token_ids": prompt}, params)

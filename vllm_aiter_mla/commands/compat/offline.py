@@ -20,7 +20,7 @@ SERVE_PARSERS = (
 )
 
 # Options that vLLM answers by the model's tokenizer. Ours load none, because a config may come alone.
-OF_A_TOKENIZER = ("tokenizer", "reasoning_parser", "reasoning_parser_plugin", "reasoning_config")
+TOKENIZER_OPTIONS = ("tokenizer", "reasoning_parser", "reasoning_parser_plugin", "reasoning_config")
 
 USE_AITER, USE_AITER_MLA = "VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_MLA"
 FP8_BMM, FP4_BMM = "VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM"
@@ -228,10 +228,10 @@ def switches() -> dict[str, bool]:
     """
     from vllm import envs
 
-    found = {}
+    states = {}
     for name in VARIABLES:
         try:
-            found[name] = bool(envs.environment_variables.get(name, bool)())
+            states[name] = bool(envs.environment_variables.get(name, bool)())
         except ValueError as error:
             raise ValueError(f"{name}={os.environ[name]}: {error}") from error
-    return found
+    return states

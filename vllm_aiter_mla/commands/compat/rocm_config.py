@@ -121,12 +121,12 @@ def mla_layers(config: Any) -> list[tuple[LayerKind, int]]:
     with module.installed(), _without_weights(config):
         models = [initialize_model(config), *_drafts(config)]
         current_platform.update_block_size_for_backend(config)
-    found: Counter[LayerKind] = Counter()
+    kinds: Counter[LayerKind] = Counter()
     for number, model in enumerate(models):
         parents = {child: parent for parent in model.modules() for child in parent.children()}
         layers = (layer for layer in model.modules() if isinstance(layer, MLAAttention))
-        found.update(_kind(layer, parents[layer], draft=number > 0) for layer in layers)
-    return found.most_common()
+        kinds.update(_kind(layer, parents[layer], draft=number > 0) for layer in layers)
+    return kinds.most_common()
 
 
 def _drafts(config: Any) -> list[Any]:
@@ -160,7 +160,7 @@ def _kind(layer: Any, parent: Any, draft: bool) -> LayerKind:
         type(layer.kv_b_proj.quant_method).__name__,
         "" if weight is None else str(weight.dtype).removeprefix("torch."),
         # The code of Transformers rotates q by itself.
-        any(getattr(one, "rotary_emb", None) is not None for one in (layer, parent))
+        any(getattr(holder, "rotary_emb", None) is not None for holder in (layer, parent))
         or layer._vllm_config.model_config.using_transformers_backend(),
         draft,
         padded.heads if padded else 0,

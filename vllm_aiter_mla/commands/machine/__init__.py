@@ -27,15 +27,15 @@ def examine(env: Env) -> tuple[Check, ...]:
 
 def run(checks: Iterable[CheckFunction], env: Env) -> tuple[Check, ...]:
     """Run every check. One that raises is "unknown" and stops no other."""
-    found = []
+    results = []
     for check in checks:
         try:
-            one = check(env)
+            result = check(env)
         except (Exception, SystemExit) as error:  # SystemExit: a package may give up while it is imported
             first_line = next(iter(str(error).strip().splitlines()), "")
-            one = Check("unknown", f"the check failed: {type(error).__name__}: {first_line}")
-        found.append(replace(one, name=name_of(check)))
-    return tuple(found)
+            result = Check("unknown", f"the check failed: {type(error).__name__}: {first_line}")
+        results.append(replace(result, name=name_of(check)))
+    return tuple(results)
 
 
 def lines(checks: Sequence[Check]) -> Iterator[str]:

@@ -13,12 +13,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from vllm_aiter_mla import files, status
+from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import REMEDIES
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.compat import release
 from vllm_aiter_mla.kernels.aiter import op
 from vllm_aiter_mla.settings import NAMESPACE
+from vllm_aiter_mla.status.line import unmeasured
 from vllm_aiter_mla.verify import hip_python as bindings
 
 Status = Literal["ok", "warning", "problem", "unknown"]
@@ -61,16 +62,17 @@ SWITCHES = {
 
 def torch(env: Env) -> Check:
     """Check that torch is there, and what it was built for."""
-    found = module("torch")
-    if isinstance(found, Exception):
-        return Check("problem", f"not importable: {found}", "install the ROCm build of torch; vLLM needs it too")
+    imported = imported_or_error("torch")
+    if isinstance(imported, Exception):
+        return Check("problem", f"not importable: {imported}", "install the ROCm build of torch; vLLM needs it too")
     built_for = card().built_for
     if built_for.startswith("ROCm"):
-        return Check("ok", f"{found.__version__} for {built_for}")
+        return Check("ok", f"{imported.__version__} for {built_for}")
     kind = f"for {built_for}" if built_for else "a CPU build"
     if gpu_arch() is not None:
-        return Check("problem", f"{found.__version__}, {kind}: the fast path needs ROCm", "use the ROCm build of torch")
-    return Check("warning", f"{found.__version__}, {kind}: the plan and tests run, nothing else", SEE_GPU)
+        said = f"{imported.__version__}, {kind}: the fast path needs ROCm"
+        return Check("problem", said, "use the ROCm build of torch")
+    return Check("warning", f"{imported.__version__}, {kind}: the plan and tests run, nothing else", SEE_GPU)
 
 
 def rocm(env: Env) -> Check:
@@ -89,7 +91,7 @@ def gpu(env: Env) -> Check:
     if arch is None:
         return Check("unknown", f"no GPU is visible here (platform): {CONDITIONS}", REMEDIES["platform"])
     if arch in ARCHITECTURES:
-        return Check("ok", f"{arch} ({ARCHITECTURES[arch]}){status.line.unmeasured(arch)}")
+        return Check("ok", f"{arch} ({ARCHITECTURES[arch]}){unmeasured(arch)}")
     if arch.startswith("gfx"):
         return Check("problem", f"{arch} (platform): {CONDITIONS}", REMEDIES["platform"])
     return Check("problem", f"{arch} (platform): not an AMD card, and {CONDITIONS}", REMEDIES["platform"])
@@ -97,23 +99,23 @@ def gpu(env: Env) -> Check:
 
 def triton(env: Env) -> Check:
     """Check for Triton, whose kernel is the only one of ours that ``kernel=auto`` runs over an fp8 KV cache."""
-    found = module("triton")
-    if not isinstance(found, Exception):
-        return Check("ok", f"triton {found.__version__}")
-    if files.missing_package(found) == "triton":
+    imported = imported_or_error("triton")
+    if not isinstance(imported, Exception):
+        return Check("ok", f"triton {imported.__version__}")
+    if files.missing_package(imported) == "triton":
         problem, remedy = "not installed", "install the Triton that belongs to your torch"
     else:
-        problem, remedy = f"cannot be imported: {found}", "reinstall the Triton that belongs to your torch"
+        problem, remedy = f"cannot be imported: {imported}", "reinstall the Triton that belongs to your torch"
     return Check("warning", f"{problem}: kernel=triton is not available, so none of ours for an fp8 KV cache", remedy)
 
 
 def hip_python(env: Env) -> Check:
     """Check that hip-python, which only the step ``kernels`` needs, can be used and is made for this ROCm."""
-    found, version, rocm = bindings.find(), bindings.version(), rocm_version()
-    if found == bindings.ABSENT and rocm is None:
+    module_or_problem, version, rocm = bindings.find(), bindings.version(), rocm_version()
+    if module_or_problem == bindings.ABSENT and rocm is None:
         return Check("ok", "not installed, and not needed without ROCm")
-    if isinstance(found, str):
-        return Check("warning", f"{found}: the step kernels checks less", bindings.install(rocm))
+    if isinstance(module_or_problem, str):
+        return Check("warning", f"{module_or_problem}: the step kernels checks less", bindings.install(rocm))
     if rocm is not None and version is not None and rocm.partition(".")[0] != bindings.made_for():
         detail = f"hip-python {version} is made for ROCm {bindings.made_for()}, and this is ROCm {rocm}"
         return Check("warning", detail, bindings.install(rocm))
@@ -157,8 +159,8 @@ def surface(env: Env) -> Check:
     lacking = (*release.missing_capabilities(), *missing_names())
     differing = (*release.op_differences(fused=False), *release.op_differences(fused=True))
     if lacking or differing:
-        found = "; ".join([*(f"this vLLM lacks {name}" for name in lacking), *differing])
-        return Check("problem", f"{found}: the plugin stays off", REMEDIES["capability" if lacking else "op_schema"])
+        problem = "; ".join([*(f"this vLLM lacks {name}" for name in lacking), *differing])
+        return Check("problem", f"{problem}: the plugin stays off", REMEDIES["capability" if lacking else "op_schema"])
     return Check("ok", "vLLM has every hook that the plugin needs, and the MLA ops that it knows")
 
 
@@ -184,13 +186,13 @@ def patches(env: Env) -> Check:
 
 def aiter(env: Env) -> Check:
     """Check AITER from its files, without importing it."""
-    found = op.locate_aiter()
-    if found.reason is not None:
-        if found.package is None and found.distribution is None and rocm_version() is None:
-            return Check("unknown", f"{found.reason}; no ROCm is here either", SEE_GPU)
-        return Check("problem", f"kernel_unavailable: {found.reason}", REMEDIES["kernel_unavailable"])
-    detail = f"{found.distribution or 'without metadata'}, {len(found.signature)} arguments"
-    if found.prebuilt:
+    located = op.locate_aiter()
+    if located.reason is not None:
+        if located.package is None and located.distribution is None and rocm_version() is None:
+            return Check("unknown", f"{located.reason}; no ROCm is here either", SEE_GPU)
+        return Check("problem", f"kernel_unavailable: {located.reason}", REMEDIES["kernel_unavailable"])
+    detail = f"{located.distribution or 'without metadata'}, {len(located.signature)} arguments"
+    if located.prebuilt:
         return Check("ok", f"{detail}, built")
     detail += "; module_cache is not built: the first start compiles it, which takes minutes"
     return Check("warning", detail, "nothing; expect a slow first start")
@@ -201,21 +203,24 @@ def code_objects(env: Env) -> Check:
     arch = gpu_arch()
     if arch is None or not arch.startswith("gfx"):
         return Check("unknown", "no AMD card is visible here", SEE_GPU)
-    held = {path: architectures_of(path) for path in compiled_modules()}
-    missing = [path.name for path, found in held.items() if found and arch not in found]
+    by_module = {path: architectures_of(path) for path in compiled_modules()}
+    with_code = {path: architectures for path, architectures in by_module.items() if architectures}
+    if not with_code:  # of a CPU, or in a bundle that is compressed
+        return Check("unknown", f"no AMD code can be seen in {len(by_module)} modules of vLLM and AITER", SEE_VLLM)
+    missing = [path.name for path, architectures in with_code.items() if arch not in architectures]
     if missing:
         return Check("problem", f"no code for {arch} in {', '.join(missing)}", "install builds for this card")
-    return Check("ok", f"{sum(bool(found) for found in held.values())} modules hold code for {arch}")
+    return Check("ok", f"{len(with_code)} modules hold code for {arch}")
 
 
 def compiled_modules() -> list[Path]:
     """Return the shared objects of vLLM and of AITER's built modules."""
-    found: list[Path] = []
+    modules: list[Path] = []
     for package, pattern in (("vllm", "*.so"), ("aiter", "jit/*.so")):
         spec = importlib.util.find_spec(package)
         if spec is not None and spec.origin is not None:
-            found += sorted(Path(spec.origin).parent.glob(pattern))
-    return found
+            modules += sorted(Path(spec.origin).parent.glob(pattern))
+    return modules
 
 
 def architectures_of(path: Path) -> set[str]:
@@ -233,7 +238,7 @@ def verified(env: Env) -> Check:
         "ROCm": rocm_version(),
         "AITER": files.distribution(*files.AITER),
     }
-    lines = {name: ".".join(one.split()[-1].split(".")[:2]) for name, one in here.items() if one is not None}
+    lines = {name: ".".join(text.split()[-1].split(".")[:2]) for name, text in here.items() if text is not None}
     known = files.load(VERIFIED)
     never = ", ".join(f"{name} {line}" for name, line in lines.items() if line not in known[name])
     if never:
@@ -259,10 +264,10 @@ def switches(env: Env) -> Check:
         return Check("ok", ", ".join(f"{name}={env[name]}" if name in env else f"{name} unset" for name in SWITCHES))
     code = "mla_disabled" if offline.NO_MLA in wrong else "aiter_off"
     needed = ", ".join(f"{name}={int(SWITCHES[name][0])} (it is {env.get(name, 'unset')})" for name in wrong)
-    found = f"{code}: vLLM takes another attention, so no layer engages without {needed}"
+    detail = f"{code}: vLLM takes another attention, so no layer engages without {needed}"
     # Without ROCm vLLM reads none of AITER's.
     matters = rocm_version() is not None or any(not SWITCHES[name][0] for name in wrong)
-    return Check("problem" if matters else "warning", found, REMEDIES[code])
+    return Check("problem" if matters else "warning", detail, REMEDIES[code])
 
 
 CHECKS = (
@@ -275,7 +280,7 @@ CHECKS = (
 # -- what they ask
 
 
-def module(name: str) -> ModuleType | Exception:
+def imported_or_error(name: str) -> ModuleType | Exception:
     """Return the imported module, or the exception of the attempt."""
     try:
         return importlib.import_module(name)
@@ -285,8 +290,8 @@ def module(name: str) -> ModuleType | Exception:
 
 def card() -> Any:
     """Return the installed ``Device``; None if torch cannot be imported."""
-    found = module("vllm_aiter_mla.kernels.device")
-    return None if isinstance(found, Exception) else found.card()
+    device = imported_or_error("vllm_aiter_mla.kernels.device")
+    return None if isinstance(device, Exception) else device.card()
 
 
 def rocm_version() -> str | None:

@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step ``plan``: what would engage, from a model's config and the options of ``vllm serve``.
 
-``model`` finds the config and starts a process of its own, in which ``build`` makes the plan: it asks vLLM
-(``answer``), admission for every reason and the back ends (``kernels``), and counts bytes and launches
-(``formulas``). ``printout`` prints the plan. Nothing here needs a GPU, weights or a network.
+Nothing here needs a GPU, weights or a network. In the order in which they run:
+
+- ``model`` finds the config, and starts a process of its own, which ``several`` answers in: a plan for each set of
+  options.
+- ``answer`` asks vLLM what it decides, over a ``card`` that is made up where there is no ROCm.
+- ``build`` decides what would engage and why not: it asks admission for every reason, ``kernels`` for the back ends,
+  and ``formulas`` for bytes and launches.
+- ``issues`` adds the known faults of what runs beside the plugin.
+- ``record`` is what comes out, and what is written to JSON; ``printout`` shows it as text.
 """

@@ -12,27 +12,37 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla.admission import REMEDIES, Skip
+from vllm_aiter_mla.admission import REMEDIES, ConfigView, Skip
 from vllm_aiter_mla.commands import options
 from vllm_aiter_mla.commands.compat import offline, rocm_config
 from vllm_aiter_mla.commands.plan import card
-from vllm_aiter_mla.commands.plan import model as models
-from vllm_aiter_mla.commands.plan.record import Model
+from vllm_aiter_mla.commands.plan.model import NotKnownError, looked_up
+from vllm_aiter_mla.commands.plan.record import Model, Options
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import release
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE, Settings, near_misses
 
-# Drafts whose "model" is no repository: vLLM's names of methods.
-NO_REPOSITORY = ("ngram", "[ngram]", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
-OF_OTHER_ATTENTION = ("fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache")
+# A draft of such a method has no repository; vLLM takes the names as those of models too.
+DRAFTS_WITHOUT_REPOSITORY = ("ngram", "[ngram]", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
+FUSIONS_WITHOUT_MLA = ("fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache")
 """vLLM's fusions for attention without MLA, as fields of its PassConfig."""
-LONGEST = 400
+LONGEST_MESSAGE = 400
 """Letters of a message of vLLM's that is passed on as it is."""
 MOST_LAYERS, MOST_POSITIONS = 2**9, 2**24
+
+
+@dataclass(frozen=True)
+class LoadedVllm:
+    """vLLM as this process has loaded it."""
+
+    arch: str  # the card that it sees
+    is_made_up: bool  # the card is: vLLM finds no ROCm here
+    version: str
+    switches: dict[str, bool]  # ``offline.VARIABLES`` as it reads them
 
 
 @dataclass(frozen=True)
@@ -46,20 +56,37 @@ class Given:
 
 
 @dataclass(frozen=True)
+class Gate:
+    """What the gate put into the config."""
+
+    limit: int  # the decode limit in tokens
+    integration: str  # "passes" or "module"
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What the options became in vLLM's finished config."""
+
+    gate: Gate | None  # None where the gate left the config as it was
+    view: ConfigView  # what admission reads
+    options: Options
+    ranges: tuple[tuple[int, int], ...]  # compile ranges, (first, last) in tokens
+    graphs: compat_config.GraphSizes
+
+
+@dataclass(frozen=True)
 class Answer:
     """What vLLM decides for one model and one set of options."""
 
     given: Given
     model: Model  # with what ``model_facts`` knows
-    engine: dict[str, Any]  # see ``engine_facts``
+    engine: EngineFacts
     layers: list[tuple[rocm_config.LayerKind, int]]  # counted, the most frequent first; empty without MLA
     skip: Skip | None = None  # the error that the layers raise
 
 
-def start(asked: str) -> dict[str, Any]:
+def load(asked: str) -> LoadedVllm:
     """Load vLLM with the plugin, on this machine's card, or on one made up: ``asked``, or torch's card, or gfx942.
-
-    Return ``arch``, ``made_up`` (vLLM has no ROCm card here), ``vllm`` (its version) and ``on`` (its switches by name).
 
     Raises:
         ValueError: this machine has another card, or vLLM cannot read one of its variables.
@@ -68,7 +95,7 @@ def start(asked: str) -> dict[str, Any]:
 
     here = device.card()
     # vLLM finds AMD's cards through amdsmi only.
-    if made_up := here.rocm is None or importlib.util.find_spec("amdsmi") is None:
+    if is_made_up := here.rocm is None or importlib.util.find_spec("amdsmi") is None:
         arch = asked or (here.arch if here.arch in card.CARDS else "gfx942")
         card.pretend_rocm(arch)
     else:
@@ -77,8 +104,7 @@ def start(asked: str) -> dict[str, Any]:
             raise ValueError(f"--arch {asked}: this machine has a {arch}; a plan makes nothing up where a card is")
     offline.load_plugins()
     rocm_config.inspect_in_process()
-    version = release.vllm_version()
-    return {"arch": arch, "made_up": made_up, "vllm": version, "on": offline.switches()}
+    return LoadedVllm(arch, is_made_up, str(release.vllm_version()), offline.switches())
 
 
 def engine_args(folder: Path, arguments: Sequence[str]) -> tuple[Any, Given]:
@@ -96,14 +122,14 @@ def engine_args(folder: Path, arguments: Sequence[str]) -> tuple[Any, Given]:
     own = dict((parsed.additional_config or {}).get(NAMESPACE, {})) | {"enabled": True, "strict": False}
     parsed.additional_config = {**(parsed.additional_config or {}), NAMESPACE: own}
     _check_what_is_named(parsed, folder)
-    left_out = offline.leave_out(parsed, offline.OF_A_TOKENIZER.__contains__)
+    left_out = offline.leave_out(parsed, offline.TOKENIZER_OPTIONS.__contains__)
     parsed.model, parsed.skip_tokenizer_init, parsed.tokenizer = str(folder), True, None
     args, notes = offline.engine_args(parsed, folder)
     if left_out:
         notes.append(f"{', '.join(left_out)}: not looked at, because a plan has no tokenizer")
     notes += [
         f"pass_config.{name} matches nothing on MLA and adds a compile range (vllm#55720)"
-        for name in OF_OTHER_ATTENTION
+        for name in FUSIONS_WITHOUT_MLA
         if getattr(parsed.compilation_config.pass_config, name, None)
     ]
     for key in near_misses(parsed.additional_config):
@@ -118,14 +144,14 @@ def _check_what_is_named(parsed: Any, folder: Path) -> None:
     spec = parsed.speculative_config if isinstance(parsed.speculative_config, dict) else {}
     draft = spec.get("model") or getattr(parsed, "spec_model", None)
     method = spec.get("method") or getattr(parsed, "spec_method", None)
-    if method in NO_REPOSITORY or draft in NO_REPOSITORY:
+    if method in DRAFTS_WITHOUT_REPOSITORY or draft in DRAFTS_WITHOUT_REPOSITORY:
         draft = None
     for what, name, revision in (
         ("the draft", draft, spec.get("revision")),
         ("the draft's verifier", verifier.get("name_or_path"), None),
         ("--hf-config-path", parsed.hf_config_path, parsed.revision),
     ):
-        if name and not Path(str(name)).exists() and isinstance(models.looked_up(str(name), revision), str):
+        if name and not Path(str(name)).exists() and isinstance(looked_up(str(name), revision), str):
             raise ValueError(f"{what} {name} is not in the local cache; give a folder")
 
 
@@ -140,52 +166,58 @@ def answer(folder: Path, arguments: Sequence[str]) -> Answer:
     try:
         args, given = engine_args(folder, arguments)
         config = rocm_config.finished_config(args)
-        model, engine = model_facts(config.model_config), engine_facts(config)
+        model, engine = model_facts(config.model_config), engine_facts(config, given.settings)
         layers = rocm_config.mla_layers(config) if model.is_mla else []
-        engine["options"]["block_size"] = config.cache_config.block_size
+        # Building the layers sets the size of a block.
+        engine = replace(engine, options=replace(engine.options, block_size=config.cache_config.block_size))
     except (Exception, SystemExit) as error:
         if given is None or engine is None:
-            raise _told(error, arguments, is_option=given is None) from error
+            raise _refusal(error, arguments, is_option=given is None) from error
         ours = offline.stand_ins(error)
         skip = Skip("config_class", str(ours)) if ours else Skip("not_known", _with_its_line(error))
         return Answer(given, model, engine, [], skip)
     return Answer(given, model, engine, layers)
 
 
-def _told(error: BaseException, arguments: Sequence[str], is_option: bool) -> Exception:
-    """Return in one line what was raised: a check of vLLM's, or another error with the line that raised it.
+def _refusal(error: BaseException, arguments: Sequence[str], is_option: bool) -> Exception:
+    """Return the error of ours, in one line, that an error of vLLM's amounts to.
 
     A file, repository or module that an option names and that is not there is the option's fault.
     """
-    findings, named = getattr(error, "errors", None), []
-    if callable(findings):  # pydantic's
-        for one in findings():
-            option = ".".join(map(str, one["loc"])).replace("_", "-")
-            named.append(f"--{option} {one['input']}: {one['msg']}" if option else one["msg"])
-    said = " ".join("; ".join(named).replace("Value error, ", "").split()) or " ".join(str(error).split())
-    said = re.sub(r" \[type=\w+, input_value=.*?\]( For further information visit \S+)?", "", said)
-    said = _first_sentence(re.sub(r"<function loads at 0x[0-9a-f]+>", "JSON", said) + options.renamed(said))
     if ours := offline.stand_ins(error) or next(_led_to(error, (offline.StandInError,)), None):
-        return models.NotKnownError(f"not known: {ours} -> {REMEDIES['config_class']}")
+        return NotKnownError(f"not known: {ours} -> {REMEDIES['config_class']}")
     lacks = next(_led_to(error, (ImportError,) if is_option else (ImportError, OSError)), None)
     if lacks is not None and not _is_named(getattr(lacks, "name", None), arguments):
         what = getattr(lacks, "name", None) or "something"
-        return models.NotKnownError(f"not known, vLLM lacks {what} on this machine: {_with_its_line(error)}")
-    if is_option or said.startswith("--"):
-        return ValueError(said)
+        return NotKnownError(f"not known, vLLM lacks {what} on this machine: {_with_its_line(error)}")
+    message = _message(error)
+    if is_option or message.startswith("--"):
+        return ValueError(message)
     if isinstance(error, (ValueError, NotImplementedError)):
-        return ValueError(f"vLLM does not take this model with these options: {said or type(error).__name__}")
-    return models.NotKnownError(f"not known, vLLM could not be asked about this model here: {_with_its_line(error)}")
+        return ValueError(f"vLLM does not take this model with these options: {message or type(error).__name__}")
+    return NotKnownError(f"not known, vLLM could not be asked about this model here: {_with_its_line(error)}")
+
+
+def _message(error: BaseException) -> str:
+    """Return what an error says, without what only a programmer reads; of a check of pydantic's with the options."""
+    findings, named = getattr(error, "errors", None), []
+    if callable(findings):  # pydantic's
+        for finding in findings():
+            option = ".".join(map(str, finding["loc"])).replace("_", "-")
+            named.append(f"--{option} {finding['input']}: {finding['msg']}" if option else finding["msg"])
+    said = " ".join("; ".join(named).replace("Value error, ", "").split()) or " ".join(str(error).split())
+    said = re.sub(r" \[type=\w+, input_value=.*?\]( For further information visit \S+)?", "", said)
+    return _first_sentence(re.sub(r"<function loads at 0x[0-9a-f]+>", "JSON", said) + options.renamed(said))
 
 
 def _led_to(error: BaseException, kinds: tuple[type[BaseException], ...]) -> Iterator[BaseException]:
     """Yield the errors of ``kinds`` that led to this one."""
     if isinstance(error, kinds):
         yield error
-    inner = [one.get("ctx", {}).get("error") for one in getattr(error, "errors", list)()]
-    for one in (error.__cause__, error.__context__, *inner):
-        if isinstance(one, BaseException):
-            yield from _led_to(one, kinds)
+    inner = [finding.get("ctx", {}).get("error") for finding in getattr(error, "errors", list)()]
+    for earlier in (error.__cause__, error.__context__, *inner):
+        if isinstance(earlier, BaseException):
+            yield from _led_to(earlier, kinds)
 
 
 def _is_named(module: str | None, arguments: Sequence[str]) -> bool:
@@ -195,10 +227,13 @@ def _is_named(module: str | None, arguments: Sequence[str]) -> bool:
 
 def _first_sentence(said: str) -> str:
     """Return a message that fits a screen: its first sentence, where there is more; the log has the whole one."""
-    if len(said) <= LONGEST:
+    if len(said) <= LONGEST_MESSAGE:
         return said
     print(said, file=sys.stderr)  # seen with --verbose
-    return textwrap.shorten(re.split(r"[.;] ", said)[0], LONGEST, placeholder=" ...") + " (--verbose shows the rest)"
+    return (
+        textwrap.shorten(re.split(r"[.;] ", said)[0], LONGEST_MESSAGE, placeholder=" ...")
+        + " (--verbose shows the rest)"
+    )
 
 
 def _with_its_line(error: BaseException) -> str:
@@ -220,47 +255,52 @@ def model_facts(model: Any) -> Model:
     return Model(
         architecture=str(model.architecture),
         is_mla=bool(model.use_mla),
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=_dtype(model),
         layers=layers,
         max_position=getattr(model.hf_text_config, "max_position_embeddings", None) or positions,
         listed_layers=len(compat_config.mla_layers(model)),
     )
 
 
+def _dtype(model: Any) -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
 def connectors(transfer: Any) -> tuple[str, ...]:
     """Return the KV connectors of a ``KVTransferConfig`` by name, those that a MultiConnector holds too."""
     if transfer is None:
         return ()
-    held = (transfer.kv_connector_extra_config or {}).get("connectors") or ()
-    return (str(transfer.kv_connector), *(str(one.get("kv_connector")) for one in held))
+    inner = (transfer.kv_connector_extra_config or {}).get("connectors") or ()
+    return (str(transfer.kv_connector), *(str(connector.get("kv_connector")) for connector in inner))
 
 
-def engine_facts(config: Any) -> dict[str, Any]:
-    """Return what the options became.
-
-    Returns:
-        ``gate``: limit and integration of the plugin's pass in vLLM's slot, None without one. ``view``: what admission
-        reads. ``options``. ``ranges``: compile ranges. ``graphs``: sizes of CUDA graphs.
-    """
+def engine_facts(config: Any, settings: Settings) -> EngineFacts:
+    """Return what a finished ``VllmConfig`` says, under the plugin's ``settings``."""
     compilation, scheduler, parallel = config.compilation_config, config.scheduler_config, config.parallel_config
-    engaged, view = compat_config.engaged_pass(config), compat_config.read(config)
-    return {
-        "gate": None if engaged is None else {"limit": engaged.limit, "integration": engaged.integration},
-        "view": view,
-        "options": {
-            "tp": parallel.tensor_parallel_size,
-            "pp": parallel.pipeline_parallel_size,
-            "dp": parallel.data_parallel_size,
-            "max_num_seqs": scheduler.max_num_seqs,
-            "max_num_batched_tokens": scheduler.max_num_batched_tokens,
-            "block_size": config.cache_config.block_size,
-            "num_drafts": config.num_speculative_tokens,
-            "kv_cache_dtype": str(config.cache_config.cache_dtype),
-            **{name: getattr(view, name) for name in ("dcp", "pcp", "enforce_eager", "mode", "attention")},
-            "connectors": connectors(config.kv_transfer_config),
-            "layerwise": rocm_config.has_layerwise_connector(config),
-            "sleep": bool(config.model_config.enable_sleep_mode),
-        },
-        "ranges": [(one.start, one.end) for one in compilation.get_compile_ranges()] if compilation.mode else [],
-        "graphs": compat_config.graph_sizes(config),
-    }
+    our_pass, view = compat_config.engaged_pass(config), compat_config.read(config)
+    return EngineFacts(
+        gate=None if our_pass is None else Gate(our_pass.limit, our_pass.integration),
+        view=view,
+        options=Options(
+            tp=parallel.tensor_parallel_size,
+            pp=parallel.pipeline_parallel_size,
+            dp=parallel.data_parallel_size,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_num_batched_tokens=scheduler.max_num_batched_tokens,
+            block_size=config.cache_config.block_size,
+            num_drafts=config.num_speculative_tokens,
+            kv_cache_dtype=str(config.cache_config.cache_dtype),
+            dcp=view.dcp,
+            pcp=view.pcp,
+            enforce_eager=view.enforce_eager,
+            mode=view.mode,
+            dtype=_dtype(config.model_config),
+            settings=settings,
+            attention=view.attention,
+            connectors=connectors(config.kv_transfer_config),
+            layerwise=rocm_config.has_layerwise_connector(config),
+            sleep=bool(config.model_config.enable_sleep_mode),
+        ),
+        ranges=tuple((part.start, part.end) for part in compilation.get_compile_ranges()) if compilation.mode else (),
+        graphs=compat_config.graph_sizes(config),
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a plan, from what vLLM answers."""
+"""Decide what would engage, and why the rest would not: the record of a plan, from what vLLM answers."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -14,8 +14,7 @@ from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.compat.offline import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
 from vllm_aiter_mla.commands.compat.rocm_config import LayerKind
 from vllm_aiter_mla.commands.plan import formulas, kernels, record
-from vllm_aiter_mla.commands.plan import model as models
-from vllm_aiter_mla.commands.plan.answer import Answer
+from vllm_aiter_mla.commands.plan.answer import Answer, EngineFacts, LoadedVllm
 from vllm_aiter_mla.kernels import vllm_own
 from vllm_aiter_mla.kernels.absorb import FORMATS
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings
@@ -28,30 +27,30 @@ MOST = {"max_num_seqs": 2**20, "max_num_batched_tokens": 2**30, "block_size": 2*
         LIMIT_FIELD: 2**30}  # fmt: skip
 
 
-def build(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[str, str]]) -> record.Plan:
+def build(answer: Answer, vllm: LoadedVllm, variables: Mapping[str, tuple[str, str]]) -> record.Plan:
     """Return the plan. Kernels and figures are those of the most frequent kind of layer.
 
-    ``about`` is what ``answer.start`` says, ``variables`` has value and origin of each that is set.
+    ``variables`` has value and origin of each that is set.
 
     Raises:
         ValueError: a number that no engine comes near.
     """
     settings, model, engine = answer.given.settings, answer.model, answer.engine
-    numbers = engine["options"] | {LIMIT_FIELD: settings.max_token_num}
+    numbers = {LIMIT_FIELD: settings.max_token_num, **vars(engine.options)}
     for name, most in MOST.items():
-        if (found := numbers.get(name) or 0) > most:
-            raise ValueError(f"--{name.replace('_', '-')} {found}: a number up to {most} expected")
+        if (number := numbers[name] or 0) > most:
+            raise ValueError(f"--{name.replace('_', '-')} {number}: a number up to {most} expected")
     # Where the gate declines, the limit that it would have set.
-    asked = (numbers["max_num_seqs"], numbers["num_drafts"], settings.max_token_num)
-    limit = engine["gate"]["limit"] if engine["gate"] else admission.decode_limit(*asked)
-    kinds = [_Planned(about["arch"], settings, engine, *layer, limit) for layer in answer.layers]
+    asked = engine.options.max_num_seqs, engine.options.num_drafts or 0, settings.max_token_num
+    limit = engine.gate.limit if engine.gate else admission.decode_limit(*asked)
+    kinds = [_PlannedKind(vllm.arch, settings, engine, *layer, limit) for layer in answer.layers]
     main = kinds[0] if kinds else None
     total = sum(kind.count for kind in kinds) or model.listed_layers
     against = engine_reasons(answer)
     engaged = 0 if against else sum(kind.count for kind in kinds if not kind.reasons)
     # Another attention implementation follows from what stops the engine; so does Transformers' forward.
     engine_codes = {reason.code for reason in against} | ({"impl"} if against else set())
-    if engine["view"].model_impl:
+    if engine.view.model_impl:
         engine_codes |= {"unknown_forward"}
     taken = not any(reason.code in admission.UNSUPPORTED for reason in against)
     reasons = [*against, *_layer_reasons(kinds if taken else [], total, engine_codes)]
@@ -61,11 +60,11 @@ def build(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[s
     drafts = sum(kind.count for kind in kinds if kind.built.draft)
     return record.Plan(
         plugin=__version__,
-        vllm=about["vllm"],
+        vllm=vllm.version,
         model=replace(model, notes=tuple(answer.given.notes), kinds=tuple(kind.sizes() for kind in kinds)),
-        arch=about["arch"],
-        options=record.Options(**engine["options"], dtype=model.dtype, settings=settings),
-        environment={name: (str(int(on)), "default") for name, on in about["on"].items()} | dict(variables),
+        arch=vllm.arch,
+        options=engine.options,
+        environment={name: (str(int(on)), "default") for name, on in vllm.switches.items()} | dict(variables),
         heads_per_rank=main.view.num_heads if main else 0,
         absorb_weight=main.built.format if main else None,
         absorb_weights=dict(formats),
@@ -75,20 +74,20 @@ def build(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[s
         layers=record.Layers(total, drafts, model.layers, engaged),
         reasons=tuple(record.Reason(level(reason.code), reason.code, reason.message) for reason in reasons),
         kernels=main.spans if main else None,
-        figures=_figures(model, main, limit, engine["view"].enforce_eager) if main else None,
-        assumptions=tuple(_assumptions(answer, about, variables, main)),
-        warnings=tuple(_misspelt(variables, about["vllm"])),
+        figures=_figures(model, main, limit, engine.view.enforce_eager) if main else None,
+        assumptions=tuple(_assumptions(answer, vllm, variables, main)),
+        warnings=tuple(_misspelt(variables, vllm.version)),
     )
 
 
-class _Planned:
+class _PlannedKind:
     """What is planned for one kind of layer."""
 
     def __init__(
-        self, arch: str, settings: Settings, engine: dict[str, Any], built: LayerKind, count: int, limit: int
+        self, arch: str, settings: Settings, engine: EngineFacts, built: LayerKind, count: int, limit: int
     ) -> None:
         self.built, self.view, self.count = built, built.view, count
-        self.tp = engine["options"]["tp"]
+        self.tp = engine.options.tp
         self.fp8_cache = self.view.kv_cache_dtype.startswith("fp8")
         unpadded = vllm_own.may_take_parts(arch, self.view.num_heads, self.fp8_cache)  # as ``serving.layer`` has it
         self.out_heads = self.view.num_heads if unpadded else built.out_heads or self.view.num_heads
@@ -97,7 +96,8 @@ class _Planned:
             self.reasons += [] if built.has_rope else [NO_ROPE]
         elif built.why_not_module and not self.reasons:  # a wrapper is asked for layers that nothing else skips
             self.reasons = [built.why_not_module]
-        block = engine["options"]["block_size"]
+        block = engine.options.block_size
+        assert block is not None, "vLLM has built the layers"
         self.decision, self.spans = kernels.planned(arch, settings, self.view, built.format, block, limit)
         self.reasons += [self.decision.skip] if self.decision.skip else []
 
@@ -112,25 +112,25 @@ class _Planned:
 
 def engine_reasons(answer: Answer) -> list[Skip]:
     """Return every reason for which no layer would engage, in the order in which they would stop the fast path."""
-    engine, view = answer.engine, answer.engine["view"]
+    engine, view = answer.engine, answer.engine.view
     # Eager mode sets the compilation mode, which is no reason of its own.
-    found = [
+    every = [
         skip
         for skip in admission.config_skips(view, answer.given.settings)
         if not view.enforce_eager or skip.code != "compilation_mode"
     ]
     # Where AITER is off, what vLLM raises without it comes after.
-    first = [skip for skip in found if skip.code == "aiter_off"]
-    others = [skip for skip in found if skip not in first]
-    found = [skip for skip in (*first, answer.skip, *others) if skip]
-    if not engine["gate"] and not found:
-        found.append(Skip("not_known", "the gate switched the fast path off; --verbose shows its line"))
-    return found
+    first = [skip for skip in every if skip.code == "aiter_off"]
+    others = [skip for skip in every if skip not in first]
+    ordered = [skip for skip in (*first, answer.skip, *others) if skip]
+    if not engine.gate and not ordered:
+        ordered.append(Skip("not_known", "the gate switched the fast path off; --verbose shows its line"))
+    return ordered
 
 
-def _integration(engine: dict[str, Any], settings: Settings) -> str:
+def _integration(engine: EngineFacts, settings: Settings) -> str:
     """Return which integration runs, or would if the gate engaged."""
-    return engine["gate"]["integration"] if engine["gate"] else integration_of(engine["view"], settings)
+    return engine.gate.integration if engine.gate else integration_of(engine.view, settings)
 
 
 def level(code: str) -> str:
@@ -148,7 +148,7 @@ def _outcome(reasons: list[Skip], engaged: int, total: int) -> str:
     return "some" if engaged else "skipped"
 
 
-def _layer_reasons(kinds: list[_Planned], total: int, engine_codes: set[str]) -> list[Skip]:
+def _layer_reasons(kinds: list[_PlannedKind], total: int, engine_codes: set[str]) -> list[Skip]:
     """Return each reason of layers once, with its share of them where others lack it; none that skips the engine."""
     layers: Counter[Skip] = Counter()
     for kind in kinds:
@@ -160,13 +160,13 @@ def _layer_reasons(kinds: list[_Planned], total: int, engine_codes: set[str]) ->
     ]
 
 
-def _graph(engine: dict[str, Any], settings: Settings, limit: int) -> dict[str, Any]:
+def _graph(engine: EngineFacts, settings: Settings, limit: int) -> dict[str, Any]:
     """Return which integration would run, vLLM's compile ranges, and its captured sizes."""
-    view, sizes = engine["view"], engine["graphs"].captured
+    view, sizes = engine.view, engine.graphs.captured
     cut = why_not_passes(view)
     compiled = view.mode == "VLLM_COMPILE" and not view.enforce_eager
-    ranges = tuple(engine["ranges"] if compiled else ())
-    passes = engine["gate"] is not None and engine["gate"]["integration"] == "passes"
+    ranges = engine.ranges if compiled else ()
+    passes = engine.gate is not None and engine.gate.integration == "passes"
     no_graph = "--enforce-eager" if view.enforce_eager else "CUDA graphs are off"
     return {
         "integration": _integration(engine, settings),
@@ -180,20 +180,20 @@ def _graph(engine: dict[str, Any], settings: Settings, limit: int) -> dict[str, 
             tuple(size for size in sizes if size <= limit),
             tuple(size for size in sizes if size > limit),
             "" if sizes else f"none: {no_graph}",
-            tuple(size for size in engine["graphs"].full if size <= limit),
+            tuple(size for size in engine.graphs.full if size <= limit),
         ),
     }
 
 
-def _figures(model: record.Model, planned: _Planned, limit: int, eager: bool) -> record.Figures:
+def _figures(model: record.Model, planned: _PlannedKind, limit: int, eager: bool) -> record.Figures:
     stored = 1 if planned.fp8_cache else formulas.ACT
     heads, nope, rope, latent, _ = planned.view.sizes
     table: dict[int, dict[str, record.Cost]] = {}
     for tokens in sorted({1, min(64, limit), limit}):
-        step = formulas.Step(tokens, heads, nope, rope, latent, stored, FORMATS[planned.built.format].bytes)
+        size = formulas.StepSize(tokens, heads, nope, rope, latent, stored, FORMATS[planned.built.format].bytes)
         table[tokens] = {
             name: record.Cost(launches, len(launches) * planned.count, formulas.moved(launches))
-            for name, launches in formulas.paths(step, eager).items()
+            for name, launches in formulas.paths(size, eager).items()
         }
     return record.Figures(
         planned.count,
@@ -206,14 +206,14 @@ def _figures(model: record.Model, planned: _Planned, limit: int, eager: bool) ->
 
 
 def _assumptions(
-    answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[str, str]], main: _Planned | None
+    answer: Answer, vllm: LoadedVllm, variables: Mapping[str, tuple[str, str]], main: _PlannedKind | None
 ) -> list[str]:
     """Return what vLLM took by default, and what it would take from a card that is not here, as sentences."""
-    arch, engine, settings = about["arch"], answer.engine, answer.given.settings
-    heads, pp, has_mla = main.view.num_heads if main else 0, engine["options"]["pp"], answer.model.is_mla
+    arch, engine, settings = vllm.arch, answer.engine, answer.given.settings
+    heads, pp, has_mla = main.view.num_heads if main else 0, engine.options.pp, answer.model.is_mla
     notes = (
-        (about["made_up"], f"this machine has no ROCm: vLLM ran with a driver, cards and libraries made up for {arch}"),
-        *((True, default) for default in _defaults(answer, about, variables)),
+        (vllm.is_made_up, f"this machine has no ROCm: vLLM ran with a driver, cards and libraries made up for {arch}"),
+        *((True, default) for default in _defaults(answer, vllm, variables)),
         (has_mla and not settings.enabled, f"pass_config.{FLAG_FIELD} is not given: planned as if it were true"),
         (has_mla, "ROCm 7 or newer, an AITER with the 15-argument op: `vllm-aiter-mla check --only machine` looks"),
         *((name not in VARIABLES and (offline.has_variable(name) or not name.startswith("VLLM_")),
@@ -229,7 +229,7 @@ def _assumptions(
     return [note for holds, note in notes if holds]
 
 
-def _misspelt(variables: Mapping[str, tuple[str, str]], vllm: str) -> Iterator[str]:
+def _misspelt(variables: Mapping[str, tuple[str, str]], version: str) -> Iterator[str]:
     """Yield a sentence for each of vLLM's variables that this release does not have."""
     for name, (value, _) in variables.items():
         if name.startswith("VLLM_") and name not in VARIABLES and not offline.has_variable(name):
@@ -237,17 +237,17 @@ def _misspelt(variables: Mapping[str, tuple[str, str]], vllm: str) -> Iterator[s
             meant = f"; did you mean {similar[0]}?" if similar else ""
             if name in options.GONE_VARIABLES:
                 meant = f": {options.GONE_VARIABLES[name]}"
-            yield f"{name}={value}: vLLM {vllm} has no variable of that name{meant}"
+            yield f"{name}={value}: vLLM {version} has no variable of that name{meant}"
 
 
-def _defaults(answer: Answer, about: dict[str, Any], variables: Mapping[str, tuple[str, str]]) -> Iterator[str]:
+def _defaults(answer: Answer, vllm: LoadedVllm, variables: Mapping[str, tuple[str, str]]) -> Iterator[str]:
     """Yield a sentence for each option and variable that is not given and has a default of the installed vLLM."""
-    arch, release = about["arch"], about["vllm"]
+    arch, release = vllm.arch, vllm.version
     batch = {"max_num_seqs": f"the API server's default in vLLM {release} on {arch}",
              "max_num_batched_tokens": "that server's default"}  # fmt: skip
     for name, whose in batch.items():
         if getattr(answer.given, name) is None:
-            yield f"--{name.replace('_', '-')} is not given: {answer.engine['options'][name]}, {whose}"
+            yield f"--{name.replace('_', '-')} is not given: {getattr(answer.engine.options, name)}, {whose}"
     if variables[USE_AITER][1] == "default":
         yield f"{USE_AITER}=1 is assumed; vLLM's default is 0: export it"
     # The fp4 switch acts on gfx950 only, and only where kv_b_proj is in bfloat16.
@@ -256,12 +256,5 @@ def _defaults(answer: Answer, about: dict[str, Any], variables: Mapping[str, tup
     bf16 = any(kind.weight == "bfloat16" for kind, _ in answer.layers)
     for name in (FP8_BMM, FP4_BMM) if arch == "gfx950" and bf16 else (FP8_BMM,):
         if name not in variables:
-            state, other, value = ("on", "without", 0) if about["on"][name] else ("off", "with", 1)
+            state, other, value = ("on", "without", 0) if vllm.switches[name] else ("off", "with", 1)
             yield f"{name} is unset: {state}, the default of vLLM {release}; plan {other} it by --env {name}={value}"
-
-
-def failure(error: BaseException) -> Exception:
-    """Return an error as it crosses from a process to another."""
-    if isinstance(error, models.NotKnownError):
-        return error
-    return ValueError(str(error)) if isinstance(error, ValueError) else RuntimeError(f"{type(error).__name__}: {error}")

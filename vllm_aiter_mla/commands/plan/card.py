@@ -36,7 +36,7 @@ class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._names = names
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        known = any(name == one or name.startswith(f"{one}.") for one in self._names)
+        known = any(name == stub or name.startswith(f"{stub}.") for stub in self._names)
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if known else None
 
     def exec_module(self, module: ModuleType) -> None:

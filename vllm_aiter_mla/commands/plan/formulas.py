@@ -14,7 +14,7 @@ ABSORB, CONCAT, QUANTISE = "absorb BMM", "concat", "concat + quantisation"
 AITER, TRITON = "AITER: RoPE, KV write, query", "Triton: absorb BMM, RoPE, KV write, query"
 
 
-class Step(NamedTuple):
+class StepSize(NamedTuple):
     """One layer in one decode step."""
 
     tokens: int  # T, rows of the batch
@@ -39,14 +39,14 @@ class Launch:
     written: int
 
 
-def paths(step: Step, eager: bool = False) -> dict[str, tuple[Launch, ...]]:
+def paths(size: StepSize, eager: bool = False) -> dict[str, tuple[Launch, ...]]:
     """Return the launches of each path, by its name.
 
     In eager mode vLLM's own fusion, a compiler pass, does not run, and concat and quantisation are two launches.
     Otherwise vLLM compiles these into one function (``_DecodeConcatQuantFP8`` in its mla_attention.py), and with its
     own RoPE + KV pass on it is the strongest baseline. Slots and positions have 8 bytes.
     """
-    t, n, p, r, l, e, w = step  # noqa: E741  the letters of the page
+    t, n, p, r, l, e, w = size  # noqa: E741  the letters of the page
     query, row, rotated, tables = t * n * (l + r), t * (l + r), 2 * t * (n + 1) * r, t * (2 * r + 16)
     weight = int(w * n * p * l)
     rope = Launch(ROPE, rotated + t * (2 * r + 8), rotated)

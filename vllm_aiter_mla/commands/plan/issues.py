@@ -20,9 +20,9 @@ KNOWN_ISSUES = Path(__file__).parent / "known_issues.json"
 def looked_up(plan: Plan) -> Plan:
     """Return the plan with the known issues that concern it."""
     known = json.loads(KNOWN_ISSUES.read_text(encoding="utf-8")) if not without_a_shape(plan) else ()
-    found = (issue for issue in known if applies(issue, plan))
+    concerned = (issue for issue in known if applies(issue, plan))
     return replace(plan, known_issues=tuple(
-        KnownIssue(**{name: issue[name] for name in ("id", "effect", "state", "remedy", "link")}) for issue in found
+        KnownIssue(**{name: issue[name] for name in ("id", "effect", "state", "remedy", "link")}) for issue in concerned
     ))  # fmt: skip
 
 
@@ -59,7 +59,7 @@ FIELDS: dict[str, Callable[[Any, Plan], bool]] = {
     "cache": lambda cache, plan: cache in ("any", "fp8" if has_fp8_cache(plan) else "16 bits"),
     "switch": lambda name, plan: plan.environment[name][0].lower() in ("1", "true"),
     "graphs": lambda _, plan: not plan.captures.full,
-    "absorb": lambda formats, plan: any(one in formats for one in plan.absorb_weights or (plan.absorb_weight,)),
+    "absorb": lambda formats, plan: any(weight in formats for weight in plan.absorb_weights or (plan.absorb_weight,)),
     "nope": lambda _, plan: any(kind.nope & (kind.nope - 1) for kind in plan.model.kinds),
     "v": lambda bounds, plan: any(bounds[0] <= kind.v <= bounds[1] for kind in plan.model.kinds),
     "dtype": lambda dtype, plan: plan.options.dtype == dtype,
@@ -77,18 +77,18 @@ def _within(bounds: tuple[str | None, str | None], release: str | None) -> bool:
 
     A build before a release has that release's faults, and perhaps not yet its mends.
     """
-    found = _version(release)
-    if found is None:
+    version = _version(release)
+    if version is None:
         return True
     first, before = map(_version, bounds)
-    latest = max(found, Version(found.base_version)) if found.is_prerelease else found
-    return (first is None or first <= latest) and (before is None or found < before)
+    latest = max(version, Version(version.base_version)) if version.is_prerelease else version
+    return (first is None or first <= latest) and (before is None or version < before)
 
 
 def _version(release: str | None) -> Version | None:
     """Return a release without its local part, None if it is not known, as of a build from a shallow checkout."""
     try:
-        found = Version((release or "").partition("+")[0])
+        version = Version((release or "").partition("+")[0])
     except InvalidVersion:
         return None
-    return None if found.is_devrelease and found.release <= (0, 1) else found
+    return None if version.is_devrelease and version.release <= (0, 1) else version

@@ -20,7 +20,7 @@ from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.settings import NAMESPACE
 
 EXAMPLES = Path(__file__).parent / "models"
-ANSWER = "vllm_aiter_mla.commands.plan.several:answers"
+PLANS = "vllm_aiter_mla.commands.plan.several:plans"
 CONFIGS = ("config.json", "params.json")
 """Names of a model's config: the second is Mistral's."""
 # The plan makes no connection, leaves no file, and sees the plugin where VLLM_PLUGINS leaves it out.
@@ -74,15 +74,15 @@ def examples() -> dict[str, dict[str, Any]]:
 
     A config, or a part of one, that names a ``base`` takes its other fields from the example of that name.
     """
-    found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(EXAMPLES.glob("*.json"))}
+    entries = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(EXAMPLES.glob("*.json"))}
 
     def whole(part: Any) -> Any:
         if not isinstance(part, dict):
             return part
         own = {name: whole(value) for name, value in part.items() if name != "base"}
-        return {**whole(found[part["base"]]["config"]), **own} if "base" in part else own
+        return {**whole(entries[part["base"]]["config"]), **own} if "base" in part else own
 
-    return {name: entry | {"config": whole(entry["config"])} for name, entry in found.items()}
+    return {name: entry | {"config": whole(entry["config"])} for name, entry in entries.items()}
 
 
 def find(name: str) -> Source:
@@ -122,14 +122,14 @@ def _from_example(name: str, entry: dict[str, Any]) -> Source:
 def _local_file(name: str) -> Path | None:
     try:
         path = Path(name).expanduser()
-        inside = [path / one for one in CONFIGS]
-        found = next((candidate for candidate in (*inside, path) if candidate.is_file()), None)
+        candidates = (*(path / config for config in CONFIGS), path)
+        file = next((candidate for candidate in candidates if candidate.is_file()), None)
         is_folder = path.is_dir()
     except (OSError, RuntimeError):  # too long for a path, or ~ of an unknown user
         return None
-    if found is None and is_folder:
+    if file is None and is_folder:
         raise LookupError(f"{name} is a folder without a {' or a '.join(CONFIGS)}")
-    return found
+    return file
 
 
 def looked_up(name: str, revision: str | None = None) -> Path | str:
@@ -139,11 +139,11 @@ def looked_up(name: str, revision: str | None = None) -> Path | str:
     except Exception as error:
         return f"the local Hugging Face cache was not searched ({type(error).__name__}: {error})"
     try:
-        cached = [try_to_load_from_cache(name, one, revision=revision) for one in CONFIGS]
-        found = next((one for one in cached if isinstance(one, str)), None)
+        cached = [try_to_load_from_cache(name, config, revision=revision) for config in CONFIGS]
+        file = next((path for path in cached if isinstance(path, str)), None)
     except Exception:  # the name is not a repository name
-        found = None
-    return Path(found) if isinstance(found, str) else "not in the local Hugging Face cache"
+        file = None
+    return "not in the local Hugging Face cache" if file is None else Path(file)
 
 
 def environment(given: Sequence[str], process: Mapping[str, str]) -> dict[str, tuple[str, str]]:
@@ -156,15 +156,15 @@ def environment(given: Sequence[str], process: Mapping[str, str]) -> dict[str, t
     Raises:
         ValueError: an entry without a name or without ``=``.
     """
-    found = {USE_AITER: ("1", "default")} | {
+    variables = {USE_AITER: ("1", "default")} | {
         name: (process[name], "environment") for name in VARIABLES if name in process
     }
     for entry in given:
         name, equals, value = entry.partition("=")
         if not equals or not name:
             raise ValueError(f"--env {entry}: NAME=VALUE expected")
-        found[name] = (value, "--env")
-    return found
+        variables[name] = (value, "--env")
+    return variables
 
 
 TP = ("-tp", "--tensor-parallel-size")
@@ -181,9 +181,9 @@ def deployments(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, ..
             continue
         rest = 1 if equals else 2
         value = value if equals else next(iter(arguments[index + 1 : index + 2]), "")
-        sizes = [one.strip() for one in value.split(",")]
+        sizes = [size.strip() for size in value.split(",")]
         if len(sizes) > 1 and all(map(str.isdecimal, sizes)):  # otherwise vLLM says what is wrong
-            return sizes, [(*arguments[:index], option, one, *arguments[index + rest :]) for one in sizes]
+            return sizes, [(*arguments[:index], option, size, *arguments[index + rest :]) for size in sizes]
     return [""], [tuple(arguments)]
 
 
@@ -205,21 +205,21 @@ def ask(
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
     with process.workspace(), source.folder() as folder, tempfile.TemporaryDirectory() as cache:
         try:
-            found = process.call(
-                ANSWER, folder, asked, arch, variables, environment=child_environment(variables, cache),
+            made = process.call(
+                PLANS, folder, asked, arch, variables, environment=child_environment(variables, cache),
                 log=2 if verbose else subprocess.DEVNULL,  # 2 is stderr
             )  # fmt: skip
         except process.EndedError as error:
             raise RuntimeError(f"vLLM {error.how}; --verbose shows its log") from error
-    return tuple(issues.looked_up(plan_of(source, one)) for one in found)
+    return tuple(issues.looked_up(plan_of(source, plan)) for plan in made)
 
 
-def plan_of(source: Source, found: Plan | Exception) -> Plan:
+def plan_of(source: Source, made: Plan | Exception) -> Plan:
     """Return a process's answer with the place of its config, or raise what it failed with."""
-    if isinstance(found, Exception):
-        raise found
-    named = {name: getattr(source, name) for name in ("name", "source", "basis", "assumed")}
-    return replace(found, model=replace(found.model, **named))
+    if isinstance(made, Exception):
+        raise made
+    place = {name: getattr(source, name) for name in ("name", "source", "basis", "assumed")}
+    return replace(made, model=replace(made.model, **place))
 
 
 def child_environment(variables: Mapping[str, Any], cache: str) -> dict[str, str]:

@@ -76,17 +76,17 @@ def _model(plan: Plan) -> Iterator[str]:
     yield f"  config       {model.source}"
     if model.basis:
         yield f"               example: {model.basis}"
-    kind = model.architecture + ("" if model.is_mla else ", no MLA")
+    what = model.architecture + ("" if model.is_mla else ", no MLA")
     draft = f", and {layers.drafts} in the draft" if layers.drafts else ""
     own = layers.mla - layers.drafts
-    yield f"  layers       {own} attentions with MLA in {layers.total} layers{draft} ({kind})"
-    heads_of = dict[str, None]()  # a draft's layers are often those of the model
-    for found in model.kinds:
-        extra = ", sparse" * found.is_sparse + ", without RoPE" * (not found.has_rope)
-        sizes = f"P {found.nope}, R {found.rope}, L {found.latent}, V {found.v}{extra}"
-        heads = f"{found.heads} / TP {options.tp} = {found.heads // options.tp} per rank"
-        heads_of[f"  heads        {heads}; {sizes}; kv_b_proj: {found.method}, {found.weight or 'packed'}"] = None
-    yield from heads_of
+    yield f"  layers       {own} attentions with MLA in {layers.total} layers{draft} ({what})"
+    kinds = dict[str, None]()  # a draft's layers are often those of the model
+    for kind in model.kinds:
+        extra = ", sparse" * kind.is_sparse + ", without RoPE" * (not kind.has_rope)
+        sizes = f"P {kind.nope}, R {kind.rope}, L {kind.latent}, V {kind.v}{extra}"
+        heads = f"{kind.heads} / TP {options.tp} = {kind.heads // options.tp} per rank"
+        kinds[f"  heads        {heads}; {sizes}; kv_b_proj: {kind.method}, {kind.weight or 'packed'}"] = None
+    yield from kinds
     for weights, count in plan.absorb_weights.items():
         share = f": {count} layers" if len(plan.absorb_weights) > 1 else ""
         yield f"  W_UK, W_UV   {WEIGHTS.get(weights, weights)}{share}"

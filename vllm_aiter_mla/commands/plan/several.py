@@ -15,32 +15,39 @@ from typing import Any
 
 from vllm_aiter_mla.admission import LayerView
 from vllm_aiter_mla.commands.compat import rocm_config
-from vllm_aiter_mla.commands.plan import answer as asking
-from vllm_aiter_mla.commands.plan import build, kernels
+from vllm_aiter_mla.commands.plan import answer, build, kernels
+from vllm_aiter_mla.commands.plan.model import NotKnownError
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.settings import Settings
 
 
-def answers(
+def plans(
     folder: Path, asked: Sequence[Sequence[str]], arch: str, variables: Mapping[str, tuple[str, str]]
 ) -> list[Plan | Exception]:
     """Return for each set of options the plan, or the error that ``model.ask`` raises."""
     try:
-        about = asking.start(arch)
+        vllm = answer.load(arch)
     except Exception as error:
-        return [build.failure(error)]
+        return [failure(error)]
 
-    def one(arguments: Sequence[str]) -> Plan | Exception:
+    def planned(arguments: Sequence[str]) -> Plan | Exception:
         try:
-            return build.build(asking.answer(folder, arguments), about, variables)
+            return build.build(answer.answer(folder, arguments), vllm, variables)
         except Exception as error:
-            return build.failure(error)
+            return failure(error)
 
     if len(asked) == 1:
-        return [one(asked[0])]
+        return [planned(asked[0])]
     with suppress(Exception):  # it only saves time
         warm()
-    return [forked(partial(one, arguments)) for arguments in asked]
+    return [forked(partial(planned, arguments)) for arguments in asked]
+
+
+def failure(error: BaseException) -> Exception:
+    """Return an error that can be pickled: another process raises it."""
+    if isinstance(error, NotKnownError):
+        return error
+    return ValueError(str(error)) if isinstance(error, ValueError) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def warm() -> None:
@@ -58,10 +65,10 @@ def forked(make: Callable[[], Any]) -> Any:
             pickle.dump(make(), out)
         os._exit(0)
     os.close(writes)
-    with os.fdopen(reads, "rb") as answer:
-        said = answer.read()
+    with os.fdopen(reads, "rb") as read:
+        pickled = read.read()
     os.waitpid(child, 0)
     try:
-        return pickle.loads(said)
+        return pickle.loads(pickled)
     except (EOFError, pickle.UnpicklingError):
         return RuntimeError("vLLM ended without an answer; --verbose shows its log")

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-aiter-mla report``: one HTML page from the files of other commands. It loads nothing and runs no script.
 
-``page`` reads the files and says what the page shows, ``charts`` draws, ``page.html.j2`` holds the markup and the CSS.
+``page`` reads the files. ``check_reader``, ``engine_reader`` and ``serving_reader`` say what the page shows of each
+kind, as ``blocks``. ``charts`` draws, ``page.html.j2`` holds the markup and the CSS. ``serving_record`` is what
+``tools/serving.py`` writes.
 """
 
 from collections.abc import Callable, Sequence

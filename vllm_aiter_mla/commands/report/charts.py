@@ -6,6 +6,7 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -17,12 +18,6 @@ from matplotlib.figure import Figure
 INK = "#010203"
 GREY, BLUE, GREEN = "#8a929b", "#2b7fc4", "#2a9d6f"
 SERIES = (BLUE, "#d9822b", GREEN, "#9467bd", "#c45a9a", "#6b8e23", "#8c6d5a", "#3aa6a6")
-OUTCOMES = {
-    "passed": "good", "ok": "good", "engaged": "good", "timed": "good", "failed": "bad", "problem": "bad",
-    "cut off": "bad", "warning": "mind", "partly": "mind", "no gain": "mind", "skipped": "none", "unknown": "none",
-    "planned": "none", "passed on a CPU": "none", "engaged on a CPU": "none", "ended": "none", "compared": "none",
-}  # fmt: skip
-"""The colour of each word that is an outcome, as a class of the page's style: a word stands beside every colour."""
 COLOURED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 STYLE: Any = dict.fromkeys(COLOURED, INK) | {
     "svg.fonttype": "none",  # text stays text
@@ -36,6 +31,12 @@ STYLE: Any = dict.fromkeys(COLOURED, INK) | {
 }
 Chart = Callable[[str], str]
 """Draws for a title."""
+
+
+def over_tokens(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> Chart:
+    """Return a chart of the columns ``names`` of a table, in microseconds, over its first column, tokens."""
+    series = {name: [(row[column], 0.0) for row in rows] for column, name in enumerate(names, 1)}
+    return partial(lines, "tokens in the step", "us", [row[0] for row in rows], series)
 
 
 def lines(

@@ -20,8 +20,8 @@ from vllm_aiter_mla.kernels.triton.backend import TritonBackend
 from vllm_aiter_mla.serving.backends import Backends
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings
-from vllm_aiter_mla.startup import selfcheck
-from vllm_aiter_mla.startup.selfcheck import Difference, deviation, difference, self_check
+from vllm_aiter_mla.startup import comparison
+from vllm_aiter_mla.startup.comparison import Difference, compare_with_reference, deviation, difference
 
 SMALL = LayerShape(2, 8, torch.bfloat16, torch.bfloat16, 4, False, latent=16, rope=8)
 BF16 = LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False)
@@ -50,7 +50,7 @@ class Stepped(ReferenceBackend):
 @pytest.mark.parametrize(("limit", "counts"), [(None, [1, 7, 40, 41]), (20, [1, 7, 20]), (8, [1, 7]), (1, [1, 7])])
 def test_each_kernel_up_to_the_limit_is_compared_once(limit, counts):
     backend = Stepped()
-    assert self_check(backend, SMALL, limit).ok
+    assert compare_with_reference(backend, SMALL, limit).ok
     assert backend.ran == counts, "one row warms up"
 
 
@@ -62,7 +62,7 @@ def test_self_check_passes_on_the_simulated_aiter_and_covers_each_kernel_that_se
         op.forget()
         platform = Platform(arch, ROCM)
         bound = AiterBackend(platform, opt=opt)
-        result = self_check(bound, LayerShape(4, 16, platform.fp8, platform.fp8, block, False))
+        result = compare_with_reference(bound, LayerShape(4, 16, platform.fp8, platform.fp8, block, False))
     assert result.ok, result.message
     assert {name: d.steps for name, d in result.differences.items()} == dict.fromkeys(result.differences, 0)
     assert set(result.differences) == {"q nope", "q rope", "kv nope", "kv rope"}
@@ -75,7 +75,7 @@ def test_self_check_passes_on_the_simulated_aiter_and_covers_each_kernel_that_se
 def test_self_check_accepts_inferred_truncation_and_rounding_too(fake_gfx942, monkeypatch, acts_as):
     """If gfx942 rounds after all, the card is better than its source says, and is not rejected for it."""
     monkeypatch.setattr("tests.sandbox.simulated_aiter.op.arch", lambda: acts_as)
-    result = self_check(AiterBackend(MI300X), BF16)
+    result = compare_with_reference(AiterBackend(MI300X), BF16)
     assert result.ok, result.message
     assert ("opt", 256) in op.forget()
 
@@ -84,7 +84,7 @@ def test_self_check_accepts_inferred_truncation_and_rounding_too(fake_gfx942, mo
 def test_a_kernel_is_checked_at_the_counts_that_it_takes_and_fails_if_there_are_none(fake_gfx942, limit, ok):
     """AITER's opt kernel cuts a bf16 cache's rope part below 256 tokens on gfx942, where ours declines it."""
     op.forget()
-    result = self_check(AiterBackend(MI300X, opt=True), BF16, limit)
+    result = compare_with_reference(AiterBackend(MI300X, opt=True), BF16, limit)
     assert (result.ok, "refused the self-check: kernel" in result.message) == (ok, not ok), result.message
     assert [tokens for _, tokens in op.forget()] == [256] * ok
 
@@ -133,7 +133,7 @@ UNCALLED = AiterBackend(MI300X, op=lambda *_: None)
     ],
 )
 def test_self_check_reports_what_is_wrong(bound, shape, stray, says):
-    result = self_check(bound, shape)
+    result = compare_with_reference(bound, shape)
     assert (result.ok, result.stray_bytes, says in result.message) == (False, stray, True), result.message
 
 
@@ -144,7 +144,7 @@ def step(query, element):
 
 
 def test_one_step_is_allowed_in_what_is_rotated_and_nowhere_else():
-    nope, rope = (self_check(Changed(lambda out, _, at=at: step(out, at)), BF16) for at in (0, -1))
+    nope, rope = (compare_with_reference(Changed(lambda out, _, at=at: step(out, at)), BF16) for at in (0, -1))
     assert (nope.ok, nope.wrong, nope.differences["q nope"].steps) == (False, ("q nope",), 1)
     assert (rope.ok, rope.differences["q rope"].steps) == (True, 1)
 
@@ -160,7 +160,7 @@ def test_one_step_is_allowed_in_what_is_rotated_and_nowhere_else():
     ],
 )
 def test_the_bounds_belong_to_what_agrees(found, rotated, agrees):
-    assert selfcheck._within(found, Bounds(), rotated) is agrees
+    assert comparison._within(found, Bounds(), rotated) is agrees
 
 
 def test_a_query_without_the_room_that_vllm_pads_is_compared_by_its_heads():
@@ -168,8 +168,8 @@ def test_a_query_without_the_room_that_vllm_pads_is_compared_by_its_heads():
         def prepare(self, operands):
             return operands.real_heads(super().prepare(operands)).contiguous()
 
-    assert self_check(Dense(), replace(BF16, out_heads=8)).ok
-    assert not self_check(Changed(lambda out, _: out[:, :3]), replace(BF16, out_heads=8)).ok
+    assert compare_with_reference(Dense(), replace(BF16, out_heads=8)).ok
+    assert not compare_with_reference(Changed(lambda out, _: out[:, :3]), replace(BF16, out_heads=8)).ok
 
 
 def test_every_answer_follows_from_bind():
@@ -184,7 +184,7 @@ def test_every_answer_follows_from_bind():
     assert Refusing().kernel_of(operands) is None
     with pytest.raises(match="refusing: never"):
         Refusing().prepare(operands)
-    assert not self_check(Refusing(), SMALL).ok
+    assert not compare_with_reference(Refusing(), SMALL).ok
     assert Refusing().caches == (False,), "without variants, over a small cache only"
 
 

@@ -22,7 +22,7 @@ PARTS: dict[str, Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
 }
 """What is compared, of the prepared query [T, N, L+R], the written KV rows [S, L+R], and L."""
 STRAY = "stray bytes"
-OVERFLOW = 64.0  # of N(0, 1) over the synthetic scales: most of a row is then beyond fp8's range
+OVERFLOW_FACTOR = 64.0  # of N(0, 1) over the synthetic scales: most of a row is then beyond fp8's range
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class SelfCheckResult:
-    """Outcome of a self-check."""
+class Comparison:
+    """How a back end compares with the reference."""
 
     ok: bool  # agreement within the bounds
     message: str  # one line with the figures, fit for a log
@@ -46,7 +46,7 @@ class SelfCheckResult:
     writes_nan: bool = False
 
 
-def self_check(backend: KernelBackend, shape: LayerShape, limit: int | None = None) -> SelfCheckResult:
+def compare_with_reference(backend: KernelBackend, shape: LayerShape, limit: int | None = None) -> Comparison:
     """Warm ``backend`` up and compare it with the reference on synthetic rows; a disagreement does not raise.
 
     Call it on every rank, outside graph capture; it synchronises with the device. Each kernel of the back end that a
@@ -82,19 +82,20 @@ def self_check(backend: KernelBackend, shape: LayerShape, limit: int | None = No
             if kernel in seen:
                 continue
             seen.add(kernel)
-            found = _check_once(backend, inputs)
-            if not found.ok:
-                return found
-            result = found if result is None or found.writes_nan else result
-    return result or SelfCheckResult(False, f"{backend.name}: refused the self-check: {declined}", {}, 0)
+            of_batch = _compare_batch(backend, inputs)
+            if not of_batch.ok:
+                return of_batch
+            result = of_batch if result is None or of_batch.writes_nan else result
+    return result or Comparison(False, f"{backend.name}: refused the self-check: {declined}", {}, 0)
 
 
-def _check_once(backend: KernelBackend, inputs: DecodeInputs) -> SelfCheckResult:
+def _compare_batch(backend: KernelBackend, inputs: DecodeInputs) -> Comparison:
+    """Compare one batch: the absorb product, if it can be had on its own, then query and cache."""
     product = backend.absorbed(inputs) if inputs.weight.product_bound else None
-    off = 0.0 if product is None else deviation(product, inputs.weight.reference(inputs.q_nope))
-    if off > inputs.weight.product_bound:
-        message = f"{backend.name}: self-check FAILED: its absorb product is {off:.2%} off"
-        return SelfCheckResult(False, message, {}, 0)
+    error = 0.0 if product is None else deviation(product, inputs.weight.reference(inputs.q_nope))
+    if error > inputs.weight.product_bound:
+        message = f"{backend.name}: self-check FAILED: its absorb product is {error:.2%} off"
+        return Comparison(False, message, {}, 0)
     _overflow(inputs)
     before = _storage(inputs.kv_cache).clone()
     q_out = backend.prepare(inputs)
@@ -105,8 +106,8 @@ def _check_once(backend: KernelBackend, inputs: DecodeInputs) -> SelfCheckResult
         twin = replace(inputs, kv_cache=_like(before.clone(), inputs.kv_cache))
         expected = reference.prepare(twin, numerics, product)
         # A product inside the launch cannot be compared on its own: its bound then applies to the query.
-        inside = inputs.weight.product_bound if product is None else 0.0
-        results.append(_compare(backend, inputs, q_out, twin, expected, inside, stray))
+        query_bound = inputs.weight.product_bound if product is None else 0.0
+        results.append(_compare(backend, inputs, q_out, twin, expected, query_bound, stray))
         if results[-1].ok:
             return results[-1]
     return results[0]
@@ -118,14 +119,25 @@ def _compare(
     q_out: torch.Tensor,
     twin: DecodeInputs,
     expected: torch.Tensor,
-    product_bound: float,
+    query_bound: float,
     stray: int,
-) -> SelfCheckResult:
+) -> Comparison:
+    """Compare a query, and the rows of a cache, with those of the reference, which has written to that of ``twin``.
+
+    Args:
+        backend: what is compared; its bounds count.
+        inputs: what it was given, with the cache that it has written to.
+        q_out: what it returned.
+        twin: the same with a cache of its own.
+        expected: the reference's query.
+        query_bound: how far the un-rotated query may be off as a whole, where it holds a product; 0 where not.
+        stray: bytes that changed outside the written rows.
+    """
     if q_out.shape[1] in (inputs.num_heads, inputs.out_heads):
         q_out, expected = inputs.real_heads(q_out), inputs.real_heads(expected)
     if q_out.shape != expected.shape or q_out.dtype != expected.dtype:
         given, wanted = (f"{list(t.shape)} {t.dtype}" for t in (q_out, expected))
-        return SelfCheckResult(False, f"{backend.name}: returned {given}, expected {wanted}", {}, 0)
+        return Comparison(False, f"{backend.name}: returned {given}, expected {wanted}", {}, 0)
     rows, bounds, latent = backend.defined_rows(inputs), backend.bounds, inputs.latent_dim
     written = inputs.slot_mapping[inputs.slot_mapping >= 0]
     got_rows, wanted_rows = (operands.kv_cache.flatten(0, 1)[written] for operands in (inputs, twin))
@@ -135,13 +147,13 @@ def _compare(
     }
     differences = {name: difference(*pair, slack=bounds.slack * (name == "q nope")) for name, pair in parts.items()}
     wrong = tuple(name for name, found in differences.items() if not _within(found, bounds, rotated="rope" in name))
-    if wrong == ("q nope",) and deviation(*parts["q nope"]) <= product_bound:
+    if wrong == ("q nope",) and deviation(*parts["q nope"]) <= query_bound:
         wrong = ()
     wrong += (STRAY,) * bool(stray)
     figures = ", ".join(f"{name} {d.steps} step(s) on {d.share:.2%}" for name, d in differences.items())
     message = f"{backend.name}: self-check {'FAILED' if wrong else 'passed'}: {figures}, {stray} {STRAY}"
     writes_nan = any(bool(got.float().isnan().any()) for got, _ in parts.values())
-    return SelfCheckResult(not wrong, message, differences, stray, wrong, writes_nan)
+    return Comparison(not wrong, message, differences, stray, wrong, writes_nan)
 
 
 def _within(found: Difference, bounds: Bounds, rotated: bool) -> bool:
@@ -179,9 +191,9 @@ def _like(storage: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
 
 def _overflow(inputs: DecodeInputs) -> None:
     """Put a row beyond fp8's range: all but its un-rotated query, whose size the bounds of a product depend on."""
-    inputs.q[0, :, inputs.nope_dim :] *= OVERFLOW
-    inputs.k_pe[0] *= OVERFLOW
-    inputs.kv_c[0] *= OVERFLOW
+    inputs.q[0, :, inputs.nope_dim :] *= OVERFLOW_FACTOR
+    inputs.k_pe[0] *= OVERFLOW_FACTOR
+    inputs.kv_c[0] *= OVERFLOW_FACTOR
 
 
 def difference(a: torch.Tensor, b: torch.Tensor, slack: float = 0.0) -> Difference:

@@ -22,7 +22,7 @@ from vllm_aiter_mla.kernels.triton import launcher
 from vllm_aiter_mla.serving.backends import Backends
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings
-from vllm_aiter_mla.startup import checks, selfcheck
+from vllm_aiter_mla.startup import checks, comparison
 
 FP8 = torch.float8_e4m3fn
 SHAPE = LayerShape(4, 16, FP8, FP8, 16, False, latent=128, rope=8)
@@ -150,11 +150,11 @@ class Planted(ReferenceBackend):
 
 def switch_off(monkeypatch, part):
     """Leave one part of the check out."""
-    if part in selfcheck.PARTS:
+    if part in comparison.PARTS:
         # Not by ``delitem``, which puts the part back in the last place.
-        monkeypatch.setattr(selfcheck, "PARTS", {name: of for name, of in selfcheck.PARTS.items() if name != part})
+        monkeypatch.setattr(comparison, "PARTS", {name: of for name, of in comparison.PARTS.items() if name != part})
     elif part == "stray bytes":
-        monkeypatch.setattr(selfcheck, "stray_bytes", lambda inputs, before: 0)
+        monkeypatch.setattr(comparison, "stray_bytes", lambda inputs, before: 0)
     elif part in ("GPT-J", "NeoX"):
         monkeypatch.setattr(checks, "PAIRINGS", (part == "GPT-J",))
     elif part in ("small", "large"):
@@ -163,23 +163,23 @@ def switch_off(monkeypatch, part):
         monkeypatch.setattr(Planted, "tried_counts", lambda self, inputs: ())
     else:
         assert part == "overflow"
-        monkeypatch.setattr(selfcheck, "_overflow", lambda inputs: None)
+        monkeypatch.setattr(comparison, "_overflow", lambda inputs: None)
 
 
-SWITCHES = (*selfcheck.PARTS, "stray bytes", "GPT-J", "NeoX", "small", "large", "each kernel", "overflow")
+SWITCHES = (*comparison.PARTS, "stray bytes", "GPT-J", "NeoX", "small", "large", "each kernel", "overflow")
 
 
 def check(backend):
     return checks.self_check("planted", backend, SHAPE)
 
 
-def test_selfcheck_parts_without_a_plant_the_kernel_passes():
+def test_comparison_parts_without_a_plant_the_kernel_passes():
     assert check(Planted(plant(lambda i, q: None))).ok
 
 
 @pytest.mark.mutation
 @pytest.mark.parametrize("name", PLANTS)
-def test_selfcheck_parts_mutation_each_plant_is_noticed_and_named_by_its_part(name):
+def test_comparison_parts_mutation_each_plant_is_noticed_and_named_by_its_part(name):
     backend = Planted(PLANTS[name])
     found = check(backend)
     assert backend.ran, "the planted bug never ran"
@@ -189,7 +189,7 @@ def test_selfcheck_parts_mutation_each_plant_is_noticed_and_named_by_its_part(na
 
 @pytest.mark.mutation
 @pytest.mark.parametrize("part", SWITCHES)
-def test_selfcheck_parts_mutation_a_part_that_is_switched_off_hides_its_plants_and_no_other(monkeypatch, part):
+def test_comparison_parts_mutation_a_part_that_is_switched_off_hides_its_plants_and_no_other(monkeypatch, part):
     switch_off(monkeypatch, part)
     hidden = {name for name, planted in PLANTS.items() if check(Planted(planted)).ok}
     assert hidden == {name for name, planted in PLANTS.items() if part in planted.hidden_by}
@@ -198,7 +198,7 @@ def test_selfcheck_parts_mutation_a_part_that_is_switched_off_hides_its_plants_a
 
 @pytest.mark.mutation
 @pytest.mark.parametrize("name", PLANTS)
-def test_selfcheck_parts_mutation_after_each_plant_the_layer_runs_vllms_own_kernels(said, name):
+def test_comparison_parts_mutation_after_each_plant_the_layer_runs_vllms_own_kernels(said, name):
     backend = Planted(PLANTS[name])
     factories = {"triton": lambda card, options: backend, "vllm": lambda card, options: Named("vllm")}
     layer = Layer(layer_of("fp8"), Backends(Settings(enabled=True), Platform("gfx942"), factories))
@@ -209,7 +209,7 @@ def test_selfcheck_parts_mutation_after_each_plant_the_layer_runs_vllms_own_kern
 
 @pytest.mark.mutation
 @pytest.mark.parametrize("kernel", ["per-head", "opt"])
-def test_selfcheck_parts_mutation_either_kernel_of_aiter_is_noticed(monkeypatch, kernel):
+def test_comparison_parts_mutation_either_kernel_of_aiter_is_noticed(monkeypatch, kernel):
     """Only the KV row is wrong, and only where AITER runs this kernel."""
     with install("gfx942"):
         platform = Platform("gfx942", ROCM)

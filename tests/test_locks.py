@@ -1,0 +1,61 @@
+"""Lock files: who asks about one is told whether its holder lives, and disturbs nobody."""
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.planted import raising
+from vllm_aiter_mla import locks
+
+
+def test_a_lock_in_a_folder_that_takes_no_file_is_an_error_and_held_by_nobody():
+    with pytest.raises(FileNotFoundError, match="lock-x"):
+        locks.hold(Path("/proc/self/fdinfo/lock-x"))
+
+
+def test_who_asks_about_a_lock_makes_none_and_is_not_taken_for_its_holder(tmp_path, monkeypatch):
+    lock = tmp_path / "lock-x"
+    assert locks.is_held(lock) is False
+    assert not lock.exists()
+    lock.touch()
+    inner, answers = fcntl.flock, []
+
+    def another_asks_meanwhile(fd, how):
+        inner(fd, how)
+        if not answers:
+            answers.append(None)
+            answers[0] = locks.is_held(lock)
+
+    monkeypatch.setattr(fcntl, "flock", another_asks_meanwhile)
+    assert (locks.is_held(lock), answers) == (False, [False])
+
+
+@pytest.mark.parametrize(("error", "held"), [(BlockingIOError("held"), True), (OSError("no locks here"), None)])
+def test_a_lock_that_cannot_be_asked_about_is_neither_held_nor_free(tmp_path, monkeypatch, error, held):
+    (lock := tmp_path / "lock-x").touch()
+    monkeypatch.setattr(fcntl, "flock", raising(error))
+    assert [locks.is_held(lock, remove) for remove in (False, True)] == [held, held]
+    assert lock.exists()
+
+
+def test_a_lock_that_another_process_makes_again_is_not_removed(tmp_path, monkeypatch):
+    lock, inner, holder = tmp_path / "lock-x", os.open, []
+    lock.touch()
+
+    def then_made_again(path, *how, **more):
+        fd = inner(path, *how, **more)
+        if not holder:
+            lock.unlink()
+            holder.append(inner(lock, os.O_CREAT | os.O_RDWR))
+            fcntl.flock(holder[0], fcntl.LOCK_EX)
+        return fd
+
+    with monkeypatch.context() as patching:
+        patching.setattr(os, "open", then_made_again)
+        assert locks.is_held(lock, remove=True)
+    assert lock.exists()
+    os.close(holder[0])
+    assert locks.is_held(lock, remove=True) is False
+    assert not lock.exists()

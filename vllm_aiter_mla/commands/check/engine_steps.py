@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps ``engine``, ``prefill``, ``decode`` and ``launches``: vLLM's engine with the flag off and on, compared.
+
+``engine`` runs both sides, and the others look at what these answered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+
+from vllm_aiter_mla.commands.check import distance, engine
+from vllm_aiter_mla.commands.check.context import NO_GPU, Context
+from vllm_aiter_mla.commands.check.engine import EngineAnswer, Side
+from vllm_aiter_mla.commands.check.record import Step
+from vllm_aiter_mla.commands.plan import formulas
+from vllm_aiter_mla.commands.plan.issues import has_fp8_cache
+from vllm_aiter_mla.commands.plan.record import Plan
+from vllm_aiter_mla.status.line import status_line
+from vllm_aiter_mla.status.record import add_silent
+
+VLLM_FASTER = "vllm_faster"
+"""The code of a layer for which vLLM's own kernels were the fastest."""
+RANDOM_LAYERS = 4
+RANDOM_ARGUMENTS = ("--max-model-len", "512")
+"""Options of ``vllm serve`` for an engine over random weights."""
+DID_NOT_RUN = "the engine did not run"
+
+
+def compare_engines(context: Context) -> Step:
+    """Run vLLM's engine with the flag off and on, all other options alike; compare the tokens.
+
+    It fails if the two are further apart than rounding explains, or if a layer did not engage.
+    """
+    if not context.options.on_a_card:
+        return Step("skipped", NO_GPU)
+    assert context.plan is not None, "there is a shape"
+    if too_few := _too_few_gpus(context.plan):
+        return Step("skipped", too_few)
+    with engines(context, context.options.environment()) as run:
+        # A GPU holds one engine at a time. What is new is the first to fail.
+        context.answers = {side: run(side) for side in reversed(engine.SIDES)}
+    return judge(context)
+
+
+@contextmanager
+def engines(context: Context, environment: Mapping[str, str]) -> Iterator[Callable[[Side], EngineAnswer]]:
+    """Give what runs one side over the model: its checkpoint, or a few layers of random weights."""
+    options, plan = context.options, context.plan
+    assert plan is not None, "there is a shape"
+    assert options.source is not None, "there is a model"
+    # One dense layer and one with experts, where the model has both.
+    random_layers = None if options.checkpoint else min(plan.layers.total, RANDOM_LAYERS)
+    arguments = (*options.arguments, *(() if options.checkpoint else RANDOM_ARGUMENTS))
+    with options.source.folder() as folder:
+
+        def run(side: Side) -> EngineAnswer:
+            context.progress.doing(f"vLLM's engine, flag {side}")  # each takes a minute or more
+            return engine.run(folder, arguments, side, environment, random_layers, plan.limit)
+
+        yield run
+
+
+def cards_of(plan: Plan) -> int:
+    """Return how many cards one engine of the plan takes."""
+    return math.prod(getattr(plan.options, size) for size in ("tp", "pp", "pcp"))
+
+
+def _too_few_gpus(plan: Plan) -> str:
+    """Return why this machine cannot hold one engine of the plan, or ""."""
+    from vllm_aiter_mla.kernels.device import card
+
+    needed, here = cards_of(plan), card().count()
+    return f"one engine needs {needed} GPUs; this machine has {here}" if here < needed else ""
+
+
+def judge(context: Context) -> Step:
+    """Compare the tokens with the flag off and on, and look at which layers engaged."""
+    plan = context.plan
+    assert plan is not None, "there is a shape"
+    off, on = (context.answers[side] for side in engine.SIDES)
+    figures = {name: distance.figures(requests, on.generated[name]) for name, requests in off.generated.items()}
+    lines = [f"{name}: {_shown(of_scenario)}" for name, of_scenario in figures.items()]
+    if on.left_out:
+        lines.append(f"left out of these engines, which serve nobody: {', '.join(on.left_out)}")
+    lines += map(status_line, on.ranks)
+    data = {"distances": {name: of_scenario.as_dict() for name, of_scenario in figures.items()}}
+    no_gain = _gains_nothing(on)
+    noise = distance.decode_against_prefill(off) if has_fp8_cache(plan) else 0.0
+    apart = [name for name, of_scenario in figures.items() if not distance.explained(of_scenario, noise)]
+    wrong = _why_not_engaged(on, no_gain) or (f"off and on are apart in {', '.join(apart)}" if apart else "")
+    if wrong and plan.known_issues:
+        names = ", ".join(issue.id for issue in plan.known_issues)
+        wrong += f"; known faults outside the plugin may be the cause: {names}"
+    if wrong:
+        return Step("failed", wrong, tuple(lines), data)
+    equal, tokens = (sum(getattr(each, name) for each in figures.values()) for name in ("tokens_equal", "tokens"))
+    detail = f"{equal} of {tokens} tokens are equal, flag off and on"
+    if no_gain:
+        return Step("no gain", f"{detail}; vLLM's own kernels were the fastest for every layer", tuple(lines), data)
+    return Step("passed", f"{detail}; every MLA layer engaged", tuple(lines), data)
+
+
+def _gains_nothing(on: EngineAnswer) -> bool:
+    """Return whether vLLM's own kernels were the fastest for every layer of every rank."""
+    return bool(on.ranks) and all(
+        not rank.engaged and {code for code, _ in rank.skipped.values()} == {VLLM_FASTER} for rank in on.ranks
+    )
+
+
+def _why_not_engaged(on: EngineAnswer, no_gain: bool) -> str:
+    """Return why not every layer of every rank ran the fast path, or ""; ``no_gain``: none has to."""
+    engaged = bool(on.ranks) and all(len(rank.engaged) == rank.total > 0 for rank in on.ranks)
+    if not (engaged or no_gain):
+        return "not every MLA layer engaged"
+    silent = add_silent(on.ranks).count(None)
+    return f"{silent} of {silent + len(on.ranks)} ranks wrote no status" if silent else ""
+
+
+def _shown(figures: distance.Figures) -> str:
+    """Return one scenario's figures in one line."""
+    return (
+        f"{figures.tokens_equal} of {figures.tokens} tokens equal, top-1 {figures.top1_agreement:.1%}, "
+        f"max |dlogprob| {figures.max_abs_dlogprob:.2g}"
+    )
+
+
+def compare_prefill_rows(context: Context) -> Step:
+    """Compare steps that are not all decode, in which the flag changes nothing: their bytes, and how long they take.
+
+    It fails if more differs than one rounding of RoPE explains, and warns if they take longer on a card.
+    """
+    if not context.answers:
+        return Step("skipped", DID_NOT_RUN)
+    by_kind = {name: distance.prefill_rows(context.answers, name) for name in engine.PREFILLS}
+    compared = {name: rows for name, rows in by_kind.items() if rows is not None}
+    if not compared:
+        return Step("skipped", "no such step fits")
+    lines = tuple(f"{name}: {rows.shown()}" for name, rows in compared.items())
+    data = {name: asdict(rows) for name, rows in compared.items()}
+    if apart := [name for name, rows in compared.items() if not rows.explained]:
+        return Step("failed", f"one rounding of RoPE does not explain what differs: {', '.join(apart)}", lines, data)
+    slower = [f"{name} ({rows.ratio:.3f})" for name, rows in compared.items() if rows.ratio > distance.SLOWER]
+    if slower and context.options.on_a_card:  # a CPU's times say nothing about a card
+        return Step("warning", f"slower with the flag on: {', '.join(slower)}", lines, data)
+    equal, prompts = (sum(getattr(rows, field) for rows in compared.values()) for field in ("equal", "prompts"))
+    return Step("passed", f"{equal} of {prompts} prompts have the same bytes, flag off and on", lines, data)
+
+
+def compare_decode_with_prefill(context: Context) -> Step:
+    """Compare each generated token's log-probability with prefill of the same text, on each side.
+
+    A decode kernel that is broken with the flag off too gives equal tokens on both sides; prefill runs another kernel.
+    """
+    if not context.answers:
+        return Step("skipped", DID_NOT_RUN)
+    means = {side: distance.decode_against_prefill(context.answers[side]) for side in engine.SIDES}
+    detail = ", ".join(f"{side}: {mean:.2g}" for side, mean in means.items()) + " on average"
+    wrong = [side for side, mean in means.items() if not mean <= distance.DECODE_AGAINST_PREFILL]
+    if not wrong:
+        return Step("passed", detail, data=means)
+    whose = "only the fast path differs" if wrong == ["on"] else "vLLM's own decode is wrong here"
+    return Step("failed", f"{detail}; {whose}", data=means)
+
+
+def compare_launches(context: Context) -> Step:
+    """Count the kernels of one decode step on each side. It fails if fewer are saved than planned."""
+    if not context.options.on_a_card:
+        return Step("skipped", NO_GPU)
+    if not context.answers:
+        return Step("skipped", DID_NOT_RUN)
+    counts = {side: context.answers[side].launches for side in engine.SIDES}
+    if 0 in counts.values():
+        return Step("failed", "torch's profiler saw no kernel", data=counts)
+    planned, saved = _planned_savings(context), counts["off"] - counts["on"]
+    each = ", ".join(f"{side} {count}" for side, count in counts.items())
+    detail = f"{each}: {saved} fewer, planned {planned}"
+    return Step("passed" if saved >= planned else "failed", detail, data=counts)
+
+
+def _planned_savings(context: Context) -> int:
+    """Return how many launches the counted step of the first rank saves by plan, where our kernels run in it."""
+    from vllm_aiter_mla.kernels.stopwatch import name_at
+
+    plan = context.plan
+    assert plan is not None, "there is a plan"
+    tokens = _counted_tokens(plan)
+    first_rank = min(context.answers["on"].ranks, key=lambda rank: rank.rank, default=None)
+    if tokens > plan.limit or first_rank is None:
+        return 0  # vLLM's own graph
+    launches, of_vllm = _launches_of_a_layer(plan)
+    kernels = [
+        name_at(decided.kernels, tokens) or ""
+        for decided in first_rank.decided for layer in decided.layers if layer in first_rank.engaged
+    ]  # fmt: skip
+    return sum(max(of_vllm - launches.get(kernel.partition("-")[0], of_vllm), 0) for kernel in kernels)
+
+
+def _counted_tokens(plan: Plan) -> int:
+    """Return the tokens of the step whose kernels are counted: a captured size, where one holds its rows."""
+    requests = min(len(engine.SCENARIOS["concurrent"]), plan.options.max_num_seqs)
+    rows = requests * (1 + (plan.options.num_drafts or 0))
+    captures = plan.captures
+    sizes = (*captures.full, *captures.inside, *captures.outside)  # full graphs first, as vLLM replays them
+    return next((size for size in sizes if size >= rows), rows)
+
+
+def _launches_of_a_layer(plan: Plan) -> tuple[dict[str, int], int]:
+    """Return the launches of a layer by path, and those of vLLM's own best path."""
+    from vllm_aiter_mla.kernels.vllm_own import may_take_parts
+
+    assert plan.figures is not None, "there is a shape"
+    launches = {name: len(path.launches) for name, path in next(iter(plan.figures.by_tokens.values())).items()}
+    fewest = min(count for name, count in launches.items() if name.startswith(formulas.VLLM))
+    # A decode kernel that takes the query in parts needs no concat.
+    return launches, fewest - may_take_parts(plan.arch, plan.heads_per_rank, has_fp8_cache(plan))

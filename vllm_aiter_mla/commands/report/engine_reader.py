@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker's status says of its engine's layers, and what a plan promises: the same tables for both."""
+
+import socket
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, groupby, pairwise
+from pathlib import Path
+
+from vllm_aiter_mla.commands.plan.formulas import Launch
+from vllm_aiter_mla.commands.plan.record import Cost, Plan
+from vllm_aiter_mla.commands.report import charts
+from vllm_aiter_mla.commands.report.blocks import PLAN, Glance, Page
+from vllm_aiter_mla.status.line import status_line
+from vllm_aiter_mla.status.record import RankStatus
+from vllm_aiter_mla.status.status_files import front_end_lives
+
+DRAWN = 64
+"""Tokens of the step whose layer is drawn; the nearest planned one, if that is none."""
+
+
+def status(page: Page, record: RankStatus) -> Glance:
+    """Add what a worker's layers run on, by how many tokens, and what it timed."""
+    name = f"{page.input.name}, rank {record.rank}"
+    by_range = sorted((int(tokens.partition("-")[0]), tokens, counts) for tokens, counts in record.compiled.items())
+    rewritten = [tokens for _, tokens, counts in by_range if counts["matched"]]
+    _add_layers(page, "Status", (
+        name, f"{len(record.engaged)}/{record.total}", _joined(sorted({*record.engaged.values()})),
+        record.kv_cache_dtype, record.decode_limit or None, _joined(rewritten), _joined(record.capture_sizes),
+    ), record.skipped.items())  # fmt: skip
+    for alike in record.decided:
+        if alike.kernels:
+            _add_spans(page, "Status", "Which kernel runs", f"{name}: {len(alike.layers)} layers", alike.kernels)
+    for shape in record.measured:
+        names = sorted({kernel for figures in shape.us.values() for kernel in figures})
+        rows = [(tokens, *map(us.get, names), shape.chosen_at(tokens)) for tokens, us in sorted(shape.us.items())]
+        heads, chart = ("tokens", *(f"{kernel}, us" for kernel in names), "runs"), charts.over_tokens(names, rows)
+        notes = [f"{name}: {len(shape.layers)} layers"]
+        page.add("Status", f"Timed at start-up, {shape.shape}, per layer", heads, rows, chart, notes)
+    word, means = _outcome(page.input.folder, record, max(record.ranks - page.input.ranks, 0))
+    reasons = dict.fromkeys(f"{code}: {text}" for code, text in record.skipped.values())
+    not_told = "not told" if record.engaged else "not told: the engine was skipped as a whole"
+    card = "a CPU, for tests" if record.card == "cpu" else record.card or not_told
+    return Glance(word, f"server of {record.model_name or 'a model'}", card, means, tuple(reasons), run=record.run)
+
+
+def _outcome(folder: Path, record: RankStatus, silent: int) -> tuple[str, str]:
+    """Return the word for a status, and what it means. Only a server that lives and is whole can be engaged.
+
+    ``silent`` ranks of its engine are not among the inputs.
+    """
+    lives = front_end_lives(folder, record.run) if record.evidence.host == socket.gethostname() else None
+    if lives is None:
+        return "unknown", f"whether its server lives cannot be told here; it had: {status_line(record)}"
+    if not lives:
+        return "ended", f"its server has ended; it had: {status_line(record)}"
+    if silent:
+        without = f"{silent} of {record.ranks} ranks have no status file here"
+        return "unknown", f"{without}; this one has: {status_line(record)}"
+    if not record.engaged:
+        return "skipped", status_line(record)
+    if record.skipped or len(record.engaged) < record.total:
+        return "partly", status_line(record)
+    if not record.card:
+        return "unknown", f"its card is not told; it has: {status_line(record)}"
+    return "engaged on a CPU" if record.card == "cpu" else "engaged", status_line(record)
+
+
+def plan(page: Page, record: Plan) -> None:
+    """Add a plan: nothing in it was run."""
+    captures, label = record.captures, f"{page.input.name}: {label_of(record)}"
+    kernels = dict.fromkeys(span.kernel for span in record.kernels or () if span.kernel)
+    skipped = [(f"{reason.scope} {reason.code}", (reason.code, reason.message)) for reason in record.reasons]
+    ranges = record.compile_ranges.ranges[: record.compile_ranges.inside]
+    _add_layers(page, PLAN, (
+        label, "not known" if record.outcome == "unknown" else f"{record.layers.engaged}/{record.layers.mla}",
+        _joined(kernels), record.options.kv_cache_dtype, record.limit,
+        _joined(f"{first}-{last}" for first, last in ranges),
+        _joined((*captures.inside, *captures.outside)) or captures.note,
+    ), skipped)  # fmt: skip
+    if record.kernels:
+        spans = [(span.first, span.last, span.kernel or "vllm") for span in record.kernels]
+        note = "The first start on a card times them."
+        _add_spans(page, PLAN, f"Which kernel could run, {label}", note, spans)
+    if record.figures:
+        _add_layer(page, label, record.figures.by_tokens)
+    fields = ("id", "effect", "state", "remedy", "link")
+    issues = [(label, *(getattr(issue, field) for field in fields)) for issue in record.known_issues]
+    if issues:
+        page.add(PLAN, "Known issues beside the plugin", ("input", *fields), issues)
+
+
+def label_of(record: Plan) -> str:
+    """Return what a plan is of, in words."""
+    return f"{record.model.name} on {record.arch}, TP {record.options.tp}, {record.options.kv_cache_dtype} cache"
+
+
+def _add_layer(page: Page, label: str, by_tokens: Mapping[int, Mapping[str, Cost]]) -> None:
+    """Draw one layer of each path, launch after launch."""
+    tokens = min(by_tokens, key=lambda planned: abs(planned - DRAWN))
+    paths = {path: cost.launches for path, cost in by_tokens[tokens].items()}
+    rows = [(path, each.name, f"{each.read + each.written:,}") for path, run in paths.items() for each in run]
+    strips = {path: _end_to_end(run) for path, run in paths.items()}
+    draw = partial(charts.strips, "MB moved, launch after launch", strips, planned=True)
+    page.add(PLAN, f"One layer at {tokens} tokens by formula, {label}", ("path", "launch", "bytes"), rows, draw)
+
+
+def _end_to_end(launches: Sequence[Launch]) -> list[tuple[float, float, str]]:
+    """Return the parts of a strip: launch after launch, in MB moved."""
+    ends = [*accumulate((launch.read + launch.written for launch in launches), initial=0)]
+    return [(at / 1e6, end / 1e6, of.name) for (at, end), of in zip(pairwise(ends), launches, strict=True)]
+
+
+def _add_layers(
+    page: Page, section: str, cells: Sequence[object], skipped: Iterable[tuple[str, Sequence[str]]]
+) -> None:
+    """Add a row to the table of layers; ``skipped`` names each layer with code and reason."""
+    layers_by_reason = defaultdict(list)
+    for layer, (code, text) in skipped:
+        layers_by_reason[f"{code}: {text}"].append(layer)
+    reasons = [f"{why} ({len(layers)}): {_joined(layers)}" for why, layers in layers_by_reason.items()]
+    heads = ("input", "would engage" if section == PLAN else "engaged", "kernels", "KV cache", "decode limit",
+             "rewritten ranges", "captured sizes", "skipped")  # fmt: skip
+    page.add(section, "MLA layers", heads, [(*cells, reasons or "none")])
+
+
+def _joined(values: Iterable[object]) -> str | None:
+    return ", ".join(map(str, values)) or None
+
+
+def _add_spans(page: Page, section: str, about: str, note: str, spans: Sequence[tuple[int, int, str]]) -> None:
+    """Add which kernel runs at how many tokens; what it runs on in several ways counts once."""
+    joined = [[*group] for _, group in groupby(spans, lambda span: span[2])]
+    spans = [(group[0][0], group[-1][1], group[0][2]) for group in joined]
+    title = f"{about}: " + ", ".join(f"{kernel} {first}..{last}" for first, last, kernel in spans)
+    strip = {"": [(first, last + 1, kernel) for first, last, kernel in spans]}
+    draw = partial(charts.strips, "tokens in the step", strip, planned=section == PLAN, log=True)
+    rows = [(f"{first}..{last}", kernel) for first, last, kernel in spans]
+    page.add(section, title, ("tokens", "kernel"), rows, draw, [note])

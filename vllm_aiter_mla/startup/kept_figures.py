@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of a timing, kept for the next start: one file for each layer shape of each rank.
+
+A figure holds for what its key says, and for nothing else: card, driver, versions, host, shape, what vLLM compiles, the
+rank, the token counts and the kernels' variants.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import JsonValue
+
+from vllm_aiter_mla import files
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.kernels import stopwatch
+from vllm_aiter_mla.kernels.backend import KernelBackend
+from vllm_aiter_mla.kernels.device import card
+from vllm_aiter_mla.kernels.inputs import LayerShape, meta_inputs
+from vllm_aiter_mla.kernels.stopwatch import Rounds
+from vllm_aiter_mla.serving.decision import VLLM
+
+DRIVERS = (Path("/sys/module/amdgpu/version"), Path("/sys/module/nvidia/version"))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the file holds.
+
+    Raises:
+        ValueError: a count lacks vLLM's figures, or its candidates have not been timed equally often.
+    """
+
+    key: dict[str, JsonValue]
+    rounds: Rounds
+    evidence: files.Stamp = files.stamped("measured")
+
+    def __post_init__(self) -> None:
+        for tokens, by in self.rounds.items():
+            if VLLM not in by or len({len(figures) for figures in by.values()}) != 1 or not by[VLLM]:
+                raise ValueError(f"figures are missing at {tokens} tokens")
+
+
+def key_of(
+    config: Any, shape: LayerShape, backends: Mapping[str, KernelBackend], counts: Sequence[int], rank: int
+) -> dict[str, Any]:
+    """Return what figures of this timing hold for.
+
+    Args:
+        config: the worker's ``VllmConfig``.
+        shape: of the layers.
+        backends: the candidates, by name.
+        counts: token counts.
+        rank: of this worker; each has a card of its own.
+    """
+    calls = [meta_inputs(shape, count) for count in counts]
+    return machine_key() | {
+        "code": files.fingerprint(),
+        "shape": shape.in_words(),
+        # What vLLM compiles decides what its own sequence costs.
+        "vllm": compat_config.compiled_as(config),
+        "graphs": bool(compat_config.graph_sizes(config).full),
+        "engine": compat_config.metric_labels(config)["engine"],
+        "rank": rank,
+        "counts": list(counts),
+        # Which variants are timed: another tile of a kernel has other figures.
+        "candidates": {name: [backend.kernel_of(call) for call in calls] for name, backend in backends.items()},
+    }
+
+
+def machine_key() -> dict[str, str | None]:
+    """Return what a figure of any kernel depends on: if one of these differs, it may differ."""
+    stamp = files.stamp("measured")
+    versions = {name: getattr(stamp, name) for name in ("plugin", "vllm", "aiter", "host")}
+    # A partition of a card has fewer units, and may have the name of the whole.
+    return stopwatch.machine() | {"units": str(card().units()), "driver": _driver_version()} | versions
+
+
+def _driver_version() -> str:
+    """Return the driver's version; the Linux kernel's for a driver that came with it."""
+    for path in DRIVERS:
+        with contextlib.suppress(OSError):
+            return path.read_text().strip()
+    return os.uname().release
+
+
+def path_of(folder: Path, key: Mapping[str, Any]) -> Path:
+    """Return the file for a key."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return folder / f"measured-{digest[:16]}.json"
+
+
+def read(folder: Path, key: Mapping[str, Any]) -> tuple[Rounds, str]:
+    """Return the figures kept for ``key`` and when they were taken; none without a file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds something else.
+    """
+    try:
+        measured = files.read_kept(Measured, path_of(folder, key))
+    except FileNotFoundError:
+        return {}, ""
+    return (measured.rounds, measured.evidence.time) if measured.key == dict(key) else ({}, "")
+
+
+def write(folder: Path, key: Mapping[str, Any], rounds: Rounds) -> None:
+    """Keep ``rounds`` for ``key``, and remove files that no start uses any more; see ``files.keep``.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    files.keep(path_of(folder, key), Measured(dict(key), rounds), kind="measured-*.json")

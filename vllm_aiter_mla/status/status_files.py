@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The status files of a server's run, and the locks that tell whether the server still runs.
+
+A run is one server: its front end names it in the environment, and its workers inherit the name. The front end holds
+the run's lock. Each engine of a worker holds one of its own, which tells that it outlives its front end. What is wrong
+with a file is raised to the caller.
+"""
+
+import hashlib
+import os
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from vllm_aiter_mla import files, locks
+from vllm_aiter_mla.status.record import RankStatus
+
+RUN = "AITER_MLA_RUN"
+"""Environment variable that names this server's run; the front end sets it and its workers inherit it."""
+LOCK = "lock-status-"
+"""Start of the name of a run's lock file, which its front end holds, and of those that its engines hold."""
+
+
+def start_run() -> str:
+    """Name this server's run in the environment, unless a parent process has, and return the name."""
+    return os.environ.setdefault(RUN, f"{host_id()}-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def host_id() -> str:
+    """Return what tells the runs of this machine from those of others that share the folder."""
+    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+
+
+def join_run(folder: Path) -> str:
+    """Return the name of this server's run; hold its lock to the end of this process, unless another process does.
+
+    The front end comes first, so the lock lives as long as it does. Workers of another machine (Ray) have a folder of
+    their own, where the first of them holds it.
+
+    Args:
+        folder: where the plugin keeps its files; made if it is missing.
+
+    Raises:
+        OSError: the lock cannot be made.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    run = start_run()
+    locks.hold(_lock_of_run(folder, run))
+    return run
+
+
+def write(folder: Path, record: RankStatus) -> tuple[Path, RankStatus]:
+    """Write the status file of one rank, ``status-RUN-ENGINE-RANK.json``; return its path, and what it holds.
+
+    Holds the lock of its engine to the end of this process. Removes the files of this machine's servers that have
+    ended.
+
+    Args:
+        folder: where the plugin keeps its files; made if it is missing.
+        record: of ``EngineStatus.record_of`` or ``record_of_skipped_engine``.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    record = replace(record, run=join_run(folder))
+    path = folder / f"{_name_of(record)}.json"
+    # No other process has an engine of this ``writer``. An engine that is skipped as a whole has none: each process
+    # of the run that reads its config writes the same record, and the lock of one of them is enough.
+    locks.hold(_lock_of_engine(folder, record))
+    files.write(path, record)
+    _remove_ended(folder, record.evidence.host)
+    return path, record
+
+
+def _remove_ended(folder: Path, host: str) -> None:
+    """Remove status files and locks of servers of this machine that have ended.
+
+    A lock may mean nothing to another machine that shares the folder, so its files stay.
+    """
+    for path in folder.glob("status-*-*.json"):
+        with suppress(Exception):  # another program's file, or one that is being written: leave it
+            known = files.read(RankStatus, path)
+            ended = front_end_lives(folder, known.run) is False and engine_lives(folder, [known]) is False
+            if known.evidence.host == host and ended:
+                path.unlink(missing_ok=True)
+    for lock in folder.glob(f"{LOCK}{host_id()}-*"):
+        with suppress(Exception):
+            locks.is_held(lock, remove=True)
+
+
+def read_all(folder: Path, run: str, bad: Callable[[str], None]) -> list[RankStatus]:
+    """Return the status files in a folder, sorted by name.
+
+    Args:
+        folder: where the plugin keeps its files.
+        run: of one server, or "*" for all.
+        bad: takes one line for each file that cannot be read, or holds something else.
+    """
+    records = []
+    for path in sorted(folder.glob(f"status-{run}-*.json")):
+        try:
+            records.append(files.read(RankStatus, path))
+        except FileNotFoundError:
+            continue  # removed since the folder was listed
+        except (OSError, ValueError) as error:
+            bad(str(error))
+    return records
+
+
+def front_end_lives(folder: Path, run: str) -> bool | None:
+    """Return whether the front end of a run still lives; None if that cannot be told."""
+    return locks.is_held(_lock_of_run(folder, run))
+
+
+def engine_lives(folder: Path, ranks: Sequence[RankStatus]) -> bool | None:
+    """Return whether a process that wrote one of these records still lives; None if that cannot be told."""
+    held = [locks.is_held(_lock_of_engine(folder, record)) for record in ranks]
+    return True if True in held else None if None in held else False
+
+
+def _name_of(record: RankStatus) -> str:
+    return f"status-{record.run}-{record.engine or 0}-{record.rank}"
+
+
+# What a lock is made of may come from a file, so only the last part of it counts as a name.
+
+
+def _lock_of_run(folder: Path, run: str) -> Path:
+    return folder / f"{LOCK}{Path(run).name}"
+
+
+def _lock_of_engine(folder: Path, record: RankStatus) -> Path:
+    writer = f"-{record.writer}" if record.writer else ""
+    return folder / f"lock-{Path(f'{_name_of(record)}{writer}').name}"
