@@ -17,13 +17,13 @@ from tests.support.pages import PAGES, ROOT, RUN, quoted, table, words
 from tests.support.statuses import record_of
 from tools import aot
 from tools.gfx9 import cases
-from vllm_aiter_mla import status
 from vllm_aiter_mla.commands import check, main
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.plan import formulas, issues
 from vllm_aiter_mla.kernels.triton import tiles
 from vllm_aiter_mla.status.line import status_line
+from vllm_aiter_mla.status.record import Timed
 
 COMMANDS = typer.main.get_command(main.app).commands
 SHARED = {"--help", "--version"}
@@ -164,7 +164,7 @@ def outcome(**changes) -> str:
 def test_quoted_outcomes_are_what_the_status_says():
     """Except for microseconds, for which the pages write A and B."""
     spans = ((1, 128, "triton"), (129, 1024, "vllm"))
-    timed = outcome(measured=(status.Timed("", ("layer 0",), spans, {64: {"triton": 1.0, "vllm": 2.0}}),))
+    timed = outcome(measured=(Timed("", ("layer 0",), spans, {64: {"triton": 1.0, "vllm": 2.0}}),))
     said = {outcome(), timed.replace("1.0 us", "A us").replace("2.0,", "B,")}
     found = [
         line
