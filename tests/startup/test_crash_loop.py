@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -149,6 +150,41 @@ def test_crash_loop_a_marker_whose_lock_tells_nothing_is_an_abort(tmp_path):
     path = died(tmp_path)
     (tmp_path / f"lock-{path.stem}").symlink_to("nowhere")
     assert "aborted_before" in first_call.died_before(tmp_path, MARKER)
+
+
+def locks_go_once_nobody_needs_them(folder):
+    """A start died, a user removed its marker as its line advises, and another start is at its first call."""
+    path = died(folder)
+    lock = folder / f"lock-{path.stem}"
+    lock.touch()
+    assert first_call.died_before(folder, MARKER) is not None
+    assert lock.exists(), "who asks at this moment would find it held"
+    path.unlink()
+    with first_call.marked(folder, MARKER):
+        assert first_call.died_before(folder, MARKER) is None
+        assert not lock.exists(), "the lock of a dead start stays for ever"
+        (marker,) = folder.glob(f"{MARKER}-*")
+        marker.unlink()  # as in the moment before it is written
+        assert first_call.died_before(folder, MARKER) is None
+        assert [path.name for path in folder.iterdir()] == [f"lock-{marker.stem}"], "the lock of a living one is gone"
+    assert not list(folder.iterdir())
+
+
+def test_crash_loop_the_lock_of_a_start_that_died_goes_after_its_marker(tmp_path):
+    locks_go_once_nobody_needs_them(tmp_path)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    ("plant", "seen"),
+    [(lambda is_held, lock, remove=False: is_held(lock), "for ever"),
+     (lambda is_held, lock, remove=False: lock.unlink() if remove else is_held(lock), "a living one is gone")],
+    ids=["none", "all"],
+)  # fmt: skip
+def test_mutation_crash_loop_locks_that_stay_or_are_taken_away_are_caught(tmp_path, monkeypatch, plant, seen):
+    monkeypatch.setattr(locks, "is_held", partial(plant, locks.is_held))
+    with pytest.raises(AssertionError, match=seen):
+        locks_go_once_nobody_needs_them(tmp_path)
 
 
 def test_crash_loop_without_a_marker_aiter_is_left_out_with_one_line_and_serving_goes_on(tmp_path):

@@ -88,7 +88,14 @@ class FirstCall:
 
 
 def died_before(folder: Path, marker: str) -> str | None:
-    """Return why the build must not be called if a process has left its marker, else None."""
+    """Return why the build must not be called if a process has left its marker, else None.
+
+    Locks that ended processes have left, and whose markers somebody has removed, are removed too.
+    """
+    for lock in folder.glob("lock-first-call-*"):
+        # Where the marker is still there the lock stays: another start that asks at this moment would find it held.
+        if not os.path.lexists(folder / f"{lock.name.removeprefix('lock-')}.json"):
+            locks.is_held(lock, remove=True)
     for path in folder.glob(f"{marker}-*.json"):
         # Whatever the marker holds: what is not known is not called. If its lock is held, a process is at it. One that
         # ends well removes its marker before its lock.
