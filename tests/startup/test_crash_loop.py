@@ -283,6 +283,31 @@ def test_mutation_crash_loop_a_lock_that_tells_nothing_and_is_trusted_is_caught(
         left_out_where_locks_tell_nothing(said, tmp_path, monkeypatch)
 
 
+def only_triton_is_marked(said, folder, monkeypatch):
+    sm90, inner, marked = Platform("sm90"), first_call.marked, []
+    died(folder, first_call.marker_of("AITER", sm90))
+    monkeypatch.setattr(first_call, "marked", lambda folder, marker: (marked.append(marker), inner(folder, marker))[1])
+    found = Backends(Settings(enabled=True), sm90, {"triton": lambda *_: Named("triton")})
+    mark = first_call.prepare(found, folder, 0)
+    for name in KERNELS:
+        with mark(name):
+            pass
+    assert set(marked) == {first_call.marker_of("Triton", sm90)}, "AITER cannot run here"
+    assert said.at(logging.ERROR) == []
+
+
+def test_crash_loop_on_a_card_without_kernels_of_aiters_it_is_neither_marked_nor_left_out(said, tmp_path, monkeypatch):
+    only_triton_is_marked(said, tmp_path, monkeypatch)
+
+
+@pytest.mark.mutation
+def test_mutation_crash_loop_markers_of_aiters_on_any_card_are_caught(said, tmp_path, monkeypatch):
+    monkeypatch.setattr(first_call, "ARCHITECTURES", ("sm90",))
+    monkeypatch.setattr(first_call, "died_before", lambda folder, marker: None)
+    with pytest.raises(AssertionError, match="AITER cannot run here"):
+        only_triton_is_marked(said, tmp_path, monkeypatch)
+
+
 def test_crash_loop_the_log_says_before_a_first_call_what_is_called(said, tmp_path):
     assert len(begun(said, tmp_path)) == 4, "one line for each family and shape"
 
