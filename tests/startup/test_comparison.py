@@ -172,6 +172,34 @@ def test_a_query_without_the_room_that_vllm_pads_is_compared_by_its_heads():
     assert not compare_with_reference(Changed(lambda out, _: out[:, :3]), replace(BF16, out_heads=8)).ok
 
 
+def nothing_written_is_nothing_shown(monkeypatch):
+    def without_a_slot(*given, **options):
+        inputs = synthetic_inputs(*given, **options)
+        return replace(inputs, slot_mapping=inputs.slot_mapping.fill_(-1))
+
+    monkeypatch.setattr(comparison, "synthetic_inputs", without_a_slot)
+    assert not compare_with_reference(ReferenceBackend(), BF16).ok, "no KV row was compared"
+
+
+def test_a_comparison_of_no_row_fails(monkeypatch):
+    nothing_written_is_nothing_shown(monkeypatch)
+
+
+@pytest.mark.mutation
+def test_mutation_a_batch_without_rows_that_passes_is_caught(monkeypatch):
+    """As where the difference of empty parts counts as agreement."""
+    inner, seen = comparison._compare, []
+
+    def passes(*given):
+        seen.append(inner(*given))
+        return replace(seen[-1], ok=True)
+
+    monkeypatch.setattr(comparison, "_compare", passes)
+    with pytest.raises(AssertionError, match="no KV row was compared"):
+        nothing_written_is_nothing_shown(monkeypatch)
+    assert "no row to compare" in seen[0].message
+
+
 def test_every_answer_follows_from_bind():
     class Refusing(KernelBackend):
         name = "refusing"

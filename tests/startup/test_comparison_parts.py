@@ -26,7 +26,7 @@ from vllm_aiter_mla.startup import checks, comparison
 
 FP8 = torch.float8_e4m3fn
 SHAPE = LayerShape(4, 16, FP8, FP8, 16, False, latent=128, rope=8)
-MANY = 41  # rows from which the planted back end runs its other kernel
+ONE, MANY = 1, 41  # rows up to and from which the planted back end runs its other kernels
 
 
 def flip(part):
@@ -100,6 +100,7 @@ PLANTS = {
     "the last token": plant(lambda i, q: flip(nope(i, q[-1])), "q nope"),
     "one element of a KV row": plant(lambda i, q: flip(last_row(i)[5:6]), "kv nope", when=has_rows),
     "a byte before the cache": plant(lambda i, q: flip(storage(i)[:1]), "stray bytes"),
+    "a byte behind the cache": plant(lambda i, q: flip(storage(i)[-1:]), "stray bytes"),
     "a byte between rows": plant(lambda i, q: flip(rows(i)[free_slots(i)[0], 3:4]), "stray bytes"),
     "a byte after the rows": plant(lambda i, q: flip(rows(i)[free_slots(i)[-1], -1:]), "stray bytes"),
     "the row of slot -1": plant(lambda i, q: flip(storage(i).view(-1, i.kv_cache.shape[-1])[i.kv_cache.shape[1] - 1]),
@@ -111,6 +112,8 @@ PLANTS = {
     "caches below 2 GiB": plant(lambda i, q: flip(nope(i, q)), "q nope", "small", when=lambda i: not is_large(i)),
     "the kernel of many rows": plant(lambda i, q: flip(nope(i, q)), "q nope", "each kernel",
                                      when=lambda i: i.num_tokens >= MANY),
+    "the KV row of the kernel of one row": plant(lambda i, q: flip(nope(i, last_row(i))), "kv nope", "each kernel",
+                                                 when=lambda i: i.num_tokens == ONE and has_rows(i)),
     "overflow in q": plant(lambda i, q: overflows_to_nan(rope(i, q)), "q rope", "overflow"),
     "overflow in the KV row": plant(lambda i, q: change_first(i), "kv nope", "overflow", when=has_rows),
 }  # fmt: skip
@@ -124,7 +127,7 @@ def change_first(inputs):
 
 
 class Planted(ReferenceBackend):
-    """The reference with two kernels and two pointer variants, wrong where the plant says; ``ran`` counts that."""
+    """The reference with three kernels and two pointer variants, wrong where the plant says; ``ran`` counts that."""
 
     name, trusted, caches = "planted", False, (False, True)
 
@@ -133,11 +136,11 @@ class Planted(ReferenceBackend):
         self.planted, self.ran = planted, 0
 
     def tried_counts(self, inputs):
-        return (MANY,)
+        return (ONE, MANY)
 
     def bind(self, inputs):
         bound = super().bind(inputs)
-        kernel = "many" if inputs.num_tokens >= MANY else "few"
+        kernel = "one" if inputs.num_tokens == ONE else "many" if inputs.num_tokens >= MANY else "few"
         return bound if isinstance(bound, str) else Binding(self._run, kernel, reference.TRITON)
 
     def _run(self, inputs):

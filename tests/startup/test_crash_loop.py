@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -151,6 +152,41 @@ def test_crash_loop_a_marker_whose_lock_tells_nothing_is_an_abort(tmp_path):
     assert "aborted_before" in first_call.died_before(tmp_path, MARKER)
 
 
+def locks_go_once_nobody_needs_them(folder):
+    """A start died, a user removed its marker as its line advises, and another start is at its first call."""
+    path = died(folder)
+    lock = folder / f"lock-{path.stem}"
+    lock.touch()
+    assert first_call.died_before(folder, MARKER) is not None
+    assert lock.exists(), "who asks at this moment would find it held"
+    path.unlink()
+    with first_call.marked(folder, MARKER):
+        assert first_call.died_before(folder, MARKER) is None
+        assert not lock.exists(), "the lock of a dead start stays for ever"
+        (marker,) = folder.glob(f"{MARKER}-*")
+        marker.unlink()  # as in the moment before it is written
+        assert first_call.died_before(folder, MARKER) is None
+        assert [path.name for path in folder.iterdir()] == [f"lock-{marker.stem}"], "the lock of a living one is gone"
+    assert not list(folder.iterdir())
+
+
+def test_crash_loop_the_lock_of_a_start_that_died_goes_after_its_marker(tmp_path):
+    locks_go_once_nobody_needs_them(tmp_path)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    ("plant", "seen"),
+    [(lambda is_held, lock, remove=False: is_held(lock), "for ever"),
+     (lambda is_held, lock, remove=False: lock.unlink() if remove else is_held(lock), "a living one is gone")],
+    ids=["none", "all"],
+)  # fmt: skip
+def test_mutation_crash_loop_locks_that_stay_or_are_taken_away_are_caught(tmp_path, monkeypatch, plant, seen):
+    monkeypatch.setattr(locks, "is_held", partial(plant, locks.is_held))
+    with pytest.raises(AssertionError, match=seen):
+        locks_go_once_nobody_needs_them(tmp_path)
+
+
 def test_crash_loop_without_a_marker_aiter_is_left_out_with_one_line_and_serving_goes_on(tmp_path):
     (tmp_path / "file").touch()
     done = start(tmp_path / "file" / "no folder", "works")
@@ -245,6 +281,31 @@ def test_mutation_crash_loop_a_lock_that_tells_nothing_and_is_trusted_is_caught(
     monkeypatch.setattr(first_call, "marked", lambda folder, marker: nullcontext())
     with pytest.raises(pytest.fail.Exception, match="it is built"):
         left_out_where_locks_tell_nothing(said, tmp_path, monkeypatch)
+
+
+def only_triton_is_marked(said, folder, monkeypatch):
+    sm90, inner, marked = Platform("sm90"), first_call.marked, []
+    died(folder, first_call.marker_of("AITER", sm90))
+    monkeypatch.setattr(first_call, "marked", lambda folder, marker: (marked.append(marker), inner(folder, marker))[1])
+    found = Backends(Settings(enabled=True), sm90, {"triton": lambda *_: Named("triton")})
+    mark = first_call.prepare(found, folder, 0)
+    for name in KERNELS:
+        with mark(name):
+            pass
+    assert set(marked) == {first_call.marker_of("Triton", sm90)}, "AITER cannot run here"
+    assert said.at(logging.ERROR) == []
+
+
+def test_crash_loop_on_a_card_without_kernels_of_aiters_it_is_neither_marked_nor_left_out(said, tmp_path, monkeypatch):
+    only_triton_is_marked(said, tmp_path, monkeypatch)
+
+
+@pytest.mark.mutation
+def test_mutation_crash_loop_markers_of_aiters_on_any_card_are_caught(said, tmp_path, monkeypatch):
+    monkeypatch.setattr(first_call, "ARCHITECTURES", ("sm90",))
+    monkeypatch.setattr(first_call, "died_before", lambda folder, marker: None)
+    with pytest.raises(AssertionError, match="AITER cannot run here"):
+        only_triton_is_marked(said, tmp_path, monkeypatch)
 
 
 def test_crash_loop_the_log_says_before_a_first_call_what_is_called(said, tmp_path):

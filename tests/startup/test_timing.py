@@ -23,7 +23,7 @@ from vllm_aiter_mla import files
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.engine import Engine
-from vllm_aiter_mla.kernels import device, reference, stopwatch
+from vllm_aiter_mla.kernels import absorb, device, reference, stopwatch
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.device import Device
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, synthetic_inputs
@@ -31,7 +31,7 @@ from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving import backends, decision
 from vllm_aiter_mla.serving.decision import Span
 from vllm_aiter_mla.serving.layer import Layer
-from vllm_aiter_mla.startup import kept_figures, timing
+from vllm_aiter_mla.startup import checks, kept_figures, timing
 from vllm_aiter_mla.status.line import status_line
 from vllm_aiter_mla.status.record import RankStatus
 
@@ -448,6 +448,92 @@ def test_mutation_ranks_choose_from_one_table_with_the_slowest_figure_of_each_is
     with pytest.raises(AssertionError, match="slower than vLLM's own"):
         test_ranks_choose_by_their_own_figures_and_run_ours_where_all_have_chosen_it(made_up, monkeypatch, tmp_path)
     assert seen
+
+
+def fails_each_check(patch, kernels):
+    for name in ("aiter", "triton"):
+        patch(kernels[name], "bind", lambda inputs: Binding(lambda inputs: -reference.prepare(inputs)))
+
+
+WITHOUT_OURS = {
+    "each kernel fails its check": fails_each_check,
+    "its check raises": lambda patch, kernels: patch(checks, "check_kernels", planted),
+}
+
+
+def runs_vllms_where_another_rank_does(made_up, monkeypatch, tmp_path, spoil):
+    """Rank 1 has none of our kernels, for its own reason; rank 0, which starts then, hears of it and could run ours."""
+    answers, layers = [], []
+    monkeypatch.setattr(timing.ranks, "exchange", lambda mine: (answers.append(mine), (0, answers))[1])
+    for rank in (1, 0):
+        monkeypatch.setattr(Worker, "rank", rank)
+        with monkeypatch.context() as patching:
+            if rank:
+                spoil(patching.setattr, made_up.kernels)
+            one = made_up.start()
+        layers.append(layer_in(one))
+        assert runs(one, 4) == "vllm", "ours runs on one rank only"
+    assert [layer.decision.skip.code for layer in layers] == ["kernel_shape", "vllm_faster"]
+    assert list(measured(one)[0].us) == [1, 2, 4, 8, 16]
+    assert len(list(tmp_path.glob("measured-*.json"))) == 1, "rank 0 times again at its next start"
+    assert [text for text in made_up.said.at(logging.WARNING) if "could not be timed" in text] == []
+
+
+@pytest.mark.parametrize("spoil", WITHOUT_OURS.values(), ids=WITHOUT_OURS)
+def test_a_rank_that_has_none_of_our_kernels_votes_for_vllms_own(made_up, monkeypatch, tmp_path, spoil):
+    runs_vllms_where_another_rank_does(made_up, monkeypatch, tmp_path, spoil)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    ("vote", "spoil", "seen"),
+    [
+        (lambda chosen: {}, "its check raises", "on one rank only"),
+        (lambda chosen: dict.fromkeys(chosen, ()), "each kernel fails its check", "'not_timed'"),
+    ],
+    ids=["none", "a veto"],
+)
+def test_mutation_a_rank_without_our_kernels_that_does_not_vote_is_caught(
+    made_up, monkeypatch, tmp_path, vote, spoil, seen
+):
+    inner, silenced = timing._choose, []
+
+    def choose(shapes, timings, most):
+        mine = inner(shapes, timings, most)
+        if any(one.rounds for one in timings.values()):
+            return mine
+        silenced.append(mine)
+        return timing.RankChoices(vote(mine.chosen))
+
+    monkeypatch.setattr(timing, "_choose", choose)
+    with pytest.raises(AssertionError, match=seen):
+        runs_vllms_where_another_rank_does(made_up, monkeypatch, tmp_path, WITHOUT_OURS[spoil])
+    assert [list(mine.chosen.values()) for mine in silenced] == [[(Span(1, LIMIT, "vllm"),)]]
+
+
+def test_a_layer_that_is_stopped_takes_the_others_of_its_shape_to_vllms_own(made_up, monkeypatch):
+    """The ranks agree by shape: on another rank the same layer would run ours."""
+    one, other, check = Worker(ours(LIMIT)), layer_of(), Engine.check
+    other.layer_name, other._vllm_config = "model.layers.1.attn", one.vllm_config
+    one.vllm_config.compilation_config.static_forward_context[other.layer_name] = other
+    monkeypatch.setattr(Engine, "check", lambda *given: (check(*given), given[0].layers[0].stop("planted"))[1])
+    one.load_model()
+    codes = [layer.decision.skip.code for layer in one.engine.layers]
+    assert codes == ["kernel_shape", "vllm_faster"]
+    assert len(measured(one)) == 1
+
+
+def test_a_layer_whose_weight_has_no_known_format_costs_another_one_nothing(made_up, monkeypatch):
+    read = absorb.read
+
+    def of_one_head(tensors):
+        if any(tensor.dim() and tensor.shape[0] == 1 for tensor in tensors.values()):
+            raise absorb.UnknownWeightError("planted")
+        return read(tensors)
+
+    monkeypatch.setattr(absorb, "read", of_one_head)
+    timed, unknown = two_shapes(made_up, monkeypatch, lambda heads: None)
+    assert (timed.decision.at(1), unknown.decision.skip.code) == ("triton", "kernel_shape")
 
 
 @both_modes

@@ -230,10 +230,10 @@ def synthetic_inputs(
     slots = torch.randperm(blocks * shape.block_size, generator=draw, device=home)[:tokens]
     if padded is not None:
         slots[min(padded, tokens - 1) :][:1] = -1
-    # A block of another layer comes first: vLLM packs the caches of all layers into one allocation.
-    size = (blocks + 1, shape.block_size, width * shape.cache_dtype.itemsize)
+    # A block of another layer lies on either side: vLLM packs the caches of all layers into one allocation.
+    size = (blocks + 2, shape.block_size, width * shape.cache_dtype.itemsize)
     raw = torch.full(size, PATTERN, dtype=torch.uint8, device=device)
-    cache = raw[1:].view(shape.cache_dtype)
+    cache = raw[1:-1].view(shape.cache_dtype)
     if large:  # Triton asks a tensor for this before it asks for the size of its storage
         cache.ptr_range = lambda: 1 << 31  # type: ignore[attr-defined]
     weight = normal(shape.heads, shape.nope_dim, shape.latent, scale=shape.nope_dim**-0.5)

@@ -12,7 +12,7 @@ import torch
 
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import Bounds, KernelBackend
-from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import PADDED, DecodeInputs, LayerShape, synthetic_inputs
 
 PARTS: dict[str, Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
     "q nope": lambda query, rows, latent: query[..., :latent],
@@ -50,9 +50,10 @@ def compare_with_reference(backend: KernelBackend, shape: LayerShape, limit: int
     """Warm ``backend`` up and compare it with the reference on synthetic rows; a disagreement does not raise.
 
     Call it on every rank, outside graph capture; it synchronises with the device. Each kernel of the back end that a
-    batch of up to ``limit`` rows reaches is checked, one batch each, over each cache that it may meet. Batches that it
-    declines are left out; one that declines them all has failed. If the weight format has a bound for its product, the
-    rest is compared with the reference over the kernel's own product.
+    batch of up to ``limit`` rows reaches is checked, one batch each, over each cache that it may meet. So is the kernel
+    of ``inputs.TOKENS`` rows, whatever the limit. Batches that it declines are left out; one that declines them all has
+    failed. If the weight format has a bound for its product, the rest is compared with the reference over the kernel's
+    own product.
 
     Args:
         backend: what is checked.
@@ -60,7 +61,7 @@ def compare_with_reference(backend: KernelBackend, shape: LayerShape, limit: int
         limit: the decode limit in tokens; None: any.
 
     Returns:
-        The first result that failed; otherwise the last one that wrote NaN; otherwise that of the fewest rows.
+        The first result that failed; otherwise the last one that wrote NaN; otherwise the first one.
 
     Raises:
         KernelCaptureError: called inside a capture.
@@ -74,7 +75,8 @@ def compare_with_reference(backend: KernelBackend, shape: LayerShape, limit: int
         few = synthetic_inputs(shape, large=large)
         counts = sorted({min(count, limit or count) for count in backend.tried_counts(few)})
         for tokens in (few.num_tokens, *counts):
-            inputs = synthetic_inputs(shape, tokens, large=large)
+            # The only row of a batch needs a slot: otherwise no KV row is written.
+            inputs = synthetic_inputs(shape, tokens, padded=PADDED if tokens > 1 else None, large=large)
             if (reason := backend.refuse(inputs)) is not None:
                 declined = declined or reason
                 continue
@@ -141,6 +143,8 @@ def _compare(
     rows, bounds, latent = backend.defined_rows(inputs), backend.bounds, inputs.latent_dim
     written = inputs.slot_mapping[inputs.slot_mapping >= 0]
     got_rows, wanted_rows = (operands.kv_cache.flatten(0, 1)[written] for operands in (inputs, twin))
+    if not (rows and written.numel()):
+        return Comparison(False, f"{backend.name}: self-check FAILED: no row to compare", {}, 0)
     parts = {
         name: (part(q_out[:rows], got_rows, latent), part(expected[:rows], wanted_rows, latent))
         for name, part in PARTS.items()

@@ -48,8 +48,8 @@ def prepare(backends: Backends, folder: Path, rank: int) -> Callable[[str], Abst
     """
     marks = dict[str, tuple[str, str]]()  # family and marker's name by back end
     for family, names in FAMILIES.items():
-        concerned = set(names) & set(backends.names)
-        if not concerned or backends.platform.arch == "cpu":
+        concerned, arch = set(names) & set(backends.names), backends.platform.arch
+        if not concerned or arch == "cpu" or (family == "AITER" and arch not in ARCHITECTURES):
             continue
         marker = marker_of(family, backends.platform)
         reason = died_before(folder, marker) or why_not_marked(folder, marker)
@@ -65,8 +65,7 @@ def prepare(backends: Backends, folder: Path, rank: int) -> Callable[[str], Abst
     def mark(name: str) -> Iterator[None]:
         nonlocal last
         family, marker = marks.get(name, ("", ""))
-        has_kernels = family != "AITER" or backends.platform.arch in ARCHITECTURES
-        if family and has_kernels and rank == 0 and family != last:
+        if family and rank == 0 and family != last:
             begins = f"{family}'s kernels are called now; a first build takes minutes"
             log.say(logging.INFO, f"{begins}; if the start ends here, the next start leaves them out")
         last = family or last
@@ -88,7 +87,14 @@ class FirstCall:
 
 
 def died_before(folder: Path, marker: str) -> str | None:
-    """Return why the build must not be called if a process has left its marker, else None."""
+    """Return why the build must not be called if a process has left its marker, else None.
+
+    Locks that ended processes have left, and whose markers somebody has removed, are removed too.
+    """
+    for lock in folder.glob("lock-first-call-*"):
+        # Where the marker is still there the lock stays: another start that asks at this moment would find it held.
+        if not os.path.lexists(folder / f"{lock.name.removeprefix('lock-')}.json"):
+            locks.is_held(lock, remove=True)
     for path in folder.glob(f"{marker}-*.json"):
         # Whatever the marker holds: what is not known is not called. If its lock is held, a process is at it. One that
         # ends well removes its marker before its lock.

@@ -10,6 +10,7 @@ a rank that waits for another one that never comes would hang.
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log, ranks
 from vllm_aiter_mla.kernels import stopwatch
+from vllm_aiter_mla.kernels.absorb import UnknownWeightError
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.stopwatch import Rounds
 from vllm_aiter_mla.serving.decision import VLLM, Figures, Span, decide
@@ -94,14 +96,14 @@ def time_kernels(config: Any, settings: Settings, layers: Sequence[Layer], limit
             shapes = _by_shape(layers)
             for shape, (first, *_) in shapes.items():
                 timings[shape] = _time_shape(config, first, counts, budget, rank)
-            mine = _choose(shapes, timings)
+            mine = _choose(shapes, timings, counts[-1])
     except Exception as error:
         mine = RankChoices(why=_in_one_line(error))
     agreed: dict[str, tuple[Choice, ...]] = {}
     try:
         place, choices = ranks.exchange(mine)
         agreed, troubles = agree(choices)
-        for shape in (shape for shape in shapes if shape in agreed):
+        for shape in (shape for shape in shapes if shape in agreed and timings[shape].rounds):
             _run_as_agreed(shape, shapes[shape], timings[shape], agreed[shape])
     except Exception as error:
         place, troubles = 0, [Trouble(rank, "", _in_one_line(error))]  # it says so, whichever rank it is
@@ -116,11 +118,12 @@ def time_kernels(config: Any, settings: Settings, layers: Sequence[Layer], limit
 
 
 def _by_shape(layers: Sequence[Layer]) -> dict[str, list[Layer]]:
-    """Return the layers that some kernel may run, by shape in words."""
+    """Return the layers that a kernel may run on some rank, by shape in words; those stopped on this rank come last."""
     shapes = dict[str, list[Layer]]()
-    for layer in layers:
-        if layer.usable():
-            shapes.setdefault(layer.shape().in_words(), []).append(layer)
+    for layer in sorted(layers, key=lambda layer: not layer.usable()):
+        with suppress(UnknownWeightError):  # of the checkpoint: no rank knows the format
+            if layer.not_admitted() is None:
+                shapes.setdefault(layer.shape().in_words(), []).append(layer)
     return shapes
 
 
@@ -158,19 +161,25 @@ def _time_shape(config: Any, layer: Layer, counts: Sequence[int], budget: stopwa
     return ShapeTiming(rounds, "" if rounds else why, key, kept, "" if timed else since)
 
 
-def _choose(shapes: Mapping[str, Sequence[Layer]], timings: Mapping[str, ShapeTiming]) -> RankChoices:
-    """Return what this rank chooses by its own figures."""
+def _choose(shapes: Mapping[str, Sequence[Layer]], timings: Mapping[str, ShapeTiming], most: int) -> RankChoices:
+    """Return what this rank chooses, up to ``most`` tokens: vLLM's own where it has nothing else, else by its figures.
+
+    One layer that is stopped decides for its shape: the ranks agree by shape.
+    """
     chosen = dict[str, Choice]()
-    for shape, (first, *_) in shapes.items():
-        rounds, chosen[shape] = timings[shape].rounds, ()
-        if rounds:
+    for shape, group in shapes.items():
+        first, last, rounds = group[0], group[-1], timings[shape].rounds
+        chosen[shape] = ()
+        if set(last.usable()) <= {VLLM}:
+            chosen[shape] = _vllms(most)
+        elif rounds:
             decision = decide(first.facts(), first.checks, Figures(rounds), first.backends.settings)
-            chosen[shape] = decision.kernels or _vllms(rounds)
+            chosen[shape] = decision.kernels or _vllms(max(rounds))
     return RankChoices(chosen, {shape: timing.why for shape, timing in timings.items() if timing.why})
 
 
-def _vllms(rounds: Rounds) -> Choice:
-    return (Span(1, max(rounds), VLLM),)
+def _vllms(most: int) -> Choice:
+    return (Span(1, most, VLLM),)
 
 
 def agree(choices: Sequence[RankChoices]) -> tuple[dict[str, tuple[Choice, ...]], list[Trouble]]:
@@ -193,7 +202,7 @@ def _run_as_agreed(shape: str, group: Sequence[Layer], own: ShapeTiming, chosen:
     for layer in group:
         layer.timed(Figures(own.rounds, ranks=chosen))
     names = tuple(layer.name for layer in group)
-    runs = group[0].decision.kernels or _vllms(own.rounds)
+    runs = group[0].decision.kernels or _vllms(max(own.rounds))
     group[0].engine_status.add_timed(Timed(shape, names, runs, stopwatch.medians(own.rounds), own.since))
     if own.rounds != own.kept:
         with log.warned("the measured figures could not be kept"):
