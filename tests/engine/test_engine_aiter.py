@@ -53,7 +53,7 @@ def test_quantised_absorb_weights_equal_vllm_which_multiplies_by_the_same_gemm(e
     assert_parity(vllm_own, ours)
 
 
-@pytest.mark.wide  # tests/startup/test_selfcheck_parts.py breaks it too
+@pytest.mark.wide  # tests/startup/test_comparison_parts.py breaks it too
 @pytest.mark.engine("aiter-gfx942-broken")
 @pytest.mark.mutation("I12")
 def test_mutation_a_wrong_aiter_kernel_fails_its_self_check_and_is_not_used(engines):

@@ -150,17 +150,20 @@ def test_one_step_is_allowed_in_what_is_rotated_and_nowhere_else():
 
 
 @pytest.mark.parametrize(
-    ("found", "rotated", "agrees"),
+    ("found", "rotated", "elements", "agrees"),
     [
-        (Difference(1, 0.01), True, True),
-        (Difference(1, 0.0101), True, False),
-        (Difference(2, 0.001), True, False),
-        (Difference(0, 0.0), False, True),
-        (Difference(1, 0.001), False, False),
+        (Difference(1, 0.01), True, 1000, True),
+        (Difference(1, 0.0101), True, 1000, False),
+        (Difference(2, 0.001), True, 1000, False),
+        (Difference(1, 1 / 64), True, 64, True),
+        (Difference(1, 2 / 64), True, 64, False),
+        (Difference(2, 1 / 64), True, 64, False),
+        (Difference(0, 0.0), False, 1000, True),
+        (Difference(1, 0.001), False, 1000, False),
     ],
 )
-def test_the_bounds_belong_to_what_agrees(found, rotated, agrees):
-    assert comparison._within(found, Bounds(), rotated) is agrees
+def test_the_bounds_belong_to_what_agrees(found, rotated, elements, agrees):
+    assert comparison._within(found, Bounds(), rotated, elements) is agrees
 
 
 def test_a_query_without_the_room_that_vllm_pads_is_compared_by_its_heads():
