@@ -298,6 +298,12 @@ def test_the_timing_is_of_the_models_own_layer(card: dict[str, Any]) -> None:
     assert timing.kind_of(shape) == "fp16"
 
 
+def test_a_models_timing_without_a_baseline_is_unknown(card: dict[str, Any]) -> None:
+    row = timing.row_of(1, 16, "fp8", {"triton": 5.0}, {})
+    card["measured"] = replace(card["measured"], rows=(row,))
+    assert outcomes()["timing"].status == "unknown"
+
+
 def kernels_by_tokens(card: dict[str, Any], *spans: tuple[int, int, str]) -> None:
     let_answer(card, "on", ranks=(replace(ANSWER.ranks[0], decided=(Decided(("layer",), spans, ()),)),))
 
