@@ -9,6 +9,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 from typer.testing import CliRunner
@@ -23,7 +24,7 @@ from vllm_aiter_mla.commands import outputs, process
 from vllm_aiter_mla.commands.check import idle, kernels, show, steps, timing
 from vllm_aiter_mla.commands.check import run as command
 from vllm_aiter_mla.commands.check.context import Context, WrongOptionError
-from vllm_aiter_mla.commands.check.record import CheckRun, Step
+from vllm_aiter_mla.commands.check.record import CheckRun, Status, Step
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import model, printout
 from vllm_aiter_mla.verify.results import Verification
@@ -59,6 +60,12 @@ def test_only_what_was_asked_for_by_name_gives_3_where_it_could_not_look():
     found = [Step("passed", "", name="machine"), Step("skipped", "no GPU", name="launches")]
     assert command.exit_status([*found, Step("passed", "", name="engine")], on_cpu=False) == outputs.FINE
     assert command.exit_status(found, on_cpu=True, each=True) == outputs.NOT_LOOKED
+
+
+@pytest.mark.parametrize("status", get_args(Status))
+def test_a_step_that_could_not_look_did_not_run_on_the_card(status):
+    ran = status not in ("skipped", "unknown", "cut off")
+    assert steps.ran_on_the_card([Step(status, "", name="timing")]) is ran
 
 
 # What ends a process in the middle of a case: two back ends, of which the first aborts in its second case.

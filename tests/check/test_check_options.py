@@ -1,13 +1,15 @@
-"""``check``'s engine over options of ``vllm serve``: what it leaves out, and how many layers it draws."""
+"""``check``'s engine over options of ``vllm serve``: what it leaves out, how many layers it draws, when it decodes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vllm_aiter_mla import plugin
+from vllm_aiter_mla.commands.check.engine import SCENARIOS
 from vllm_aiter_mla.commands.compat import engine, offline, rocm_config
 from vllm_aiter_mla.commands.plan import model
 
@@ -96,3 +98,73 @@ def test_field_f8_four_layers_are_drawn_of_a_nested_config_too_and_the_users_ove
         made = engine.with_layers(EngineArgs(model=str(folder), hf_overrides=given), 4)
         config = ModelConfig(model=str(folder), hf_overrides=made, skip_tokenizer_init=True)
     assert (config.get_total_num_hidden_layers(), read(config)) == (4, value)
+
+
+class Scheduling:
+    """Schedules as vLLM does, and runs nothing: first come, first served, within a budget of tokens, prompts in parts.
+
+    A decode row takes ``width`` tokens, 1 + drafts.
+    """
+
+    def __init__(self, seqs: int, budget: int, width: int) -> None:
+        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=seqs))
+        self.seqs, self.budget, self.width = seqs, budget, width
+        self.prompts: dict[str, int] = {}  # tokens that are left of each prompt
+        self.left: dict[str, int] = {}  # tokens that are left to generate
+        self.kinds: list[str] = []  # of the rows of the last step
+
+    def add_request(self, name: str, prompt: dict[str, list[int]], params: Any) -> None:
+        self.prompts[name], self.left[name] = len(prompt["prompt_token_ids"]), params.max_tokens
+
+    def abort_request(self, names: list[str]) -> None:
+        for name in names:
+            self.left.pop(name, None)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.left)
+
+    def step(self) -> list[Any]:
+        self.kinds, room, outputs = [], self.budget, []
+        for name in [*self.left][: self.seqs]:
+            prompt, tokens = self.prompts[name], min(self.prompts[name] or self.width, room)
+            if not tokens:
+                break
+            room -= tokens
+            self.kinds.append("prefill" if prompt else "decode")
+            self.prompts[name] = max(prompt - tokens, 0)
+            if self.prompts[name]:
+                continue
+            self.left[name] -= 1 if prompt else tokens
+            finished = self.left[name] <= 0
+            if finished:
+                del self.left[name]
+            outputs.append(SimpleNamespace(request_id=name, finished=finished))
+        return outputs
+
+
+SCHEDULES = [(1024, 8192, 1), (16, 16, 1), (16, 24, 1), (8, 8, 1), (4, 512, 4), (16, 64, 4)]
+"""``--max-num-seqs``, ``--max-num-batched-tokens`` and 1 + drafts."""
+
+
+@pytest.mark.parametrize(("seqs", "budget", "width"), SCHEDULES)
+def test_the_counted_step_has_decode_rows_of_every_request_that_runs_and_no_prompt(
+    seqs: int, budget: int, width: int
+) -> None:
+    made = Scheduling(seqs, budget, width)
+    with engine.decoding(made, SCENARIOS["concurrent"]):
+        made.step()
+        assert made.kinds == ["decode"] * min(seqs, 16)
+    assert not made.has_unfinished_requests()
+
+
+def test_a_budget_that_holds_no_such_step_ends_the_wait_with_the_first_request() -> None:
+    made = Scheduling(16, 16, 4)
+    with engine.decoding(made, SCENARIOS["concurrent"]):
+        assert made.has_unfinished_requests()
+    assert not made.has_unfinished_requests()
+
+
+def test_no_request_takes_no_step() -> None:
+    made = Scheduling(16, 16, 1)
+    with engine.decoding(made, []):
+        assert made.kinds == []

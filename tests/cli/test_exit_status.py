@@ -153,6 +153,7 @@ def test_the_outcome_of_a_plan_is_in_the_json_and_the_exit_status_is_its(monkeyp
         ((*PLAN, "--tokens", "1", "--port", "1"), "--tokens 1: "),
         (("--only", "timing", "--tokens", "1", "--port=1"), "--port=1 "),
         (("deepseek-r1", "--heads", "8", "--heads", "16"), "--heads 8 16: "),
+        (("deepseek-r1", "--only", "kernels", "--small"), "--small: "),
         (("--heads", "8", "--heads", "16", "--only", "timing,kernels"), "--heads 8 16: "),
         (("--only", "machine,kernels", "--backend", "triton", "--backend", "x?"), "--backend x?: "),
         (("--only", "machine,kernels", "--case", "x?"), "--case x?: "),

@@ -387,6 +387,20 @@ def test_field_42_no_hint_turns_a_switch_round(word: str) -> None:
     options.check([meant.rstrip("?")])
 
 
+def test_field_42_an_option_is_left_to_a_vllm_whose_release_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Sources that nobody has built have no ``_version.py``; from 0.33 on vLLM takes this option."""
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine/arg_utils.py").write_text('"--enable-log-requests"')
+    monkeypatch.setattr(options, "_sources", lambda: tmp_path)
+    monkeypatch.setattr(options, "names", options.names.__wrapped__)
+    options.check(["--disable-log-requests"])
+    (tmp_path / "_version.py").write_text("version = '0.32.0'")
+    with pytest.raises(ValueError, match="no such option"):
+        options.check(["--disable-log-requests"])
+
+
 def test_field_no_remedy_sends_a_reader_of_the_plan_to_the_plan() -> None:
     assert [code for code, remedy in REMEDIES.items() if "--only plan" in remedy] == []
 

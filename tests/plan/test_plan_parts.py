@@ -211,6 +211,14 @@ def test_a_module_that_an_option_names_and_that_is_not_there_is_a_wrong_option()
         assert isinstance(told([other]), model.NotKnownError)
 
 
+def test_an_error_of_another_library_whose_errors_are_no_method_is_a_wrong_option_in_its_words():
+    class OtherError(Exception):
+        errors = ("one", "another")
+
+    told = answer._refusal(OtherError("no such layer"), (), is_option=True)
+    assert (type(told), str(told)) == (ValueError, "no such layer")
+
+
 def test_in_eager_mode_vllms_fusion_does_not_run_and_fp8_takes_a_launch_more():
     step = formulas.StepSize(64, 16, 128, 64, 512, 1)
     assert {name: len(launches) for name, launches in formulas.paths(step, eager=True).items()} == {

@@ -129,8 +129,60 @@ def test_tune_at_few_counts_keeps_what_was_tuned_beyond_them(card, tmp_path):
     files.write(kept, replace(old, chosen={key: (*ranges, (65, 96, TABLE))}))
     assert tune("--type", "bf16").exit_code == 0
     found = files.read(tuning.TunedTiles, kept)
-    assert found.chosen[key] == ((1, 16, BEST), (17, 64, BEST), (65, 96, TABLE))
+    assert found.chosen[key] == ((1, 64, BEST), (65, 96, TABLE))
     assert [*found.us[key]] == [1, 16, 64]
+
+
+def tune_at(tokens):
+    done = CliRunner().invoke(
+        app, ["check", "--only", "timing", "--tune", "--heads", "2", "--type", "bf16", "--tokens", str(tokens)]
+    )
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def chosen_in(folder):
+    (path,) = folder.glob("tuned-*.json")
+    (ranges,) = files.read(tuning.TunedTiles, path).chosen.values()
+    return ranges
+
+
+def test_a_count_decides_down_to_where_the_table_changes_its_tile(card, tmp_path):
+    """The table has one tile for up to 256 tokens of two heads, which was not compared with any."""
+    said = tune_at(272)
+    assert chosen_in(tmp_path) == ((1, 256, TABLE), (257, 272, BEST))
+    assert f"1..256 tokens  {TABLE}: not timed" in said
+
+
+OTHER = "32x64/4w"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ranges"),
+    [
+        (16, ((1, 4, OTHER), (5, 8, TABLE), (9, 16, BEST), (17, 64, OTHER))),
+        (12, ((1, 4, OTHER), (5, 8, TABLE), (9, 12, BEST), (13, 16, TABLE), (17, 64, OTHER))),
+        (80, ((1, 4, OTHER), (5, 16, TABLE), (17, 64, OTHER), (65, 80, BEST))),
+    ],
+)
+def test_a_count_decides_down_to_the_one_timed_before_and_all_else_stays(card, tmp_path, tokens, ranges):
+    path = tuned(tmp_path)
+    old = files.read(tuning.TunedTiles, path)
+    (key,) = old.chosen
+    us = {count: {TABLE: 9.0} for count in (1, 4, 8, 16, 64)}
+    files.write(path, replace(old, chosen={key: ((1, 4, OTHER), (5, 16, TABLE), (17, 64, OTHER))}, us={key: us}))
+    tune_at(tokens)
+    assert chosen_in(tmp_path) == ranges
+
+
+@pytest.mark.mutation
+def test_mutation_counts_that_earlier_runs_timed_and_nobody_looks_at_are_caught(card, monkeypatch, tmp_path):
+    spliced = step.spliced
+    monkeypatch.setattr(step, "spliced", lambda new, timed, old, before: spliced(new, timed, old, ()))
+    with pytest.raises(AssertionError, match=rf"\(5, 16, '{BEST}'\)"):
+        test_a_count_decides_down_to_the_one_timed_before_and_all_else_stays(
+            card, tmp_path, 16, ((1, 4, OTHER), (5, 8, TABLE), (9, 16, BEST), (17, 64, OTHER))
+        )
 
 
 def test_a_tuned_tile_serves_no_more_tokens_than_were_timed(card, tmp_path):

@@ -110,6 +110,27 @@ def test_a_stand_in_that_fails_its_check_or_takes_no_such_weights_is_not_timed(c
     assert "FAILED" in rivals.checked(platform, timing.shape_of(2, "bf16", "bf16"), 8, False)["vllm-stand-in"]
 
 
+def only_codes(card, monkeypatch):
+    """A card without vLLM's kernels, and absorb weights that the stand-in does not take."""
+    RehearsalCard().install(monkeypatch).arch = "sm90"
+    monkeypatch.setitem(backends.FACTORIES, "vllm", lambda platform, settings: "no such kernel")
+    return ("--weights", "fp8"), "neither vLLM's kernels nor a stand-in was timed"
+
+
+def too_many_tokens(card, monkeypatch):
+    card |= {name: Named(name, most=0) for name in ("aiter", "triton")}
+    return (), "none of ours was timed"
+
+
+@pytest.mark.parametrize("nothing", [only_codes, too_many_tokens])
+def test_timing_that_has_nothing_to_compare_is_unknown(card, monkeypatch, tmp_path, nothing):
+    options, missing = nothing(card, monkeypatch)
+    done = run("--tokens", "1", "--type", "bf16", *options, "--json", str(tmp_path / "check.json"))
+    (step,) = json.loads((tmp_path / "check.json").read_text())["steps"]
+    assert (done.exit_code, step["status"], missing in step["detail"]) == (3, "unknown", True), done.output
+    assert [row["ratio"] for row in step["data"]["rows"]] == [None]
+
+
 class VLLMOwn(Named):
     """vLLM's own sequence on the sandbox's ops: it rounds as vLLM's kernel does."""
 

@@ -6,6 +6,7 @@ vLLM's own parser has the last word. Importing it takes ten seconds.
 
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
@@ -120,8 +121,10 @@ def _sources() -> Path | None:
 
 def _release() -> tuple[int, ...]:
     """Return the first two numbers of the installed vLLM's release; a high one where they cannot be read."""
-    root = _sources()
-    text = (root / "_version.py").read_text(encoding="utf-8") if root else ""
+    root, text = _sources(), ""
+    if root is not None:
+        with suppress(OSError):  # sources that nobody has built have no such file
+            text = (root / "_version.py").read_text(encoding="utf-8")
     version = re.search(r"version = ['\"](\d+)\.(\d+)", text)
     return tuple(map(int, version.groups())) if version else (2**9,)
 

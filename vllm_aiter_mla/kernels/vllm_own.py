@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from vllm_aiter_mla.kernels import absorb
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.formats import is_fp8
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
@@ -33,6 +34,8 @@ class VLLMBackend(KernelBackend):
 
     def bind(self, inputs: DecodeInputs) -> Binding | str:
         """See the base class. RoPE is computed in the activation dtype, as vLLM's kernel does."""
+        if inputs.weight.format not in ("plain", *absorb.GEMMS):
+            return f"AITER multiplies {inputs.weight.format} weights for vLLM, and it is not here"
         return contract_violation(inputs) or Binding(self._run, numerics=VLLM_KERNEL)
 
     def _run(self, inputs: DecodeInputs) -> torch.Tensor:

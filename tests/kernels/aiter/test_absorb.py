@@ -202,6 +202,13 @@ def test_vllms_own_kernels_multiply_by_the_same_gemm(held, monkeypatch):
     assert steps(q_out[..., :512], given_.weight.reference(given_.q_nope)) <= 1
 
 
+def test_vllms_own_kernels_decline_codes_for_which_there_is_no_gemm(held):
+    backend, given_ = VLLMBackend(compat_layer), held.operands(cache=BF16)
+    assert backend.refuse(given_) is None
+    absorb.GEMMS.clear()
+    assert f"{held.format} weights" in str(backend.refuse(given_))
+
+
 @pytest.mark.parametrize("fp4", [False, True])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_layers_weight_is_read_as_vllm_keeps_it_and_fp4_is_asked_before_fp8(fp4, fp8):

@@ -43,7 +43,7 @@ STEP_OPTIONS = {
     ("engine",): ("--checkpoint",),
 }  # fmt: skip
 """Options that only some steps take, by those steps."""
-LAYER_OPTIONS = ("--heads", "--nope", "--v", "--weights", "--type")
+LAYER_OPTIONS = ("--heads", "--nope", "--v", "--weights", "--type", "--small")
 """Options that say of a layer what MODEL says of it."""
 
 

@@ -15,7 +15,7 @@ class Step:
 
     name: str = field(default="", kw_only=True)  # filled in by ``run``
     # "failed" if the fast path must not be used as it is; "no gain" if nothing is wrong and vLLM's own kernels run;
-    # "skipped" if the step could not run here; "unknown" if it ran and could not tell; "cut off" if it had not ended
+    # "skipped" if the step could not run here; "unknown" if it could not tell; "cut off" if it had not ended
     status: Status
     detail: str  # the finding in one line
     lines: tuple[str, ...] = ()  # more lines for the reader

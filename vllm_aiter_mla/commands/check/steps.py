@@ -144,4 +144,5 @@ def why_without_a_shape(plan: Plan | None) -> str:
 
 def ran_on_the_card(ended: Sequence[Step]) -> bool:
     """Return whether a step ran that says something about the card."""
-    return any(step.status != "skipped" for step in ended if step.name in STEPS and STEPS[step.name].is_on_card)
+    ran = ("passed", "failed", "warning", "no gain")
+    return any(step.status in ran for step in ended if step.name in STEPS and STEPS[step.name].is_on_card)

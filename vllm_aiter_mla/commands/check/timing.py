@@ -81,8 +81,8 @@ class Doing:
 def time_kernels(context: Context) -> Step:
     """Time every kernel and rival on this card: of a model its layer, else DeepSeek's at several numbers of heads.
 
-    It fails if a kernel is wrong, or if nothing of ours was timed for the model. With ``tune`` the Triton kernel's
-    tiles are timed, and the fastest are kept for its starts.
+    It fails if a kernel is wrong, or if nothing of ours was timed for the model. What has nothing to be compared with
+    is unknown. With ``tune`` the Triton kernel's tiles are timed, and the fastest are kept for its starts.
     """
     if not context.options.on_a_card:
         return Step("skipped", NO_GPU)
@@ -152,15 +152,19 @@ def _asked(context: Context) -> dict[str, Any]:
 
 
 def _judged(context: Context, record: Measurement) -> Step:
-    """Return how the step ended: it fails if a kernel is wrong, a size raised, or nothing of ours was timed."""
+    """Return how the step ended; see ``time_kernels``. It also fails if a size raised."""
     lines = tuple(
         f"{row.tokens} tokens: " + ", ".join(f"{name} {us:.2f} us" for name, us in sorted(row.us.items()))
         for row in record.rows
     )
     lines += tuple(f"{name}: {why}" for name, why in record.wrong.items())
     ratios = [(row.tokens, row.ratio) for row in record.rows if row.ratio is not None]
-    if record.wrong or record.stopped or (context.plan and not ratios):
+    ours = any(_ours(row.us, row.left_out) for row in record.rows)
+    if record.wrong or record.stopped or (context.plan and not ours):
         return Step("failed", record.stopped or "a kernel is wrong, or none of ours was timed", lines, record)
+    if not ratios:
+        missing = "neither vLLM's kernels nor a stand-in" if ours else "none of ours"
+        return Step("unknown", f"nothing to compare: {missing} was timed", lines, record)
     slower = sorted({tokens for tokens, ratio in ratios if ratio < 1})
     which = f"vLLM or a rival is faster at {slower}" if slower else "one of ours is the fastest at each"
     return Step("passed", f"{len(ratios)} sizes; {which}", lines, record)
@@ -288,10 +292,15 @@ def row_of(
     left_out: Sequence[str] = (),
 ) -> Row:  # fmt: skip
     """Return the figures of one size with their ratio, which is None without one of ours, or vLLM's or a stand-in."""
-    ours = [time for name, time in us.items() if name not in (*RIVALS, *left_out)]
+    ours = _ours(us, left_out)
     theirs = [time for name, time in us.items() if name in RIVALS]
     ratio = min(theirs) / min(ours) if ours and {VLLM, STAND_IN} & us.keys() else None
     return Row(tokens, heads, kind, dict(us), dict(untimed), ratio, tuple(name for name in left_out if name in us))
+
+
+def _ours(us: Mapping[str, float], left_out: Sequence[str]) -> list[float]:
+    """Return the times of the kernels that count as ours."""
+    return [time for name, time in us.items() if name not in (*RIVALS, *left_out)]
 
 
 def shape_of(

@@ -2,7 +2,7 @@
 """The step ``timing`` with ``--tune``: time the tiles of the Triton kernel, and keep the fastest for its starts."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -56,13 +56,19 @@ def tune_shapes(tokens: Sequence[int], shapes: Iterable[LayerShape]) -> tuple[tu
             except Exception as error:  # out of memory for a large size, or Triton is absent
                 stopped = f"{key}: {type(error).__name__}: {error}"
                 break
-            us, ranges = stopwatch.medians(rounds), decision.ranges(rounds, [*tiles.allowed(card().arch)], base)
+            # Below the smallest count the table may have tiles that were not compared: these stay.
+            borders = [tokens for tokens in range(1, counts[0]) if base(tokens) != base(tokens + 1)]
+            points: stopwatch.Rounds = {**{tokens: {} for tokens in borders}, **rounds}
+            us, ranges = stopwatch.medians(rounds), decision.ranges(points, [*tiles.allowed(card().arch)], base)
             path = keep(replace(record, chosen={key: ranges}, us={key: us}))
             if not record.chosen:
                 process.tell(f"kept in {path}; the next start checks these tiles and names them in its status line")
             record = replace(record, chosen=record.chosen | {key: ranges}, us=record.us | {key: us})
             process.tell(f"{key}:")
             for first, last, label in ranges:
+                if last not in us:
+                    process.tell(f"  {first}..{last} tokens  {label}: not timed, the table's")
+                    continue
                 table = base(last)
                 beaten = f"; the table's {table} {us[last][table]:.2f}" if label != table else ", the table's"
                 process.tell(f"  {first}..{last} tokens  {label}: {us[last][label]:.2f} us{beaten}")
@@ -99,10 +105,21 @@ def timed(shape: LayerShape, key: str, counts: Sequence[int], wrong: list[str]) 
     return stopwatch.time_shape(able, shape, synthetic_inputs(shape).weight, counts, stopwatch.Budget(float("inf")))
 
 
-def spliced(new: stopwatch.Ranges, old: stopwatch.Ranges) -> stopwatch.Ranges:
-    """Return the new ranges, and beyond their end the old ones."""
-    end = new[-1][1]
-    return (*new, *((max(first, end + 1), last, label) for first, last, label in old if last > end))
+def spliced(
+    new: stopwatch.Ranges, timed: Collection[int], old: stopwatch.Ranges, before: Collection[int]
+) -> stopwatch.Ranges:
+    """Return the old ranges with the new tile at each count that was ``timed``, and beyond their end the new ones.
+
+    A count decides down to the next one that was timed now or ``before``.
+    """
+    end = old[-1][1] if old else 0
+
+    def tile_at(tokens: int) -> str:
+        ranges = old if tokens not in timed and tokens <= end else new
+        return next(label for _, last, label in ranges if tokens <= last)
+
+    points = {*timed, *before, *(last for _, last, _ in (*old, *new))}
+    return decision.ranges({tokens: {} for tokens in points}, (), tile_at)
 
 
 def keep(record: tuning.TunedTiles) -> Path:
@@ -115,7 +132,10 @@ def keep(record: tuning.TunedTiles) -> Path:
     path = tuning.path_of(folder, record.card, record.triton)
     with suppress(OSError, ValueError):  # none, or one that start-up leaves out as well
         old = files.read(tuning.TunedTiles, path)
-        chosen = {key: spliced(ranges, old.chosen.get(key, ())) for key, ranges in record.chosen.items()}
+        chosen = {
+            key: spliced(ranges, record.us[key], old.chosen.get(key, ()), old.us.get(key, ()))
+            for key, ranges in record.chosen.items()
+        }
         us = {key: old.us.get(key, {}) | by_tokens for key, by_tokens in record.us.items()}
         record = replace(record, chosen=old.chosen | chosen, us=old.us | us)
     folder.mkdir(parents=True, exist_ok=True)

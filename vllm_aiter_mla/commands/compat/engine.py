@@ -167,15 +167,23 @@ def _prefill(engine: Any, texts: Sequence[list[int]], **asked: Any) -> list[Any]
 
 @contextmanager
 def decoding(engine: Any, requests: Sequence[Request]) -> Iterator[None]:
-    """Let these requests decode during a block, for at most ``MOST_DECODED`` tokens each; then end them."""
+    """Let these requests decode during a block, for at most ``MOST_DECODED`` tokens each; then end them.
+
+    The block begins once as many as run at once have their first tokens, so that steps in it have no prefill rows. If
+    one ends before that, the budget of tokens holds no such step, and the block begins then.
+    """
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=MOST_DECODED, ignore_eos=True, detokenize=False)
     names = [f"decoding-{request_id}" for request_id, *_ in requests]
     for name, (_, prompt, *_) in zip(names, requests, strict=True):
         engine.add_request(name, {"prompt_token_ids": prompt}, params)
-    for _ in range(4 * bool(names)):  # prefill, then decode steps only
-        engine.step()
+    at_once = min(len(names), engine.vllm_config.scheduler_config.max_num_seqs)
+    begun, ended = set[str](), False
+    while len(begun) < at_once and not ended:  # a small budget spreads the prompts over many steps
+        for output in engine.step():
+            begun.add(output.request_id)
+            ended |= output.finished
     yield
     engine.abort_request(names)
     while engine.has_unfinished_requests():

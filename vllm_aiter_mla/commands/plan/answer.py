@@ -214,7 +214,8 @@ def _led_to(error: BaseException, kinds: tuple[type[BaseException], ...]) -> Ite
     """Yield the errors of ``kinds`` that led to this one."""
     if isinstance(error, kinds):
         yield error
-    inner = [finding.get("ctx", {}).get("error") for finding in getattr(error, "errors", list)()]
+    findings = getattr(error, "errors", None)
+    inner = [finding.get("ctx", {}).get("error") for finding in findings()] if callable(findings) else []  # pydantic's
     for earlier in (error.__cause__, error.__context__, *inner):
         if isinstance(earlier, BaseException):
             yield from _led_to(earlier, kinds)
