@@ -714,6 +714,15 @@ def test_gauge_tells_engines_apart_and_ignores_other_servers(gauge, monkeypatch)
     assert gauge() == first | {labels("engaged", "1"): 2, labels("skipped", "1"): 0}
 
 
+def test_gauge_of_an_engine_that_has_ended_has_no_sample(gauge, tmp_path):
+    """A script shut it down and lives on."""
+    engage_all()
+    after_warm_up()
+    assert gauge() == {labels("engaged"): 2, labels("skipped"): 0}
+    locks.release(tmp_path / f"lock-{the_status().path.stem}-{the_status().writer}")
+    assert gauge() == {}
+
+
 def test_gauge_of_a_skipped_engine_counts_all_its_layers(gauge, tmp_path):
     status_files.write(tmp_path, replace(record_of_skipped_engine("dcp", "why", (0, 1, 2), "fp8"), model_name="m"))
     assert gauge() == {labels("engaged"): 0, labels("skipped"): 3}

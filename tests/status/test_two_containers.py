@@ -145,7 +145,7 @@ def is_told_until_it_ends(worker, server, tmp_path, seconds=LONG_S):
     server(B).does("front_end", "write")
     assert files_in(tmp_path) == BOTH, "another server removes the file of an engine that runs"
     os.kill(worker, signal.SIGKILL)
-    told = happened(lambda: "the server has ended" in status_of(A)[0], seconds)
+    told = happened(lambda: "the engine has ended" in status_of(A)[0], seconds)
     assert told, f"its end is not told: {status_of(A)}"
 
 

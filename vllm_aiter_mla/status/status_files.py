@@ -83,7 +83,7 @@ def _remove_ended(folder: Path, host: str) -> None:
     for path in folder.glob("status-*-*.json"):
         with suppress(Exception):  # another program's file, or one that is being written: leave it
             known = files.read(RankStatus, path)
-            ended = front_end_lives(folder, known.run) is False and engine_lives(folder, [known]) is False
+            ended = locks.is_held(_lock_of_run(folder, known.run)) is False and engine_lives(folder, [known]) is False
             if known.evidence.host == host and ended:
                 path.unlink(missing_ok=True)
     for lock in folder.glob(f"{LOCK}{host_id()}-*"):
@@ -110,9 +110,19 @@ def read_all(folder: Path, run: str, bad: Callable[[str], None]) -> list[RankSta
     return records
 
 
-def front_end_lives(folder: Path, run: str) -> bool | None:
-    """Return whether the front end of a run still lives; None if that cannot be told."""
-    return locks.is_held(_lock_of_run(folder, run))
+def serves(folder: Path, ranks: Sequence[RankStatus]) -> bool | None:
+    """Return whether an engine and its front end live; None if that cannot be told.
+
+    A script may shut its engine down and live on. An engine of which another machine has a rank (Ray) lives as long as
+    its front end: the lock of that rank may mean nothing here.
+
+    Args:
+        folder: where the plugin keeps its files.
+        ranks: the records of the engine, at least one.
+    """
+    front_end = locks.is_held(_lock_of_run(folder, ranks[0].run))
+    here = all(record.evidence.host == socket.gethostname() for record in ranks)
+    return engine_lives(folder, ranks) if front_end and here else front_end
 
 
 def engine_lives(folder: Path, ranks: Sequence[RankStatus]) -> bool | None:
