@@ -30,6 +30,7 @@ from vllm_aiter_mla.engine import Engine
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.status import engine_status, line, status_files
 from vllm_aiter_mla.status import gauge as metric
+from vllm_aiter_mla.status import record as record_module
 from vllm_aiter_mla.status.engine_status import EngineStatus
 from vllm_aiter_mla.status.line import status_line
 from vllm_aiter_mla.status.record import (
@@ -85,11 +86,11 @@ def the_status():
     return engine.engine.status
 
 
-def after_warm_up(*, strict=False, rank=0, key="k" * 64, capture_sizes=(), index=0):
+def after_warm_up(*, strict=False, rank=0, key="k" * 64, capture_sizes=(), index=0, model="m"):
     """The engine's moment after a warm-up whose decode step ran nothing."""
     config = engine.vllm_config
     config.compute_hash, config.compilation_config.cudagraph_capture_sizes = lambda: key, capture_sizes
-    config.model_config.served_model_name = "m"
+    config.model_config.served_model_name = model
     config.parallel_config = SimpleNamespace(data_parallel_index=index, data_parallel_rank=0)
     engine.engine.strict = strict
     with patch.object(Engine, "_run_once", lambda self: None), patch.object(Worker, "rank", rank):
@@ -287,17 +288,41 @@ def test_mutation_a_failure_that_is_kept_for_later_starts_is_caught(tmp_path, mo
         keeps_what_graphs_left_out(tmp_path)
 
 
-def test_ranks_that_a_larger_engine_left_behind_are_no_part_of_the_next(said, tmp_path, monkeypatch):
-    """A script that tries tensor-parallel sizes, one after the other in one process."""
-    for ranks in (2, 1):
+def leaves_no_rank_behind(tmp_path, monkeypatch, first):
+    """A script tries tensor-parallel sizes or models, one after the other in one process."""
+    for ranks, model in ((2, first), (1, "m")):
         monkeypatch.setattr(engines.ranks, "exchange", lambda mine, ranks=ranks: (0, [mine] * ranks))
         for rank in range(ranks):
             another_engine()
             engage_all()
-            after_warm_up(rank=rank)
+            after_warm_up(rank=rank, model=model)
     assert len(list(tmp_path.glob("status-*.json"))) == 2
-    (found,) = group_by_engine(status_files.read_all(tmp_path, "*", pytest.fail)).values()
-    assert [(record.rank, record.ranks) for record in found] == [(0, 1)]
+    found = group_by_engine(status_files.read_all(tmp_path, "*", pytest.fail))
+    ranks = [(model, one.rank, one.ranks) for (_, model, _), of_it in found.items() for one in of_it]
+    assert ranks == [("m", 0, 1)], "a rank is left behind"
+
+
+@pytest.mark.parametrize("first", ["m", "a", "z"])
+def test_ranks_that_a_larger_engine_left_behind_are_no_part_of_the_next(said, tmp_path, monkeypatch, first):
+    leaves_no_rank_behind(tmp_path, monkeypatch, first)
+
+
+@pytest.mark.mutation
+def test_mutation_ranks_that_another_model_left_behind_are_caught(said, tmp_path, monkeypatch):
+    monkeypatch.setattr(record_module, "_are_of_one_engine", lambda first, other: True)
+    with pytest.raises(AssertionError, match="a rank is left behind"):
+        leaves_no_rank_behind(tmp_path, monkeypatch, "a")
+
+
+def test_a_rank_of_another_model_is_no_part_of_an_engine_of_the_same_size(said, tmp_path, monkeypatch):
+    """The next engine has written its first rank, and not yet its second."""
+    monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [mine] * 2))
+    for rank, model in ((0, "a"), (1, "a"), (0, "b")):
+        another_engine()
+        engage_all()
+        after_warm_up(rank=rank, model=model)
+    ((name, found),) = group_by_engine(status_files.read_all(tmp_path, "*", pytest.fail)).items()
+    assert (name[1], [record.rank for record in found]) == ("b", [0])
 
 
 def test_ranks_of_an_engine_before_one_that_is_skipped_whole_are_no_part_of_it(said, tmp_path, monkeypatch):

@@ -129,20 +129,25 @@ def add_silent(ranks: Sequence[RankStatus]) -> list[RankStatus | None]:
 def group_by_engine(records: Iterable[RankStatus]) -> dict[tuple[str, str, str], list[RankStatus]]:
     """Return the records of the ranks of each engine, by (run, model name, engine); both in the order of their numbers.
 
-    Ranks that a larger engine has left behind, which the same process had before, are not among them.
+    Files are named by run, engine and rank. Ranks that an earlier engine of the run has left behind are not among them:
+    it was larger, or had another model.
     """
-    found: dict[tuple[str, str, str], list[RankStatus]] = {}
+    found: dict[tuple[str, str], list[RankStatus]] = {}
     for record in sorted(records, key=_in_order):
-        found.setdefault((record.run, record.model_name or "", record.engine or "0"), []).append(record)
+        found.setdefault((record.run, record.engine or "0"), []).append(record)
     return {
-        name: [one for one in ranks if not ranks[0].ranks or one.rank < ranks[0].rank + ranks[0].ranks]
-        for name, ranks in found.items()
+        (run, ranks[0].model_name or "", engine): [one for one in ranks if _are_of_one_engine(ranks[0], one)]
+        for (run, engine), ranks in found.items()
     }
 
 
-def _in_order(record: RankStatus) -> tuple[str, str, int, str, int]:
+def _are_of_one_engine(first: RankStatus, other: RankStatus) -> bool:
+    return other.model_name == first.model_name and (not first.ranks or other.rank < first.rank + first.ranks)
+
+
+def _in_order(record: RankStatus) -> tuple[str, int, str, int]:
     engine = record.engine or "0"
-    return record.run, record.model_name or "", len(engine), engine, record.rank  # "2" comes before "10"
+    return record.run, len(engine), engine, record.rank  # "2" comes before "10"
 
 
 def record_of_skipped_engine(code: str, message: str, layers: Sequence[int], kv_cache_dtype: str) -> RankStatus:
