@@ -523,7 +523,7 @@ def test_counts_every_graph_of_a_range(said):
     assert the_status().compiled == {"1-16": {"matched": 4, "skipped": 1}}
 
 
-def test_files_of_this_machines_ended_servers_are_removed(said, tmp_path, monkeypatch):
+def ended_servers_leave_no_files(tmp_path, monkeypatch):
     def left_by(run, host=None):
         with monkeypatch.context() as patching:
             if host:
@@ -533,19 +533,49 @@ def test_files_of_this_machines_ended_servers_are_removed(said, tmp_path, monkey
         files.write(path, record)
         return path
 
-    gone = [left_by("1-a"), left_by(f"{os.getpid()}-before"), left_by("..")]
-    stays = [left_by("2-a", host="another"), left_by("3-a"), tmp_path / "status-1-1-1.json"]
+    def of_another_version(path):
+        data = json.loads(path.read_text())
+        data["evidence"]["schema_version"] += 1
+        del data["run"]
+        files.write(path, data)
+        return path
+
+    gone = [left_by("1-a"), left_by(f"{os.getpid()}-before"), left_by(".."), of_another_version(left_by("4-a"))]
+    stays = [
+        left_by("2-a", host="another"),
+        of_another_version(left_by("2-b", host="another")),
+        left_by("3-a"),
+        of_another_version(left_by("5-a")),
+        of_another_version(left_by("6-a")),
+        tmp_path / "status-1-1-1.json",
+    ]
     (tmp_path / "lock-status-3-a").symlink_to("nowhere")  # nobody can tell
+    living = ["lock-status-5-a", "lock-status-6-a-0-0-w"]  # a front end, and an engine that outlives its own
+    for name in living:
+        locks.hold(tmp_path / name)
     other = tmp_path / "lock-status-0a1b2c3d-4-a"  # of another machine, where a lock may mean nothing here
     ended = tmp_path / f"lock-status-{status_files.host_id()}-5-a"
     other.touch()
     ended.touch()
     stays[-1].write_text("half a fi")
     after_warm_up()
-    assert [path.exists() for path in (*gone, *stays)] == [False, False, False, True, True, True]
-    locks = {path.name for path in tmp_path.glob("lock-*")}
+    assert [path.name for path in gone if path.exists()] == [], "a file of an ended server stays"
+    assert [path.name for path in stays if not path.exists()] == []
+    found = {path.name for path in tmp_path.glob("lock-*")}
     mine = f"lock-status-{os.environ[status_files.RUN]}"
-    assert locks == {mine, f"{mine}-0-0-{the_status().writer}", "lock-status-3-a", other.name}
+    assert found == {mine, f"{mine}-0-0-{the_status().writer}", "lock-status-3-a", other.name, *living}
+
+
+def test_files_of_this_machines_ended_servers_are_removed_also_those_of_another_version(said, tmp_path, monkeypatch):
+    ended_servers_leave_no_files(tmp_path, monkeypatch)
+
+
+@pytest.mark.mutation
+def test_mutation_a_file_of_another_version_that_stays_for_ever_is_caught(said, tmp_path, monkeypatch):
+    load = files.load
+    monkeypatch.setattr(files, "load", lambda path: files.plain(files.parse(RankStatus, path, load(path))))
+    with pytest.raises(AssertionError, match=r"ended server stays\nassert \['status-4-a-0-0\.json'\] == "):
+        ended_servers_leave_no_files(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("error", [PermissionError("read-only"), OSError("No space left on device")])

@@ -78,17 +78,24 @@ def write(folder: Path, record: RankStatus) -> tuple[Path, RankStatus]:
 def _remove_ended(folder: Path, host: str) -> None:
     """Remove status files and locks of servers of this machine that have ended.
 
-    A lock may mean nothing to another machine that shares the folder, so its files stay.
+    A lock may mean nothing to another machine that shares the folder, so its files stay. A file of another version
+    goes too: its name tells its run.
     """
     for path in folder.glob("status-*-*.json"):
         with suppress(Exception):  # another program's file, or one that is being written: leave it
-            known = files.read(RankStatus, path)
-            ended = locks.is_held(_lock_of_run(folder, known.run)) is False and engine_lives(folder, [known]) is False
-            if known.evidence.host == host and ended:
+            data = files.load(path)
+            is_mine = files.stamp_in(data)[0] == "status" and data[files.KEY]["host"] == host
+            if is_mine and _has_ended(folder, run=path.stem.removeprefix("status-").rsplit("-", 2)[0]):
                 path.unlink(missing_ok=True)
     for lock in folder.glob(f"{LOCK}{host_id()}-*"):
         with suppress(Exception):
             locks.is_held(lock, remove=True)
+
+
+def _has_ended(folder: Path, run: str) -> bool:
+    """Return whether neither the front end of a run nor any of its engines lives."""
+    of_run = [lock for lock in folder.glob(f"{LOCK}*") if f"{lock.name}-".startswith(f"{LOCK}{run}-")]
+    return all(locks.is_held(lock) is False for lock in of_run)
 
 
 def read_all(folder: Path, run: str, bad: Callable[[str], None]) -> list[RankStatus]:
