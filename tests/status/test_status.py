@@ -503,6 +503,41 @@ def test_mutation_a_status_line_that_is_not_the_last_one_is_caught(said, monkeyp
         is_last_whatever_a_file_costs(said, monkeypatch, strict=False)
 
 
+def only_a_front_end_or_another_machine_holds_the_run(tmp_path, monkeypatch):
+    """A worker of Ray's on another machine has a folder of its own, where no front end is."""
+    held = {}
+    for machine in (status_files.host_id(), "0a1b2c3d"):
+        monkeypatch.setenv(status_files.RUN, f"{machine}-1-a")
+        another_engine()
+        engage_all()
+        after_warm_up()
+        held[machine] = locks.is_held(tmp_path / f"lock-status-{machine}-1-a")
+    assert [*held.values()] == [False, True]
+
+
+def test_a_worker_holds_the_lock_of_its_run_only_away_from_its_front_end(said, tmp_path, monkeypatch):
+    only_a_front_end_or_another_machine_holds_the_run(tmp_path, monkeypatch)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    ("joins", "held"), [(True, r"\[True, True\]"), (False, r"\[False, False\]")], ids=["every worker", "no worker"]
+)
+def test_mutation_a_worker_that_takes_or_leaves_the_wrong_lock_is_caught(said, tmp_path, monkeypatch, joins, held):
+    write, join = status_files.write, status_files.join_run
+
+    def plant(folder, record):
+        if joins:
+            join(folder)
+        return write(folder, record)
+
+    monkeypatch.setattr(status_files, "write", plant)
+    if not joins:
+        monkeypatch.setattr(status_files, "join_run", lambda folder: status_files.start_run())
+    with pytest.raises(AssertionError, match=held):
+        only_a_front_end_or_another_machine_holds_the_run(tmp_path, monkeypatch)
+
+
 def test_files_are_never_seen_half_written(said, tmp_path, monkeypatch):
     skip(LAYERS[0], "no_rope", "why")
     compiled()

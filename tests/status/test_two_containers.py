@@ -166,6 +166,16 @@ def test_mutation_two_containers_an_engine_of_which_the_locks_say_nothing_is_cau
         is_told_until_it_ends(outlived, server, tmp_path, seconds=0.1)
 
 
+def test_two_containers_a_worker_that_writes_after_its_front_end_was_killed_takes_no_place_of_it(server):
+    """The front end is killed while the model loads."""
+    front, worker = server(A), server(A)
+    front.does("front_end")
+    front.dies()
+    worker.does("write")
+    line, code = status_of(A)
+    assert ("front end has ended" in line, "engaged" in line, code) == (True, False, 1)
+
+
 def second_engine_is_told(server):
     """Two engines of a run have one status file. The second one wrote it, and outlives the first and the front end."""
     front = server(A)

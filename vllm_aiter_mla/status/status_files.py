@@ -37,8 +37,8 @@ def host_id() -> str:
 def join_run(folder: Path) -> str:
     """Return the name of this server's run; hold its lock to the end of this process, unless another process does.
 
-    The front end comes first, so the lock lives as long as it does. Workers of another machine (Ray) have a folder of
-    their own, where the first of them holds it.
+    For the front end, which comes first, and for workers of another machine (Ray): they have a folder of their own,
+    where the first of them holds the lock.
 
     Args:
         folder: where the plugin keeps its files; made if it is missing.
@@ -65,7 +65,11 @@ def write(folder: Path, record: RankStatus) -> tuple[Path, RankStatus]:
     Raises:
         OSError: it cannot be written.
     """
-    record = replace(record, run=join_run(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    record = replace(record, run=start_run())
+    # A worker on its front end's machine leaves the lock: a free one says that the front end has ended.
+    if not record.run.startswith(f"{host_id()}-"):
+        join_run(folder)
     path = folder / f"{_name_of(record)}.json"
     # No other process has an engine of this ``writer``. An engine that is skipped as a whole has none: each process
     # of the run that reads its config writes the same record, and the lock of one of them is enough.
