@@ -18,9 +18,10 @@ NOTHING = Outcome()
 DRAFT = Outcome(would_run=("aiter",))
 
 
-def status_of(**layers):
-    """The status of an engine whose line was said."""
+def status_of(kept=(), /, **layers):
+    """The status of an engine whose line was said; ``kept`` are reasons of an earlier start."""
     status = EngineStatus()
+    status.add_kept(dict(kept))
     status.set_record(status.record_of(layers, 512, "fp8", 0, "passes", "cpu"))
     return status
 
@@ -57,10 +58,40 @@ def test_a_layer_of_a_draft_stays_engaged_by_the_kernel_of_a_layer_that_the_corr
 
 
 def test_a_reason_that_only_a_graph_of_an_earlier_start_knew_still_holds():
-    status = status_of(a=NOTHING, b=RAN)
-    status.set_record(replace(status.record, skipped={"a": ROPE}))
+    status = status_of({"a": ROPE}, a=NOTHING, b=RAN)
     assert after(status, a=NOTHING) == ({}, [], {"b": "aiter"}, {"a": ROPE})
     assert after(status, new=NOTHING) == ({}, [], {"b": "aiter"}, {"a": ROPE, "new": NOT_RUN})
+
+
+def a_reason_ends_with_the_outcome_that_had_it(kept, then):
+    """First weights for which nothing is decided, then such as cannot be served, then others: three loads."""
+    status, told = status_of(kept, a=NOTHING, b=RAN), []
+    for outcome in (FELL, NOTHING):
+        told.append(after(status, a=outcome)[3])
+    assert told == [{"a": WINDOW}, {"a": then}], "a reason outlives its outcome"
+
+
+REASONS = {"nothing kept": ({}, NOT_RUN), "a kept one": ({"a": ROPE}, ROPE)}
+
+
+@pytest.mark.parametrize(("kept", "then"), REASONS.values(), ids=REASONS)
+def test_a_reason_that_was_decided_here_ends_with_the_outcome_that_had_it(kept, then):
+    a_reason_ends_with_the_outcome_that_had_it(kept, then)
+
+
+def test_a_reason_that_the_line_has_said_ends_with_its_outcome_too():
+    assert after(status_of(a=FELL, b=RAN), a=NOTHING) == ({}, [], {"b": "aiter"}, {"a": NOT_RUN})
+
+
+@pytest.mark.mutation("I8")
+def test_mutation_a_decided_reason_that_is_taken_for_a_kept_one_is_caught(monkeypatch):
+    def left(status, layers, engaged):
+        before = status.record.skipped if status.record else status.kept
+        return {n: one.skip or before.get(n, NOT_RUN) for n, one in layers.items() if n not in engaged}
+
+    monkeypatch.setattr(EngineStatus, "_left", left)
+    with pytest.raises(AssertionError, match="a reason outlives its outcome"):
+        a_reason_ends_with_the_outcome_that_had_it(*REASONS["nothing kept"])
 
 
 def test_what_is_decided_changes_for_the_layers_of_the_correction():

@@ -48,6 +48,8 @@ class EngineStatus:
     tuned: dict[str, str] = field(default_factory=dict)  # layer shape in words to its tuned tiles by tokens
     # Kernels that the user named although they turn an fp8 overflow into NaN
     overflows: set[str] = field(default_factory=set)
+    # Why graphs that an earlier start compiled leave layers out; it holds while a layer has no reason of its own
+    kept: dict[str, Reason] = field(default_factory=dict)
     record: RankStatus | None = None  # what the status line said, corrected since; None before
     path: Path | None = None  # of the status file; None until it is written
     writer: str = field(default_factory=partial(secrets.token_hex, 4))  # tells its file from that of another engine
@@ -71,6 +73,10 @@ class EngineStatus:
     def add_overflow(self, kernel: str) -> None:
         """Note a kernel that may run although it turns an fp8 overflow into NaN."""
         self.overflows.add(kernel)
+
+    def add_kept(self, kept: Mapping[str, Reason]) -> None:
+        """Note why graphs that an earlier start compiled leave layers out."""
+        self.kept.update(kept)
 
     # The record.
 
@@ -100,7 +106,7 @@ class EngineStatus:
             card=card,
             total=len(layers),
             engaged=engaged,
-            skipped={name: layer.skip or NOT_RUN for name, layer in layers.items() if name not in engaged},
+            skipped=self._left(layers, engaged),
             compiled={compile_range: dict(counts) for compile_range, counts in self.compiled.items()},
             measured=tuple(self.measured),
             overflows=(),
@@ -109,6 +115,12 @@ class EngineStatus:
             decided=_decided(layers),
         )
         return self._with_kernels(record)
+
+    def _left(self, layers: Mapping[str, Outcome], engaged: Collection[str]) -> dict[str, Reason]:
+        """Return the layers that are left to vLLM, with the reason."""
+        return {
+            name: layer.skip or self.kept.get(name, NOT_RUN) for name, layer in layers.items() if name not in engaged
+        }
 
     def _with_kernels(self, record: RankStatus) -> RankStatus:
         """Return the record with what holds for the kernels that run some layer."""
@@ -142,10 +154,7 @@ class EngineStatus:
         if before is None:
             return {}, []
         now = _engaged(layers, {*before.engaged.values(), *(layer.ran for layer in layers.values())})
-        # A reason that only a file knew, as of a graph that an earlier start compiled, still holds.
-        left = {
-            name: layer.skip or before.skipped.get(name, NOT_RUN) for name, layer in layers.items() if name not in now
-        }
+        left = self._left(layers, now)
         engaged = {name: kernel for name, kernel in before.engaged.items() if name not in layers} | now
         skipped = {name: why for name, why in before.skipped.items() if name not in layers} | left
         others = ((one, tuple(name for name in one.layers if name not in layers)) for one in before.decided)
