@@ -670,9 +670,17 @@ PART = "MLA layers engaged on 1 of 2 ranks (aiter, fp8 KV, decode limit 512)"
          f"3/4 {WHOLE}; 1 skipped: dtype: x"),
         (engage_all, [other((), WRONG)], logging.WARNING,
          f"2/2 {PART}; rank 1 fell back: kernel_shape: wrong -> {REMEDIES['kernel_shape']}"),
+        (engage_all, [other((), {"c": ("dtype", "x"), "d": ("dtype", "x")})], logging.WARNING,
+         f"2/4 {PART}; rank 1 fell back: dtype: x; 2 skipped: dtype: x"),
+        (engage_all, [other()], logging.INFO, f"2/2 {WHOLE}"),
+        (lambda: None, [other((), {"c": NOT_RUN})], logging.WARNING,
+         f"0/3: {': '.join(NOT_RUN)} -> {REMEDIES['not_run']}"),
         (engage_all, [None], logging.WARNING, f"2/2 {PART}; 1 without a status"),
     ],
-    ids=["all", "some", "none", "tensor parallel", "pipeline", "one fell back", "one is silent"],
+    ids=[
+        "all", "some", "none", "tensor parallel", "pipeline", "one fell back", "a stage engages nothing",
+        "a stage has no MLA layer", "no stage engages any", "one is silent",
+    ],
 )  # fmt: skip
 def test_i8_the_line_says_once_what_engaged_on_all_ranks_and_the_first_reason(
     said, monkeypatch, before, others, level, line
@@ -865,6 +873,34 @@ def test_metrics_tell_ranks_that_fell_back_and_ranks_without_a_status(gauge, mon
         after_warm_up(rank=rank)
     found = gauge("aiter_mla_ranks")
     assert found == {f'{OF_ENGINE},state="{state}"': 1 for state in ("agreeing", "fell_back", "silent")}
+
+
+def stages(gauge, monkeypatch):
+    """A pipeline whose second stage engages none of its layers."""
+    monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [mine, mine]))
+    for rank, (engage, names) in enumerate(((engage_all, LAYERS), (lambda: None, ("c", "d")))):
+        another_engine(names)
+        engage()
+        after_warm_up(rank=rank)
+    ranks = {name.split('"')[-2]: count for name, count in gauge("aiter_mla_ranks").items()}
+    assert ranks == {"agreeing": 1, "fell_back": 1, "silent": 0}, "the stage counts as the others"
+
+
+def test_metrics_tell_a_stage_that_engages_nothing(gauge, monkeypatch):
+    stages(gauge, monkeypatch)
+
+
+@pytest.mark.mutation("I8")
+def test_mutation_a_stage_that_engages_nothing_and_agrees_is_caught(gauge, monkeypatch):
+    def plant(ranks):
+        found = merge_ranks(ranks)
+        layers = {rank.rank: rank.skipped.keys() for rank in ranks}
+        shared = {rank: why for rank, why in found.fell_back.items() if layers[rank] & found.record.engaged.keys()}
+        return replace(found, fell_back=shared)
+
+    monkeypatch.setattr(metric, "merge_ranks", plant)
+    with pytest.raises(AssertionError, match="the stage counts as the others"):
+        stages(gauge, monkeypatch)
 
 
 @pytest.mark.parametrize(("reason", "told"), [("aborted_before: a start ended", 1), ("it comes later", 0)])

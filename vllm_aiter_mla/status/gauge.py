@@ -46,7 +46,7 @@ METRICS: Mapping[str, Metric] = {
     ),
     "aiter_mla_kernel_layers": Metric("Engaged MLA layers by kernel and batch size in tokens.", ("kernel", "tokens")),
     "aiter_mla_ranks": Metric(
-        "Ranks: like the others (agreeing), skips a layer that another engages (fell_back), has no file (silent).",
+        "Ranks: agreeing, fell_back (skips a layer that another engages, or all its own), silent (has no file).",
         ("state",),
     ),
     "aiter_mla_aborted_before": Metric("1 if an earlier start ended in this kernel's first call.", ("kernel",)),

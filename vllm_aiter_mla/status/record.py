@@ -88,7 +88,7 @@ class EngineRecord:
 
     record: RankStatus  # the first rank's, with the layers of all
     ranks: int
-    fell_back: dict[int, Reason]  # ranks that skip a layer which another rank engages, with the reason
+    fell_back: dict[int, Reason]  # with the reason; see ``merge_ranks``
     silent: int  # ranks without a record
 
     @property
@@ -100,8 +100,9 @@ class EngineRecord:
 def merge_ranks(ranks: Sequence[RankStatus | None]) -> EngineRecord:
     """Return the records of all ranks of an engine as one.
 
-    A layer counts as engaged if a rank runs it on one of our kernels. A rank that skips a layer which another rank
-    engages has fallen back, and one without a record is silent; both are named.
+    A layer counts as engaged if a rank runs it on one of our kernels. A rank has fallen back if it skips a layer which
+    another rank engages, or all of its layers while another rank engages some, as a stage of a pipeline may. One
+    without a record is silent. Both are named.
 
     Args:
         ranks: their records; None of a rank that has failed, or has its file elsewhere. At least one is known.
@@ -109,7 +110,12 @@ def merge_ranks(ranks: Sequence[RankStatus | None]) -> EngineRecord:
     known = [record for record in ranks if record is not None]
     engaged = {layer: kernel for record in known for layer, kernel in record.engaged.items()}
     skipped = {layer: why for record in known for layer, why in record.skipped.items()}
-    fell_back = {record.rank: why for record in known for layer, why in record.skipped.items() if layer in engaged}
+    fell_back = {
+        record.rank: why
+        for record in known
+        for layer, why in record.skipped.items()
+        if layer in engaged or (engaged and not record.engaged)
+    }
     left = {layer: why for layer, why in skipped.items() if layer not in engaged}
     record = replace(
         known[0], total=len((engaged | skipped).keys() - {WHOLE_ENGINE}), engaged=engaged, skipped=left,
