@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.planted import raising
 from tests.support.statuses import wait_for_the_file
-from vllm_aiter_mla import files
-from vllm_aiter_mla.status import engine_status
+from vllm_aiter_mla import files, locks
+from vllm_aiter_mla.status import engine_status, status_files
 from vllm_aiter_mla.status.engine_status import EngineStatus, Outcome
 from vllm_aiter_mla.status.record import NOT_RUN, Decided, RankStatus
 
@@ -16,6 +17,12 @@ RAN = Outcome(ran="aiter", decided=(KERNELS, ()))
 FELL = Outcome(skip=WINDOW, decided=((), (("aiter", "why"),)))
 NOTHING = Outcome()
 DRAFT = Outcome(would_run=("aiter",))
+
+
+@pytest.fixture(autouse=True)
+def run(monkeypatch):
+    """A run of this test's own."""
+    monkeypatch.setenv(status_files.RUN, "1-a")
 
 
 def status_of(kept=(), /, **layers):
@@ -129,14 +136,48 @@ def test_mutation_a_correction_of_the_layers_only_is_caught(monkeypatch):
 
 @pytest.mark.parametrize("found", ["mine", "missing", "no JSON", "another engine's"])
 def test_the_file_is_written_again_unless_it_is_another_engines(tmp_path, monkeypatch, found):
-    status, path = status_of(a=RAN), tmp_path / "status.json"
-    status.path = path
-    if found == "no JSON":
+    status = status_of(a=RAN)
+    status.write(tmp_path)
+    path = status.path
+    if found == "missing":
+        path.unlink()
+    elif found == "no JSON":
         path.write_text("{")
-    elif found != "missing":
+    else:
         files.write(path, replace(status.record, writer=found if found != "mine" else status.writer))
     monkeypatch.setattr(engine_status, "REWRITE_S", 0.0)
     status.update({"a": FELL})
     wait_for_the_file()
     told = files.read(RankStatus, path).skipped
     assert told == ({} if found == "another engine's" else {"a": WINDOW})
+
+
+def is_tried_again(folder, monkeypatch):
+    """The disk is full when the line is said, and has room when a layer fails."""
+    monkeypatch.setattr(engine_status, "REWRITE_S", 0.0)
+    status = status_of(a=RAN)
+    with monkeypatch.context() as patching:
+        patching.setattr(locks, "hold", raising(OSError("No space left on device")))
+        with pytest.raises(OSError, match="No space left"):
+            status.write(folder)
+    status.update({"a": FELL})
+    wait_for_the_file()
+    assert [one.skipped for one in status_files.read_all(folder, "1-a", pytest.fail)] == [{"a": WINDOW}], "no file"
+    assert status_files.serves(folder, [status.record]), "its locks are not held"
+
+
+def test_a_first_write_that_failed_is_tried_again_at_the_next_correction(tmp_path, monkeypatch):
+    is_tried_again(tmp_path, monkeypatch)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("plant", ["no file", "its locks are not held"])
+def test_mutation_a_first_write_that_is_not_made_up_for_is_caught(tmp_path, monkeypatch, plant):
+    def without_locks(status):
+        status._timer = None
+        files.write(status.path, status.record)
+
+    writes_again = (lambda status: None) if plant == "no file" else without_locks
+    monkeypatch.setattr(EngineStatus, "_write_again", writes_again)
+    with pytest.raises(AssertionError, match=plant):
+        is_tried_again(tmp_path, monkeypatch)

@@ -51,7 +51,7 @@ class EngineStatus:
     # Why graphs that an earlier start compiled leave layers out; it holds while a layer has no reason of its own
     kept: dict[str, Reason] = field(default_factory=dict)
     record: RankStatus | None = None  # what the status line said, corrected since; None before
-    path: Path | None = None  # of the status file; None until it is written
+    path: Path | None = None  # of the status file; None before ``write``
     writer: str = field(default_factory=partial(secrets.token_hex, 4))  # tells its file from that of another engine
     _timer: Timer | None = None  # until the file is written again
     _writing: Any = field(default_factory=Lock)  # held while the file is written: the last record is written last
@@ -130,17 +130,18 @@ class EngineStatus:
 
     def set_record(self, record: RankStatus) -> None:
         """Take the record that the status line tells; ``update`` corrects it from now on, with or without a file."""
-        self.record = replace(record, writer=self.writer)
+        self.record = replace(record, run=status_files.start_run(), writer=self.writer)
 
     def write(self, folder: Path) -> None:
-        """Write the status file of the record; see ``status_files.write``.
+        """Write the status file of the record; see ``status_files.write``. The next correction makes up for a failure.
 
         Raises:
             OSError: it cannot be written.
         """
         if self.record is not None:
+            self.path = status_files.path_of(folder, self.record)
             with self._writing:
-                self.path, self.record = status_files.write(folder, self.record)
+                status_files.write(folder, self.record)
 
     def update(self, layers: Mapping[str, Outcome]) -> tuple[dict[str, Reason], list[str]]:
         """Correct the record, if there is one yet, by what became of some of the layers since.
@@ -175,7 +176,7 @@ class EngineStatus:
         self._timer = None  # first: a layer that fails from now on needs another moment
         with log.warned("the status file could not be corrected"), self._writing:
             if self.path is not None and self.record is not None and not _is_of_another_engine(self.path, self.record):
-                files.write(self.path, self.record)
+                status_files.write(self.path.parent, self.record)
 
 
 def _is_of_another_engine(path: Path, record: RankStatus) -> bool:

@@ -76,7 +76,7 @@ class RankStatus:
     full_graphs: tuple[int, ...] = ()  # those of full graphs of decode batches
     model_name: str | None = None  # this and ``engine`` as in vLLM's metrics; None if unknown
     engine: str | None = None  # data-parallel index
-    run: str = ""  # of the server; empty until it is written
+    run: str = ""  # of the server; empty before the status line
     writer: str = ""  # of several engines of one run, the one that wrote it; empty for one that is skipped as a whole
     ranks: Count = 0  # how many the engine has; 0 if unknown
     evidence: files.Stamp = files.stamped("status")

@@ -52,8 +52,13 @@ def join_run(folder: Path) -> str:
     return run
 
 
-def write(folder: Path, record: RankStatus) -> tuple[Path, RankStatus]:
-    """Write the status file of one rank, ``status-RUN-ENGINE-RANK.json``; return its path, and what it holds.
+def path_of(folder: Path, record: RankStatus) -> Path:
+    """Return where the status file of one rank of a run is, ``status-RUN-ENGINE-RANK.json``."""
+    return folder / f"{_name_of(record)}.json"
+
+
+def write(folder: Path, record: RankStatus) -> None:
+    """Write the status file of one rank of this server's run.
 
     Holds the lock of its engine to the end of this process. Removes the files of this machine's servers that have
     ended.
@@ -70,13 +75,11 @@ def write(folder: Path, record: RankStatus) -> tuple[Path, RankStatus]:
     # A worker on its front end's machine leaves the lock: a free one says that the front end has ended.
     if not record.run.startswith(f"{host_id()}-"):
         join_run(folder)
-    path = folder / f"{_name_of(record)}.json"
     # No other process has an engine of this ``writer``. An engine that is skipped as a whole has none: each process
     # of the run that reads its config writes the same record, and the lock of one of them is enough.
     locks.hold(_lock_of_engine(folder, record))
-    files.write(path, record)
+    files.write(path_of(folder, record), record)
     _remove_ended(folder, record.evidence.host)
-    return path, record
 
 
 def _remove_ended(folder: Path, host: str) -> None:
