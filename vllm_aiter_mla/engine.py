@@ -304,11 +304,11 @@ class Engine:
     def _make_record(self) -> RankStatus:
         cache, card = compat_config.cache_name(self.config), current_platform().arch
         integration, labels = self.our_pass.integration, compat_config.metric_labels(self.config)
-        record = self.status.record_of(self._outcomes(), self.limit, cache, self.worker.rank, integration, card)
-        record = replace(record, model_name=labels["model_name"], engine=labels["engine"])
+        outcomes = self._outcomes()
         with log.warned("the reasons of skipped layers could not be kept or read"):
-            record = skips.add_kept(record, self._keep_skips(record.rank))
-        return record
+            self.status.add_kept(self._keep_skips(self.worker.rank))
+        record = self.status.record_of(outcomes, self.limit, cache, self.worker.rank, integration, card)
+        return replace(record, model_name=labels["model_name"], engine=labels["engine"])
 
     def _require_engaged(self, records: Sequence[RankStatus | None], record: RankStatus) -> None:
         """End the start of a rank all of whose layers are skipped; one without a layer needs another one that engaged.

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tests.support.bad_files import BAD
 from tests.support.statuses import record_of
-from vllm_aiter_mla import files
+from vllm_aiter_mla import files, locks
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.serving.decision import PASSED, Checked, Figures, LayerFacts, Offer, decide
@@ -25,7 +25,7 @@ TIMED = (Timed("16 heads", NAMES, ((1, 64, "triton"),), {64: {"triton": 5.0, "vl
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The folder of the plugin's files, in which this process is every server that lives."""
+    """The folder of the plugin's files, in which this process is the front end of every server that lives."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     for run in ("7-a", "8-b"):
         monkeypatch.setenv(status_files.RUN, run)
@@ -33,11 +33,14 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "aiter_mla"
 
 
-def write(folder, run, engine, rank, engaged=NAMES, names=NAMES, ranks=0):
+def write(folder, run, engine, rank, engaged=NAMES, names=NAMES, ranks=0, ended=False):
+    """Write a rank's file; unless its engine has ended, this process holds its lock."""
     skipped = {name: ("kernel_shape", "wrong") for name in names if name not in engaged}
     record = replace(record_of(names, 512, "fp8", rank), run=run, engine=engine, model_name="r1", measured=TIMED)
     path = folder / f"status-{run}-{engine}-{rank}.json"
     files.write(path, replace(record, engaged=dict.fromkeys(engaged, "triton"), skipped=skipped, ranks=ranks))
+    if not ended:
+        locks.hold(folder / f"lock-{path.stem}")
     return path
 
 
@@ -131,18 +134,40 @@ def test_layer_names_what_could_not_be_read_before_it_calls_a_name_wrong(folder)
 
 
 def test_layer_of_a_skipped_engine_is_answered_with_its_reason(folder):
-    record = record_of_skipped_engine("dcp", "made up", (0, 1), "fp8")
-    files.write(folder / "status-7-a-0-0.json", replace(record, run="7-a"))
+    status_files.write(folder, record_of_skipped_engine("dcp", "made up", (0, 1), "fp8"))
     found = run("--layer", "layers.1")
     assert (found.exit_code, "dcp: made up" in found.stdout, found.stderr) == (1, True, "")
 
 
-def test_a_server_that_has_ended_is_said_so_and_is_not_engaged(folder):
-    write(folder, "9-c", "0", 0)
+def is_said_to_have_ended(folder, run_of_it):
+    write(folder, run_of_it, "0", 0, ended=True)
     found = run()
-    assert (found.exit_code, "ended" in found.stdout, "engaged" in found.stdout) == (1, True, False)
+    said = found.exit_code, "the engine has ended" in found.stdout, "engaged" in found.stdout
+    assert said == (1, True, False), "its end is not told"
     write(folder, "7-a", "0", 0)
     assert run().exit_code == 0, "the others are"
+
+
+@pytest.mark.parametrize("run_of_it", ["9-c", "8-b"], ids=["with its front end", "before its front end"])
+def test_an_engine_that_has_ended_is_said_so_and_is_not_engaged(folder, run_of_it):
+    """A script may shut its engine down and live on."""
+    is_said_to_have_ended(folder, run_of_it)
+
+
+@pytest.mark.mutation
+def test_mutation_an_engine_that_ends_before_its_front_end_and_counts_as_living_is_caught(folder, monkeypatch):
+    monkeypatch.setattr(status_files, "engine_lives", lambda folder, ranks: True)
+    with pytest.raises(AssertionError, match="its end is not told"):
+        is_said_to_have_ended(folder, "8-b")
+
+
+def test_an_engine_of_another_machine_lives_as_long_as_its_front_end(folder):
+    """A worker of Ray's: its lock may mean nothing here."""
+    path = write(folder, "7-a", "0", 0, ended=True)
+    data = json.loads(path.read_text())
+    files.write(path, data | {"evidence": data["evidence"] | {"host": "another"}})
+    found = run()
+    assert (found.exit_code, "2/2 MLA layers engaged" in found.stdout) == (0, True)
 
 
 @pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)

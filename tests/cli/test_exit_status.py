@@ -53,7 +53,7 @@ def a_server(engaged):
         status_files.join_run(folder / "aiter_mla")
         record = replace(record_of(["layer"], 16, "auto", 0), run="7-a", engaged={"layer": "triton"}, skipped={})
         left = replace(record, engaged={}, skipped={"layer": ("dcp", "made up")})
-        files.write(folder / "aiter_mla" / "status-7-a-0-0.json", record if engaged else left)
+        status_files.write(folder / "aiter_mla", record if engaged else left)
 
     return plant
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from tests.support import plans
 from tests.support.statuses import record_of
-from vllm_aiter_mla import admission, files
+from vllm_aiter_mla import admission
 from vllm_aiter_mla.admission import REMEDIES, Skip
 from vllm_aiter_mla.commands.machine import checks as looks
 from vllm_aiter_mla.commands.machine import name_of, run
@@ -57,8 +57,7 @@ def test_remedy_is_what_status_prints_once(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setenv(status_files.RUN, "7-a")
     status_files.join_run(tmp_path / "aiter_mla")
-    record = skipped("impl", message)
-    files.write(tmp_path / "aiter_mla" / "status-7-a-0-0.json", record)
+    status_files.write(tmp_path / "aiter_mla", skipped("impl", message))
     said = CliRunner().invoke(app, ["status"]).stdout
     assert one_line(said).count(REMEDIES["impl"]) == 1
 

@@ -1,11 +1,11 @@
 """Other models, schedulers and topologies: tokens are vLLM's own, layers engage, and the engine really ran that way."""
 
-import json
-
 import pytest
 
 from tests.engine.engine_checks import assert_all_engaged, assert_parity
+from vllm_aiter_mla import files
 from vllm_aiter_mla.status import gauge, status_files
+from vllm_aiter_mla.status.record import RankStatus
 
 
 @pytest.mark.engine("schedule-off", "schedule-on")
@@ -91,9 +91,10 @@ def test_ranks_that_fell_back_are_in_the_line_the_files_and_the_gauge(engines, t
     assert "rank 1 fell back: kernel_shape: " in line
     engaged = {record["rank"]: len(record["engaged"]) for record in found.status}
     assert engaged == {0: 1, 1: 0}
-    for record in found.status:
-        (tmp_path / f"status-{record['run']}-0-{record['rank']}.json").write_text(json.dumps(record))
     monkeypatch.setenv(status_files.RUN, found.status[0]["run"])
+    status_files.join_run(tmp_path)  # this process is the front end and the workers
+    for record in found.status:
+        status_files.write(tmp_path, files.part(RankStatus, tmp_path, record))
     samples = gauge.samples(tmp_path)
     assert {labels[-1]: layers for labels, layers in samples[gauge.NAME].items()} == {"engaged": 0, "skipped": 1}
     ranks = {labels[-1]: count for labels, count in samples["aiter_mla_ranks"].items()}

@@ -31,9 +31,16 @@ def status(**changes: Any) -> dict[str, Any]:
     return dict(json.loads(files.text_of(found)))
 
 
-def living(folder: Path, run: str = "1-a") -> None:
-    """Hold the lock of a run, as its front end does."""
+def front_end(folder: Path, run: str = "1-a") -> None:
+    """Hold the lock of a run; without others, as a script does that has shut its engine down."""
     locks.hold(folder / f"{status_files.LOCK}{run}")
+
+
+def living(folder: Path, run: str = "1-a") -> None:
+    """Hold the locks of a run and of its ranks, as its front end and its workers do."""
+    front_end(folder, run)
+    for rank in range(3):
+        locks.hold(folder / f"{status_files.LOCK}{run}-0-{rank}")
 
 
 def measured() -> Timed:

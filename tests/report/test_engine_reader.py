@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,21 @@ from vllm_aiter_mla.commands.report.page import html_of
 @pytest.mark.parametrize(
     ("lives", "host", "card", "word"),
     [
-        (True, None, "gfx942", "engaged"),
-        (False, None, "gfx942", "ended"),
-        (True, "another", "gfx942", "unknown"),
-        (True, None, "cpu", "engaged on a CPU"),
-        (True, None, "", "unknown"),
+        (made_files.living, None, "gfx942", "engaged"),
+        (None, None, "gfx942", "ended"),
+        (made_files.front_end, None, "gfx942", "ended"),
+        (made_files.living, "another", "gfx942", "unknown"),
+        (made_files.living, None, "cpu", "engaged on a CPU"),
+        (made_files.living, None, "", "unknown"),
     ],
 )
-def test_only_a_server_that_lives_and_has_a_card_is_green(
-    written: Write, tmp_path: Path, lives: bool, host: str | None, card: str, word: str
+def test_only_an_engine_that_lives_and_has_a_card_is_green(
+    written: Write, tmp_path: Path, lives: Callable[[Path], None] | None, host: str | None, card: str, word: str
 ) -> None:
     data = made_files.status(card=card)
     data["evidence"]["host"] = host or data["evidence"]["host"]
-    if lives:
-        made_files.living(tmp_path)
+    if lives is not None:
+        lives(tmp_path)
     page = html_of([written("status-1-a-0-0.json", data)])
     ((said, _, facts),) = glances(page)
     assert (said, "4/4 MLA layers engaged" in facts["Means"]) == (word, True)

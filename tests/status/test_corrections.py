@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.planted import raising
 from tests.support.statuses import wait_for_the_file
-from vllm_aiter_mla import files
-from vllm_aiter_mla.status import engine_status
+from vllm_aiter_mla import files, locks
+from vllm_aiter_mla.status import engine_status, status_files
 from vllm_aiter_mla.status.engine_status import EngineStatus, Outcome
 from vllm_aiter_mla.status.record import NOT_RUN, Decided, RankStatus
 
@@ -18,9 +19,16 @@ NOTHING = Outcome()
 DRAFT = Outcome(would_run=("aiter",))
 
 
-def status_of(**layers):
-    """The status of an engine whose line was said."""
+@pytest.fixture(autouse=True)
+def run(monkeypatch):
+    """A run of this test's own."""
+    monkeypatch.setenv(status_files.RUN, "1-a")
+
+
+def status_of(kept=(), /, **layers):
+    """The status of an engine whose line was said; ``kept`` are reasons of an earlier start."""
     status = EngineStatus()
+    status.add_kept(dict(kept))
     status.set_record(status.record_of(layers, 512, "fp8", 0, "passes", "cpu"))
     return status
 
@@ -57,10 +65,40 @@ def test_a_layer_of_a_draft_stays_engaged_by_the_kernel_of_a_layer_that_the_corr
 
 
 def test_a_reason_that_only_a_graph_of_an_earlier_start_knew_still_holds():
-    status = status_of(a=NOTHING, b=RAN)
-    status.set_record(replace(status.record, skipped={"a": ROPE}))
+    status = status_of({"a": ROPE}, a=NOTHING, b=RAN)
     assert after(status, a=NOTHING) == ({}, [], {"b": "aiter"}, {"a": ROPE})
     assert after(status, new=NOTHING) == ({}, [], {"b": "aiter"}, {"a": ROPE, "new": NOT_RUN})
+
+
+def a_reason_ends_with_the_outcome_that_had_it(kept, then):
+    """First weights for which nothing is decided, then such as cannot be served, then others: three loads."""
+    status, told = status_of(kept, a=NOTHING, b=RAN), []
+    for outcome in (FELL, NOTHING):
+        told.append(after(status, a=outcome)[3])
+    assert told == [{"a": WINDOW}, {"a": then}], "a reason outlives its outcome"
+
+
+REASONS = {"nothing kept": ({}, NOT_RUN), "a kept one": ({"a": ROPE}, ROPE)}
+
+
+@pytest.mark.parametrize(("kept", "then"), REASONS.values(), ids=REASONS)
+def test_a_reason_that_was_decided_here_ends_with_the_outcome_that_had_it(kept, then):
+    a_reason_ends_with_the_outcome_that_had_it(kept, then)
+
+
+def test_a_reason_that_the_line_has_said_ends_with_its_outcome_too():
+    assert after(status_of(a=FELL, b=RAN), a=NOTHING) == ({}, [], {"b": "aiter"}, {"a": NOT_RUN})
+
+
+@pytest.mark.mutation("I8")
+def test_mutation_a_decided_reason_that_is_taken_for_a_kept_one_is_caught(monkeypatch):
+    def left(status, layers, engaged):
+        before = status.record.skipped if status.record else status.kept
+        return {n: one.skip or before.get(n, NOT_RUN) for n, one in layers.items() if n not in engaged}
+
+    monkeypatch.setattr(EngineStatus, "_left", left)
+    with pytest.raises(AssertionError, match="a reason outlives its outcome"):
+        a_reason_ends_with_the_outcome_that_had_it(*REASONS["nothing kept"])
 
 
 def test_what_is_decided_changes_for_the_layers_of_the_correction():
@@ -98,14 +136,48 @@ def test_mutation_a_correction_of_the_layers_only_is_caught(monkeypatch):
 
 @pytest.mark.parametrize("found", ["mine", "missing", "no JSON", "another engine's"])
 def test_the_file_is_written_again_unless_it_is_another_engines(tmp_path, monkeypatch, found):
-    status, path = status_of(a=RAN), tmp_path / "status.json"
-    status.path = path
-    if found == "no JSON":
+    status = status_of(a=RAN)
+    status.write(tmp_path)
+    path = status.path
+    if found == "missing":
+        path.unlink()
+    elif found == "no JSON":
         path.write_text("{")
-    elif found != "missing":
+    else:
         files.write(path, replace(status.record, writer=found if found != "mine" else status.writer))
     monkeypatch.setattr(engine_status, "REWRITE_S", 0.0)
     status.update({"a": FELL})
     wait_for_the_file()
     told = files.read(RankStatus, path).skipped
     assert told == ({} if found == "another engine's" else {"a": WINDOW})
+
+
+def is_tried_again(folder, monkeypatch):
+    """The disk is full when the line is said, and has room when a layer fails."""
+    monkeypatch.setattr(engine_status, "REWRITE_S", 0.0)
+    status = status_of(a=RAN)
+    with monkeypatch.context() as patching:
+        patching.setattr(locks, "hold", raising(OSError("No space left on device")))
+        with pytest.raises(OSError, match="No space left"):
+            status.write(folder)
+    status.update({"a": FELL})
+    wait_for_the_file()
+    assert [one.skipped for one in status_files.read_all(folder, "1-a", pytest.fail)] == [{"a": WINDOW}], "no file"
+    assert status_files.serves(folder, [status.record]), "its locks are not held"
+
+
+def test_a_first_write_that_failed_is_tried_again_at_the_next_correction(tmp_path, monkeypatch):
+    is_tried_again(tmp_path, monkeypatch)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("plant", ["no file", "its locks are not held"])
+def test_mutation_a_first_write_that_is_not_made_up_for_is_caught(tmp_path, monkeypatch, plant):
+    def without_locks(status):
+        status._timer = None
+        files.write(status.path, status.record)
+
+    writes_again = (lambda status: None) if plant == "no file" else without_locks
+    monkeypatch.setattr(EngineStatus, "_write_again", writes_again)
+    with pytest.raises(AssertionError, match=plant):
+        is_tried_again(tmp_path, monkeypatch)

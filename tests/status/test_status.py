@@ -30,6 +30,7 @@ from vllm_aiter_mla.engine import Engine
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.status import engine_status, line, status_files
 from vllm_aiter_mla.status import gauge as metric
+from vllm_aiter_mla.status import record as record_module
 from vllm_aiter_mla.status.engine_status import EngineStatus
 from vllm_aiter_mla.status.line import status_line
 from vllm_aiter_mla.status.record import (
@@ -85,11 +86,11 @@ def the_status():
     return engine.engine.status
 
 
-def after_warm_up(*, strict=False, rank=0, key="k" * 64, capture_sizes=(), index=0):
+def after_warm_up(*, strict=False, rank=0, key="k" * 64, capture_sizes=(), index=0, model="m"):
     """The engine's moment after a warm-up whose decode step ran nothing."""
     config = engine.vllm_config
     config.compute_hash, config.compilation_config.cudagraph_capture_sizes = lambda: key, capture_sizes
-    config.model_config.served_model_name = "m"
+    config.model_config.served_model_name = model
     config.parallel_config = SimpleNamespace(data_parallel_index=index, data_parallel_rank=0)
     engine.engine.strict = strict
     with patch.object(Engine, "_run_once", lambda self: None), patch.object(Worker, "rank", rank):
@@ -287,17 +288,41 @@ def test_mutation_a_failure_that_is_kept_for_later_starts_is_caught(tmp_path, mo
         keeps_what_graphs_left_out(tmp_path)
 
 
-def test_ranks_that_a_larger_engine_left_behind_are_no_part_of_the_next(said, tmp_path, monkeypatch):
-    """A script that tries tensor-parallel sizes, one after the other in one process."""
-    for ranks in (2, 1):
+def leaves_no_rank_behind(tmp_path, monkeypatch, first):
+    """A script tries tensor-parallel sizes or models, one after the other in one process."""
+    for ranks, model in ((2, first), (1, "m")):
         monkeypatch.setattr(engines.ranks, "exchange", lambda mine, ranks=ranks: (0, [mine] * ranks))
         for rank in range(ranks):
             another_engine()
             engage_all()
-            after_warm_up(rank=rank)
+            after_warm_up(rank=rank, model=model)
     assert len(list(tmp_path.glob("status-*.json"))) == 2
-    (found,) = group_by_engine(status_files.read_all(tmp_path, "*", pytest.fail)).values()
-    assert [(record.rank, record.ranks) for record in found] == [(0, 1)]
+    found = group_by_engine(status_files.read_all(tmp_path, "*", pytest.fail))
+    ranks = [(model, one.rank, one.ranks) for (_, model, _), of_it in found.items() for one in of_it]
+    assert ranks == [("m", 0, 1)], "a rank is left behind"
+
+
+@pytest.mark.parametrize("first", ["m", "a", "z"])
+def test_ranks_that_a_larger_engine_left_behind_are_no_part_of_the_next(said, tmp_path, monkeypatch, first):
+    leaves_no_rank_behind(tmp_path, monkeypatch, first)
+
+
+@pytest.mark.mutation
+def test_mutation_ranks_that_another_model_left_behind_are_caught(said, tmp_path, monkeypatch):
+    monkeypatch.setattr(record_module, "_are_of_one_engine", lambda first, other: True)
+    with pytest.raises(AssertionError, match="a rank is left behind"):
+        leaves_no_rank_behind(tmp_path, monkeypatch, "a")
+
+
+def test_a_rank_of_another_model_is_no_part_of_an_engine_of_the_same_size(said, tmp_path, monkeypatch):
+    """The next engine has written its first rank, and not yet its second."""
+    monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [mine] * 2))
+    for rank, model in ((0, "a"), (1, "a"), (0, "b")):
+        another_engine()
+        engage_all()
+        after_warm_up(rank=rank, model=model)
+    ((name, found),) = group_by_engine(status_files.read_all(tmp_path, "*", pytest.fail)).items()
+    assert (name[1], [record.rank for record in found]) == ("b", [0])
 
 
 def test_ranks_of_an_engine_before_one_that_is_skipped_whole_are_no_part_of_it(said, tmp_path, monkeypatch):
@@ -478,6 +503,41 @@ def test_mutation_a_status_line_that_is_not_the_last_one_is_caught(said, monkeyp
         is_last_whatever_a_file_costs(said, monkeypatch, strict=False)
 
 
+def only_a_front_end_or_another_machine_holds_the_run(tmp_path, monkeypatch):
+    """A worker of Ray's on another machine has a folder of its own, where no front end is."""
+    held = {}
+    for machine in (status_files.host_id(), "0a1b2c3d"):
+        monkeypatch.setenv(status_files.RUN, f"{machine}-1-a")
+        another_engine()
+        engage_all()
+        after_warm_up()
+        held[machine] = locks.is_held(tmp_path / f"lock-status-{machine}-1-a")
+    assert [*held.values()] == [False, True]
+
+
+def test_a_worker_holds_the_lock_of_its_run_only_away_from_its_front_end(said, tmp_path, monkeypatch):
+    only_a_front_end_or_another_machine_holds_the_run(tmp_path, monkeypatch)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    ("joins", "held"), [(True, r"\[True, True\]"), (False, r"\[False, False\]")], ids=["every worker", "no worker"]
+)
+def test_mutation_a_worker_that_takes_or_leaves_the_wrong_lock_is_caught(said, tmp_path, monkeypatch, joins, held):
+    write, join = status_files.write, status_files.join_run
+
+    def plant(folder, record):
+        if joins:
+            join(folder)
+        return write(folder, record)
+
+    monkeypatch.setattr(status_files, "write", plant)
+    if not joins:
+        monkeypatch.setattr(status_files, "join_run", lambda folder: status_files.start_run())
+    with pytest.raises(AssertionError, match=held):
+        only_a_front_end_or_another_machine_holds_the_run(tmp_path, monkeypatch)
+
+
 def test_files_are_never_seen_half_written(said, tmp_path, monkeypatch):
     skip(LAYERS[0], "no_rope", "why")
     compiled()
@@ -498,7 +558,7 @@ def test_counts_every_graph_of_a_range(said):
     assert the_status().compiled == {"1-16": {"matched": 4, "skipped": 1}}
 
 
-def test_files_of_this_machines_ended_servers_are_removed(said, tmp_path, monkeypatch):
+def ended_servers_leave_no_files(tmp_path, monkeypatch):
     def left_by(run, host=None):
         with monkeypatch.context() as patching:
             if host:
@@ -508,19 +568,49 @@ def test_files_of_this_machines_ended_servers_are_removed(said, tmp_path, monkey
         files.write(path, record)
         return path
 
-    gone = [left_by("1-a"), left_by(f"{os.getpid()}-before"), left_by("..")]
-    stays = [left_by("2-a", host="another"), left_by("3-a"), tmp_path / "status-1-1-1.json"]
+    def of_another_version(path):
+        data = json.loads(path.read_text())
+        data["evidence"]["schema_version"] += 1
+        del data["run"]
+        files.write(path, data)
+        return path
+
+    gone = [left_by("1-a"), left_by(f"{os.getpid()}-before"), left_by(".."), of_another_version(left_by("4-a"))]
+    stays = [
+        left_by("2-a", host="another"),
+        of_another_version(left_by("2-b", host="another")),
+        left_by("3-a"),
+        of_another_version(left_by("5-a")),
+        of_another_version(left_by("6-a")),
+        tmp_path / "status-1-1-1.json",
+    ]
     (tmp_path / "lock-status-3-a").symlink_to("nowhere")  # nobody can tell
+    living = ["lock-status-5-a", "lock-status-6-a-0-0-w"]  # a front end, and an engine that outlives its own
+    for name in living:
+        locks.hold(tmp_path / name)
     other = tmp_path / "lock-status-0a1b2c3d-4-a"  # of another machine, where a lock may mean nothing here
     ended = tmp_path / f"lock-status-{status_files.host_id()}-5-a"
     other.touch()
     ended.touch()
     stays[-1].write_text("half a fi")
     after_warm_up()
-    assert [path.exists() for path in (*gone, *stays)] == [False, False, False, True, True, True]
-    locks = {path.name for path in tmp_path.glob("lock-*")}
+    assert [path.name for path in gone if path.exists()] == [], "a file of an ended server stays"
+    assert [path.name for path in stays if not path.exists()] == []
+    found = {path.name for path in tmp_path.glob("lock-*")}
     mine = f"lock-status-{os.environ[status_files.RUN]}"
-    assert locks == {mine, f"{mine}-0-0-{the_status().writer}", "lock-status-3-a", other.name}
+    assert found == {mine, f"{mine}-0-0-{the_status().writer}", "lock-status-3-a", other.name, *living}
+
+
+def test_files_of_this_machines_ended_servers_are_removed_also_those_of_another_version(said, tmp_path, monkeypatch):
+    ended_servers_leave_no_files(tmp_path, monkeypatch)
+
+
+@pytest.mark.mutation
+def test_mutation_a_file_of_another_version_that_stays_for_ever_is_caught(said, tmp_path, monkeypatch):
+    load = files.load
+    monkeypatch.setattr(files, "load", lambda path: files.plain(files.parse(RankStatus, path, load(path))))
+    with pytest.raises(AssertionError, match=r"ended server stays\nassert \['status-4-a-0-0\.json'\] == "):
+        ended_servers_leave_no_files(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("error", [PermissionError("read-only"), OSError("No space left on device")])
@@ -580,9 +670,17 @@ PART = "MLA layers engaged on 1 of 2 ranks (aiter, fp8 KV, decode limit 512)"
          f"3/4 {WHOLE}; 1 skipped: dtype: x"),
         (engage_all, [other((), WRONG)], logging.WARNING,
          f"2/2 {PART}; rank 1 fell back: kernel_shape: wrong -> {REMEDIES['kernel_shape']}"),
+        (engage_all, [other((), {"c": ("dtype", "x"), "d": ("dtype", "x")})], logging.WARNING,
+         f"2/4 {PART}; rank 1 fell back: dtype: x; 2 skipped: dtype: x"),
+        (engage_all, [other()], logging.INFO, f"2/2 {WHOLE}"),
+        (lambda: None, [other((), {"c": NOT_RUN})], logging.WARNING,
+         f"0/3: {': '.join(NOT_RUN)} -> {REMEDIES['not_run']}"),
         (engage_all, [None], logging.WARNING, f"2/2 {PART}; 1 without a status"),
     ],
-    ids=["all", "some", "none", "tensor parallel", "pipeline", "one fell back", "one is silent"],
+    ids=[
+        "all", "some", "none", "tensor parallel", "pipeline", "one fell back", "a stage engages nothing",
+        "a stage has no MLA layer", "no stage engages any", "one is silent",
+    ],
 )  # fmt: skip
 def test_i8_the_line_says_once_what_engaged_on_all_ranks_and_the_first_reason(
     said, monkeypatch, before, others, level, line
@@ -714,6 +812,15 @@ def test_gauge_tells_engines_apart_and_ignores_other_servers(gauge, monkeypatch)
     assert gauge() == first | {labels("engaged", "1"): 2, labels("skipped", "1"): 0}
 
 
+def test_gauge_of_an_engine_that_has_ended_has_no_sample(gauge, tmp_path):
+    """A script shut it down and lives on."""
+    engage_all()
+    after_warm_up()
+    assert gauge() == {labels("engaged"): 2, labels("skipped"): 0}
+    locks.release(tmp_path / f"lock-{the_status().path.stem}-{the_status().writer}")
+    assert gauge() == {}
+
+
 def test_gauge_of_a_skipped_engine_counts_all_its_layers(gauge, tmp_path):
     status_files.write(tmp_path, replace(record_of_skipped_engine("dcp", "why", (0, 1, 2), "fp8"), model_name="m"))
     assert gauge() == {labels("engaged"): 0, labels("skipped"): 3}
@@ -766,6 +873,34 @@ def test_metrics_tell_ranks_that_fell_back_and_ranks_without_a_status(gauge, mon
         after_warm_up(rank=rank)
     found = gauge("aiter_mla_ranks")
     assert found == {f'{OF_ENGINE},state="{state}"': 1 for state in ("agreeing", "fell_back", "silent")}
+
+
+def stages(gauge, monkeypatch):
+    """A pipeline whose second stage engages none of its layers."""
+    monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [mine, mine]))
+    for rank, (engage, names) in enumerate(((engage_all, LAYERS), (lambda: None, ("c", "d")))):
+        another_engine(names)
+        engage()
+        after_warm_up(rank=rank)
+    ranks = {name.split('"')[-2]: count for name, count in gauge("aiter_mla_ranks").items()}
+    assert ranks == {"agreeing": 1, "fell_back": 1, "silent": 0}, "the stage counts as the others"
+
+
+def test_metrics_tell_a_stage_that_engages_nothing(gauge, monkeypatch):
+    stages(gauge, monkeypatch)
+
+
+@pytest.mark.mutation("I8")
+def test_mutation_a_stage_that_engages_nothing_and_agrees_is_caught(gauge, monkeypatch):
+    def plant(ranks):
+        found = merge_ranks(ranks)
+        layers = {rank.rank: rank.skipped.keys() for rank in ranks}
+        shared = {rank: why for rank, why in found.fell_back.items() if layers[rank] & found.record.engaged.keys()}
+        return replace(found, fell_back=shared)
+
+    monkeypatch.setattr(metric, "merge_ranks", plant)
+    with pytest.raises(AssertionError, match="the stage counts as the others"):
+        stages(gauge, monkeypatch)
 
 
 @pytest.mark.parametrize(("reason", "told"), [("aborted_before: a start ended", 1), ("it comes later", 0)])

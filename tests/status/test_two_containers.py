@@ -145,7 +145,7 @@ def is_told_until_it_ends(worker, server, tmp_path, seconds=LONG_S):
     server(B).does("front_end", "write")
     assert files_in(tmp_path) == BOTH, "another server removes the file of an engine that runs"
     os.kill(worker, signal.SIGKILL)
-    told = happened(lambda: "the server has ended" in status_of(A)[0], seconds)
+    told = happened(lambda: "the engine has ended" in status_of(A)[0], seconds)
     assert told, f"its end is not told: {status_of(A)}"
 
 
@@ -164,6 +164,16 @@ def test_mutation_two_containers_an_engine_of_which_the_locks_say_nothing_is_cau
         monkeypatch.setattr(module, "engine_lives", lambda folder, ranks: holds)
     with pytest.raises(AssertionError, match=seen):
         is_told_until_it_ends(outlived, server, tmp_path, seconds=0.1)
+
+
+def test_two_containers_a_worker_that_writes_after_its_front_end_was_killed_takes_no_place_of_it(server):
+    """The front end is killed while the model loads."""
+    front, worker = server(A), server(A)
+    front.does("front_end")
+    front.dies()
+    worker.does("write")
+    line, code = status_of(A)
+    assert ("front end has ended" in line, "engaged" in line, code) == (True, False, 1)
 
 
 def second_engine_is_told(server):

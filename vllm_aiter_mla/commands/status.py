@@ -14,7 +14,7 @@ from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.status.line import remedies, status_line
 from vllm_aiter_mla.status.record import Decided, RankStatus, Reason, add_silent, group_by_engine, merge_ranks
-from vllm_aiter_mla.status.status_files import engine_lives, front_end_lives, read_all
+from vllm_aiter_mla.status.status_files import engine_lives, read_all, serves
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class EngineLine:
     engine: str
     line: str
     remedies: dict[str, str]  # by code; of the layers that are skipped
-    front_end_lives: bool | None  # None if that cannot be told
-    whole: bool  # its front end lives, and every rank runs all of its layers on our kernels
+    serves: bool | None  # whether it and its front end live; None if that cannot be told
+    whole: bool  # it serves, and every rank runs all of its layers on our kernels
     silent: int = 0  # ranks without a status file here
 
 
@@ -42,10 +42,10 @@ class Engines:
 
 
 ENDED = {
-    False: "the server has ended",
+    False: "the engine has ended",
     True: "its front end has ended; the engine still runs and holds its cards: end VLLM::EngineCore and its workers",
 }
-"""What is said once a front end has ended, by whether its engine lives."""
+"""What is said of an engine that no longer serves, by whether it lives."""
 
 Layer = Annotated[
     str | None, typer.Option("--layer", metavar="NAME", help="Print what was decided for the layers of this name.")
@@ -55,10 +55,10 @@ Layer = Annotated[
 def status(layer: Layer = None, json: outputs.Json = None) -> None:
     """Print the status line of each engine on this machine.
 
-    Reads the files under VLLM_CACHE_ROOT, and says if a server has ended, or only its front end. What to do about a
+    Reads the files under VLLM_CACHE_ROOT, and says if an engine has ended, or only its front end. What to do about a
     skipped layer follows its line.
 
-    Exit status: 0 if every MLA layer of the servers that live is engaged on every rank; 1 if not, or if none lives; 2
+    Exit status: 0 if every MLA layer of the engines that live is engaged on every rank; 1 if not, or if none lives; 2
     if an option is wrong; 3 if there is no status file, if a rank has none here, or if a file or lock cannot be read.
     """
     folder, bad = files.cache_folder(), list[str]()
@@ -72,7 +72,7 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
             )
     by_engine = group_by_engine(read_all(folder, "*", bad.append))
     engines = tuple(_engine_line(folder, name, ranks) for name, ranks in by_engine.items())
-    complete = engines and not bad and not any(engine.front_end_lives is None or engine.silent for engine in engines)
+    complete = engines and not bad and not any(engine.serves is None or engine.silent for engine in engines)
     code = _exit_status(engines) if complete else outputs.NOT_LOOKED
     decisions = {name: list(_decisions(ranks, layer)) if layer else [] for name, ranks in by_engine.items()}
     # The record of an engine that was skipped as a whole does not know its layers' names.
@@ -93,7 +93,7 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
 
 def _exit_status(engines: Sequence[EngineLine]) -> int:
     """Return the exit status where everything could be read."""
-    living = [engine.whole for engine in engines if engine.front_end_lives]
+    living = [engine.whole for engine in engines if engine.serves]
     return outputs.FINE if living and all(living) else outputs.FINDING
 
 
@@ -103,23 +103,23 @@ def _print(engine: EngineLine, decisions: Sequence[str]) -> None:
     for code, remedy in engine.remedies.items():
         if remedy not in engine.line:
             typer.echo(outputs.folded(f"  {code} -> {remedy}"))
-    for text in decisions if engine.front_end_lives else ():
+    for text in decisions if engine.serves else ():
         typer.echo(outputs.folded(text))
 
 
 def _engine_line(folder: Path, name: tuple[str, str, str], ranks: Sequence[RankStatus]) -> EngineLine:
     """Return what the files of one engine's ranks say; ``name`` is (run, model, engine)."""
-    lives = front_end_lives(folder, name[0])
-    if not lives:
-        outlives = engine_lives(folder, ranks) if lives is False else None
+    living = serves(folder, ranks)
+    if not living:
+        outlives = engine_lives(folder, ranks) if living is False else None
         unknown = f"whether the server lives cannot be told from its locks in {folder}"
         line = unknown if outlives is None else ENDED[outlives]
-        return EngineLine(*name, line, {}, front_end_lives=None if outlives is None else False, whole=False)
+        return EngineLine(*name, line, {}, serves=None if outlives is None else False, whole=False)
     all_ranks = add_silent(ranks)
     merged = merge_ranks(all_ranks)
     whole = merged.whole and bool(merged.record.engaged) and not merged.record.skipped
     line = status_line(*all_ranks)
-    return EngineLine(*name, line, remedies(ranks), front_end_lives=True, whole=whole, silent=merged.silent)
+    return EngineLine(*name, line, remedies(ranks), serves=True, whole=whole, silent=merged.silent)
 
 
 def _decisions(ranks: Sequence[RankStatus], layer: str) -> Iterator[str]:

@@ -48,8 +48,10 @@ class EngineStatus:
     tuned: dict[str, str] = field(default_factory=dict)  # layer shape in words to its tuned tiles by tokens
     # Kernels that the user named although they turn an fp8 overflow into NaN
     overflows: set[str] = field(default_factory=set)
+    # Why graphs that an earlier start compiled leave layers out; it holds while a layer has no reason of its own
+    kept: dict[str, Reason] = field(default_factory=dict)
     record: RankStatus | None = None  # what the status line said, corrected since; None before
-    path: Path | None = None  # of the status file; None until it is written
+    path: Path | None = None  # of the status file; None before ``write``
     writer: str = field(default_factory=partial(secrets.token_hex, 4))  # tells its file from that of another engine
     _timer: Timer | None = None  # until the file is written again
     _writing: Any = field(default_factory=Lock)  # held while the file is written: the last record is written last
@@ -71,6 +73,10 @@ class EngineStatus:
     def add_overflow(self, kernel: str) -> None:
         """Note a kernel that may run although it turns an fp8 overflow into NaN."""
         self.overflows.add(kernel)
+
+    def add_kept(self, kept: Mapping[str, Reason]) -> None:
+        """Note why graphs that an earlier start compiled leave layers out."""
+        self.kept.update(kept)
 
     # The record.
 
@@ -100,7 +106,7 @@ class EngineStatus:
             card=card,
             total=len(layers),
             engaged=engaged,
-            skipped={name: layer.skip or NOT_RUN for name, layer in layers.items() if name not in engaged},
+            skipped=self._left(layers, engaged),
             compiled={compile_range: dict(counts) for compile_range, counts in self.compiled.items()},
             measured=tuple(self.measured),
             overflows=(),
@@ -110,6 +116,12 @@ class EngineStatus:
         )
         return self._with_kernels(record)
 
+    def _left(self, layers: Mapping[str, Outcome], engaged: Collection[str]) -> dict[str, Reason]:
+        """Return the layers that are left to vLLM, with the reason."""
+        return {
+            name: layer.skip or self.kept.get(name, NOT_RUN) for name, layer in layers.items() if name not in engaged
+        }
+
     def _with_kernels(self, record: RankStatus) -> RankStatus:
         """Return the record with what holds for the kernels that run some layer."""
         run = set(record.engaged.values())
@@ -118,17 +130,18 @@ class EngineStatus:
 
     def set_record(self, record: RankStatus) -> None:
         """Take the record that the status line tells; ``update`` corrects it from now on, with or without a file."""
-        self.record = replace(record, writer=self.writer)
+        self.record = replace(record, run=status_files.start_run(), writer=self.writer)
 
     def write(self, folder: Path) -> None:
-        """Write the status file of the record; see ``status_files.write``.
+        """Write the status file of the record; see ``status_files.write``. The next correction makes up for a failure.
 
         Raises:
             OSError: it cannot be written.
         """
         if self.record is not None:
+            self.path = status_files.path_of(folder, self.record)
             with self._writing:
-                self.path, self.record = status_files.write(folder, self.record)
+                status_files.write(folder, self.record)
 
     def update(self, layers: Mapping[str, Outcome]) -> tuple[dict[str, Reason], list[str]]:
         """Correct the record, if there is one yet, by what became of some of the layers since.
@@ -142,10 +155,7 @@ class EngineStatus:
         if before is None:
             return {}, []
         now = _engaged(layers, {*before.engaged.values(), *(layer.ran for layer in layers.values())})
-        # A reason that only a file knew, as of a graph that an earlier start compiled, still holds.
-        left = {
-            name: layer.skip or before.skipped.get(name, NOT_RUN) for name, layer in layers.items() if name not in now
-        }
+        left = self._left(layers, now)
         engaged = {name: kernel for name, kernel in before.engaged.items() if name not in layers} | now
         skipped = {name: why for name, why in before.skipped.items() if name not in layers} | left
         others = ((one, tuple(name for name in one.layers if name not in layers)) for one in before.decided)
@@ -166,7 +176,7 @@ class EngineStatus:
         self._timer = None  # first: a layer that fails from now on needs another moment
         with log.warned("the status file could not be corrected"), self._writing:
             if self.path is not None and self.record is not None and not _is_of_another_engine(self.path, self.record):
-                files.write(self.path, self.record)
+                status_files.write(self.path.parent, self.record)
 
 
 def _is_of_another_engine(path: Path, record: RankStatus) -> bool:

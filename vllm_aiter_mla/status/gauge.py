@@ -14,7 +14,7 @@ from typing import Any
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.status.line import aborted
 from vllm_aiter_mla.status.record import RankStatus, add_silent, group_by_engine, merge_ranks
-from vllm_aiter_mla.status.status_files import join_run, read_all, start_run
+from vllm_aiter_mla.status.status_files import join_run, read_all, serves, start_run
 
 NAME = "aiter_mla_layers"
 """vLLM clears every metric whose name holds "vllm" when it builds its own, so no name here may."""
@@ -46,7 +46,7 @@ METRICS: Mapping[str, Metric] = {
     ),
     "aiter_mla_kernel_layers": Metric("Engaged MLA layers by kernel and batch size in tokens.", ("kernel", "tokens")),
     "aiter_mla_ranks": Metric(
-        "Ranks: like the others (agreeing), skips a layer that another engages (fell_back), has no file (silent).",
+        "Ranks: agreeing, fell_back (skips a layer that another engages, or all its own), silent (has no file).",
         ("state",),
     ),
     "aiter_mla_aborted_before": Metric("1 if an earlier start ended in this kernel's first call.", ("kernel",)),
@@ -130,12 +130,13 @@ def samples(folder: Path) -> dict[str, Samples]:
 
     A layer counts as engaged only if every rank that holds it says so. Ranks of a tensor-parallel group hold the same
     layers and those of a pipeline different ones; both come out right. An engine to which vLLM gives no MLA
-    layer counts as one skipped layer. A rank without a file is silent, and nothing else: it may be another node's. A
-    file that cannot be read is left out, and named once in the log.
+    layer counts as one skipped layer. A rank without a file is silent, and nothing else: it may be another node's. An
+    engine that has ended has no sample. A file that cannot be read is left out, and named once in the log.
     """
     found: dict[str, Samples] = {name: {} for name in METRICS}
     for (_, *engine), records in group_by_engine(read_all(folder, start_run(), _left_out)).items():
-        for name, of_this in _samples_of_engine(records).items():
+        of_engine = {} if serves(folder, records) is False else _samples_of_engine(records)
+        for name, of_this in of_engine.items():
             found[name] |= {(*engine, *labels): value for labels, value in of_this.items()}
     return found
 

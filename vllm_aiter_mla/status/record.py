@@ -76,7 +76,7 @@ class RankStatus:
     full_graphs: tuple[int, ...] = ()  # those of full graphs of decode batches
     model_name: str | None = None  # this and ``engine`` as in vLLM's metrics; None if unknown
     engine: str | None = None  # data-parallel index
-    run: str = ""  # of the server; empty until it is written
+    run: str = ""  # of the server; empty before the status line
     writer: str = ""  # of several engines of one run, the one that wrote it; empty for one that is skipped as a whole
     ranks: Count = 0  # how many the engine has; 0 if unknown
     evidence: files.Stamp = files.stamped("status")
@@ -88,7 +88,7 @@ class EngineRecord:
 
     record: RankStatus  # the first rank's, with the layers of all
     ranks: int
-    fell_back: dict[int, Reason]  # ranks that skip a layer which another rank engages, with the reason
+    fell_back: dict[int, Reason]  # with the reason; see ``merge_ranks``
     silent: int  # ranks without a record
 
     @property
@@ -100,8 +100,9 @@ class EngineRecord:
 def merge_ranks(ranks: Sequence[RankStatus | None]) -> EngineRecord:
     """Return the records of all ranks of an engine as one.
 
-    A layer counts as engaged if a rank runs it on one of our kernels. A rank that skips a layer which another rank
-    engages has fallen back, and one without a record is silent; both are named.
+    A layer counts as engaged if a rank runs it on one of our kernels. A rank has fallen back if it skips a layer which
+    another rank engages, or all of its layers while another rank engages some, as a stage of a pipeline may. One
+    without a record is silent. Both are named.
 
     Args:
         ranks: their records; None of a rank that has failed, or has its file elsewhere. At least one is known.
@@ -109,7 +110,12 @@ def merge_ranks(ranks: Sequence[RankStatus | None]) -> EngineRecord:
     known = [record for record in ranks if record is not None]
     engaged = {layer: kernel for record in known for layer, kernel in record.engaged.items()}
     skipped = {layer: why for record in known for layer, why in record.skipped.items()}
-    fell_back = {record.rank: why for record in known for layer, why in record.skipped.items() if layer in engaged}
+    fell_back = {
+        record.rank: why
+        for record in known
+        for layer, why in record.skipped.items()
+        if layer in engaged or (engaged and not record.engaged)
+    }
     left = {layer: why for layer, why in skipped.items() if layer not in engaged}
     record = replace(
         known[0], total=len((engaged | skipped).keys() - {WHOLE_ENGINE}), engaged=engaged, skipped=left,
@@ -129,20 +135,25 @@ def add_silent(ranks: Sequence[RankStatus]) -> list[RankStatus | None]:
 def group_by_engine(records: Iterable[RankStatus]) -> dict[tuple[str, str, str], list[RankStatus]]:
     """Return the records of the ranks of each engine, by (run, model name, engine); both in the order of their numbers.
 
-    Ranks that a larger engine has left behind, which the same process had before, are not among them.
+    Files are named by run, engine and rank. Ranks that an earlier engine of the run has left behind are not among them:
+    it was larger, or had another model.
     """
-    found: dict[tuple[str, str, str], list[RankStatus]] = {}
+    found: dict[tuple[str, str], list[RankStatus]] = {}
     for record in sorted(records, key=_in_order):
-        found.setdefault((record.run, record.model_name or "", record.engine or "0"), []).append(record)
+        found.setdefault((record.run, record.engine or "0"), []).append(record)
     return {
-        name: [one for one in ranks if not ranks[0].ranks or one.rank < ranks[0].rank + ranks[0].ranks]
-        for name, ranks in found.items()
+        (run, ranks[0].model_name or "", engine): [one for one in ranks if _are_of_one_engine(ranks[0], one)]
+        for (run, engine), ranks in found.items()
     }
 
 
-def _in_order(record: RankStatus) -> tuple[str, str, int, str, int]:
+def _are_of_one_engine(first: RankStatus, other: RankStatus) -> bool:
+    return other.model_name == first.model_name and (not first.ranks or other.rank < first.rank + first.ranks)
+
+
+def _in_order(record: RankStatus) -> tuple[str, int, str, int]:
     engine = record.engine or "0"
-    return record.run, record.model_name or "", len(engine), engine, record.rank  # "2" comes before "10"
+    return record.run, len(engine), engine, record.rank  # "2" comes before "10"
 
 
 def record_of_skipped_engine(code: str, message: str, layers: Sequence[int], kv_cache_dtype: str) -> RankStatus:

@@ -2,11 +2,11 @@
 """Why graphs leave layers out, kept in a file: a warm start loads the graphs of a cold one, and runs no pass."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_aiter_mla import files
-from vllm_aiter_mla.status.record import NOT_RUN, RankStatus, Reason
+from vllm_aiter_mla.status.record import Reason
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,3 @@ def keep(
         left_out = {name: why for name, why in {**kept, **skipped}.items() if name not in called}
         files.keep(path, Skips(left_out), kind="skips-*.json")
     return kept
-
-
-def add_kept(record: RankStatus, kept: Mapping[str, Reason]) -> RankStatus:
-    """Return the record with kept reasons for the layers that have none."""
-    known = {name: kept[name] for name, why in record.skipped.items() if why == NOT_RUN and name in kept}
-    return replace(record, skipped=record.skipped | known)

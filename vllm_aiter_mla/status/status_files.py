@@ -37,8 +37,8 @@ def host_id() -> str:
 def join_run(folder: Path) -> str:
     """Return the name of this server's run; hold its lock to the end of this process, unless another process does.
 
-    The front end comes first, so the lock lives as long as it does. Workers of another machine (Ray) have a folder of
-    their own, where the first of them holds it.
+    For the front end, which comes first, and for workers of another machine (Ray): they have a folder of their own,
+    where the first of them holds the lock.
 
     Args:
         folder: where the plugin keeps its files; made if it is missing.
@@ -52,8 +52,13 @@ def join_run(folder: Path) -> str:
     return run
 
 
-def write(folder: Path, record: RankStatus) -> tuple[Path, RankStatus]:
-    """Write the status file of one rank, ``status-RUN-ENGINE-RANK.json``; return its path, and what it holds.
+def path_of(folder: Path, record: RankStatus) -> Path:
+    """Return where the status file of one rank of a run is, ``status-RUN-ENGINE-RANK.json``."""
+    return folder / f"{_name_of(record)}.json"
+
+
+def write(folder: Path, record: RankStatus) -> None:
+    """Write the status file of one rank of this server's run.
 
     Holds the lock of its engine to the end of this process. Removes the files of this machine's servers that have
     ended.
@@ -65,30 +70,39 @@ def write(folder: Path, record: RankStatus) -> tuple[Path, RankStatus]:
     Raises:
         OSError: it cannot be written.
     """
-    record = replace(record, run=join_run(folder))
-    path = folder / f"{_name_of(record)}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    record = replace(record, run=start_run())
+    # A worker on its front end's machine leaves the lock: a free one says that the front end has ended.
+    if not record.run.startswith(f"{host_id()}-"):
+        join_run(folder)
     # No other process has an engine of this ``writer``. An engine that is skipped as a whole has none: each process
     # of the run that reads its config writes the same record, and the lock of one of them is enough.
     locks.hold(_lock_of_engine(folder, record))
-    files.write(path, record)
+    files.write(path_of(folder, record), record)
     _remove_ended(folder, record.evidence.host)
-    return path, record
 
 
 def _remove_ended(folder: Path, host: str) -> None:
     """Remove status files and locks of servers of this machine that have ended.
 
-    A lock may mean nothing to another machine that shares the folder, so its files stay.
+    A lock may mean nothing to another machine that shares the folder, so its files stay. A file of another version
+    goes too: its name tells its run.
     """
     for path in folder.glob("status-*-*.json"):
         with suppress(Exception):  # another program's file, or one that is being written: leave it
-            known = files.read(RankStatus, path)
-            ended = front_end_lives(folder, known.run) is False and engine_lives(folder, [known]) is False
-            if known.evidence.host == host and ended:
+            data = files.load(path)
+            is_mine = files.stamp_in(data)[0] == "status" and data[files.KEY]["host"] == host
+            if is_mine and _has_ended(folder, run=path.stem.removeprefix("status-").rsplit("-", 2)[0]):
                 path.unlink(missing_ok=True)
     for lock in folder.glob(f"{LOCK}{host_id()}-*"):
         with suppress(Exception):
             locks.is_held(lock, remove=True)
+
+
+def _has_ended(folder: Path, run: str) -> bool:
+    """Return whether neither the front end of a run nor any of its engines lives."""
+    of_run = [lock for lock in folder.glob(f"{LOCK}*") if f"{lock.name}-".startswith(f"{LOCK}{run}-")]
+    return all(locks.is_held(lock) is False for lock in of_run)
 
 
 def read_all(folder: Path, run: str, bad: Callable[[str], None]) -> list[RankStatus]:
@@ -110,9 +124,19 @@ def read_all(folder: Path, run: str, bad: Callable[[str], None]) -> list[RankSta
     return records
 
 
-def front_end_lives(folder: Path, run: str) -> bool | None:
-    """Return whether the front end of a run still lives; None if that cannot be told."""
-    return locks.is_held(_lock_of_run(folder, run))
+def serves(folder: Path, ranks: Sequence[RankStatus]) -> bool | None:
+    """Return whether an engine and its front end live; None if that cannot be told.
+
+    A script may shut its engine down and live on. An engine of which another machine has a rank (Ray) lives as long as
+    its front end: the lock of that rank may mean nothing here.
+
+    Args:
+        folder: where the plugin keeps its files.
+        ranks: the records of the engine, at least one.
+    """
+    front_end = locks.is_held(_lock_of_run(folder, ranks[0].run))
+    here = all(record.evidence.host == socket.gethostname() for record in ranks)
+    return engine_lives(folder, ranks) if front_end and here else front_end
 
 
 def engine_lives(folder: Path, ranks: Sequence[RankStatus]) -> bool | None:

@@ -14,7 +14,7 @@ from vllm_aiter_mla.commands.report import charts
 from vllm_aiter_mla.commands.report.blocks import PLAN, Glance, Page
 from vllm_aiter_mla.status.line import status_line
 from vllm_aiter_mla.status.record import RankStatus
-from vllm_aiter_mla.status.status_files import front_end_lives
+from vllm_aiter_mla.status.status_files import serves
 
 DRAWN = 64
 """Tokens of the step whose layer is drawn; the nearest planned one, if that is none."""
@@ -46,15 +46,15 @@ def status(page: Page, record: RankStatus) -> Glance:
 
 
 def _outcome(folder: Path, record: RankStatus, silent: int) -> tuple[str, str]:
-    """Return the word for a status, and what it means. Only a server that lives and is whole can be engaged.
+    """Return the word for a status, and what it means. Only an engine that lives and is whole can be engaged.
 
     ``silent`` ranks of its engine are not among the inputs.
     """
-    lives = front_end_lives(folder, record.run) if record.evidence.host == socket.gethostname() else None
+    lives = serves(folder, [record]) if record.evidence.host == socket.gethostname() else None
     if lives is None:
         return "unknown", f"whether its server lives cannot be told here; it had: {status_line(record)}"
     if not lives:
-        return "ended", f"its server has ended; it had: {status_line(record)}"
+        return "ended", f"its engine or front end has ended; it had: {status_line(record)}"
     if silent:
         without = f"{silent} of {record.ranks} ranks have no status file here"
         return "unknown", f"{without}; this one has: {status_line(record)}"
