@@ -53,11 +53,16 @@ def ran(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "said"), [
-    ("triton", "1 passed, 0 failed"), ("reference", "1 passed, 0 failed"), ("timing", "5.00"), ("tune", "kept in"),
+    ("triton", "1 passed, 0 failed"), ("reference", "1 passed, 0 failed"), ("tune", "kept in"),
 ])  # fmt: skip
 def test_a_command_runs_without_vllm(ran, name, said):
     status, output, _ = ran[0][name]
     assert (status, said in output) == (outputs.FINE, True), output
+
+
+def test_timing_runs_without_vllm_and_is_unknown_where_the_stand_in_cannot_run(ran):
+    status, output, _ = ran[0]["timing"]
+    assert (status, "5.00" in output, "nothing to compare" in output) == (outputs.NOT_LOOKED, True, True), output
 
 
 def test_timing_says_why_vllms_own_kernels_are_not_timed(ran):

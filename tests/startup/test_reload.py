@@ -274,6 +274,7 @@ def test_a_reload_tells_nothing_new_of_a_layer_that_its_graph_left_out(checked, 
     layer, why = layer_in(checked), ("no_rope", "why")
     layer.ran, layer.left_out = "", None if kept else Skip(*why)
     held = layer.engine_status
+    held.add_kept({NAME: why} if kept else {})
     held.set_record(replace(held.record, engaged={}, skipped={NAME: why}))
     held.write(held.path.parent)
     checked.reload_weights()
