@@ -73,17 +73,18 @@ def test_only_the_json_is_on_standard_output(capfd):
     with outputs.text_apart(outputs.STDOUT):
         print("a sentence")
         os.write(1, b"a compiler's line\n")
-    outputs.write(outputs.STDOUT, "{}\n")
+    outputs.write("check", outputs.STDOUT, "{}\n")
     assert capfd.readouterr() == ("{}\n", "a sentence\na compiler's line\n")
 
 
-def test_a_full_disk_ends_the_command_with_one_line(capsys):
+def test_a_full_disk_ends_the_command_with_one_line_that_names_it(capsys):
     full = os.open("/dev/full", os.O_WRONLY)
     path = Path(f"/proc/self/fd/{full}")  # not the device itself: code that is broken would replace the machine's
     with pytest.raises(typer.Exit) as ended:
-        outputs.write(path, "{}\n")
+        outputs.write("report", path, "{}\n")
     os.close(full)
-    assert (ended.value.exit_code, capsys.readouterr().err) == (outputs.WRONG, f"{path}: No space left on device\n")
+    said = f"report: {path}: No space left on device\n"
+    assert (ended.value.exit_code, capsys.readouterr().err) == (outputs.WRONG, said)
 
 
 WORD = st.text("abc:,-", min_size=1, max_size=40).filter(lambda word: word != "-")  # the sign of a list, which indents

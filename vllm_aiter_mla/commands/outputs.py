@@ -74,8 +74,8 @@ def text_apart(path: Path | None) -> Iterator[None]:
         os.close(kept)
 
 
-def write(path: Path, text: str, status: int = WRONG) -> None:
-    """Write a file, and end the command with one line if that fails; or to standard output where ``path`` is "-".
+def write(command: str, path: Path, text: str, status: int = WRONG) -> None:
+    """Write a file of a command, and end it with one line if that fails; or to standard output where ``path`` is "-".
 
     ``status`` is the exit status of a command that ends so.
 
@@ -88,7 +88,7 @@ def write(path: Path, text: str, status: int = WRONG) -> None:
     try:
         files.write_text(path, text)
     except OSError as error:
-        fail(f"{path}: {error.strerror or error}", status)
+        fail(f"{command}: {path}: {error.strerror or error}", status)
 
 
 def why_not_writable(path: Path | None) -> str | None:

@@ -83,7 +83,7 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
         for engine in engines:
             _print(engine, decisions[engine.run, engine.model, engine.engine])
     if json is not None:
-        outputs.write(json, files.text_of(Engines(engines, tuple(bad), code)))
+        outputs.write("status", json, files.text_of(Engines(engines, tuple(bad), code)))
     for why in bad:
         typer.echo(outputs.line(f"status: {why}"), err=True)
     if not engines and not bad:

@@ -79,10 +79,10 @@ class Run:
         record, otherwise = self.record(status), status or outputs.WRONG
         try:
             if self.json is not None:
-                outputs.write(self.json, files.text_of(record), otherwise)
+                outputs.write("check", self.json, files.text_of(record), otherwise)
         finally:  # the page too, where the JSON could not be written
             if html is not None and html_of is not None:
-                outputs.write(html, _page(html, record, html_of, otherwise), otherwise)
+                outputs.write("check", html, _page(html, record, html_of, otherwise), otherwise)
 
 
 def _page(html: Path, record: CheckRun, html_of: Callable[[Sequence[Path]], str], otherwise: int) -> str:

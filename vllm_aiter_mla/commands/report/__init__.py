@@ -32,7 +32,7 @@ def report(
     """
     try:
         text = renderer()(inputs)
-        outputs.write(out, text)
+        outputs.write("report", out, text)
     except ValueError as error:
         outputs.fail(f"report: {error}")
     except OSError as error:
