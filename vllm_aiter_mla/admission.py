@@ -22,6 +22,8 @@ OVERFLOW = "turns a rotated value beyond fp8's range into NaN, where vLLM's own 
 """What a kernel does that ``kernel=auto`` leaves out, after the kernel's name."""
 ABORTED = "aborted_before"
 """Code of a kernel in whose first call an earlier start ended; the reason begins with it."""
+VLLM_FASTER = "vllm_faster"
+"""Code of a layer for which vLLM's own kernels were the fastest."""
 INTEGRATIONS = ("passes", "module")
 """What puts the op into a layer: passes over the compiled graph, or the forward of vLLM's MLA wrapper."""
 LEVELS: dict[str, dict[str, tuple[str, str]]] = json.loads(

@@ -23,7 +23,7 @@ from tests.support import in_process, plans
 from tests.support.planted import raising
 from tests.support.statuses import record_of
 from vllm_aiter_mla import files
-from vllm_aiter_mla.admission import Skip
+from vllm_aiter_mla.admission import VLLM_FASTER, Skip
 from vllm_aiter_mla.commands import machine, outputs, process
 from vllm_aiter_mla.commands.check import distance, engine, engine_steps, idle, kernels, steps, timing
 from vllm_aiter_mla.commands.check import run as command
@@ -231,7 +231,7 @@ def a_rank_without_a_status(card: dict[str, Any]) -> None:
 
 def a_draft(card: dict[str, Any], *reasons: tuple[str, str]) -> None:
     """The model's layer engaged. Another one is faster with vLLM's kernels; one more is skipped for each reason."""
-    skipped = dict(enumerate([(engine_steps.VLLM_FASTER, "it is faster"), *reasons]))
+    skipped = dict(enumerate([(VLLM_FASTER, "it is faster"), *reasons]))
     rank = replace(
         ANSWER.ranks[0], total=1 + len(skipped), skipped={f"draft {number}": why for number, why in skipped.items()}
     )
@@ -666,7 +666,7 @@ def test_rounding_does_not_explain_a_run_without_tokens() -> None:
 
 def vllm_is_faster(card: dict[str, Any]) -> None:
     record = record_of(["layer"], 16, "fp8", 0)
-    skipped = {"layer": (engine_steps.VLLM_FASTER, "it is faster")}
+    skipped = {"layer": (VLLM_FASTER, "it is faster")}
     let_answer(card, "on", ranks=(replace(record, skipped=skipped),), launches=40)
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
-from vllm_aiter_mla.admission import OVERFLOW, Skip
+from vllm_aiter_mla.admission import OVERFLOW, VLLM_FASTER, Skip
 from vllm_aiter_mla.kernels.stopwatch import Rounds, name_at
 from vllm_aiter_mla.settings import Settings
 
@@ -162,7 +162,7 @@ def _chosen(facts: LayerFacts, left: Sequence[str], figures: Figures | None) -> 
     spans = _merged(sorted({span.last for spans in ranks for span in spans}), partial(_chosen_by_all, ranks))
     if {span.kernel for span in spans} == {VLLM}:
         where = " on every rank" if len(figures.ranks) > 1 else ""
-        return (), Skip("vllm_faster", f"no kernel was clearly faster than vLLM's own at any token count{where}")
+        return (), Skip(VLLM_FASTER, f"no kernel was clearly faster than vLLM's own at any token count{where}")
     return spans, None
 
 

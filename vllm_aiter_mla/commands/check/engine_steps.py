@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 
+from vllm_aiter_mla.admission import VLLM_FASTER
 from vllm_aiter_mla.commands.check import distance, engine
 from vllm_aiter_mla.commands.check.context import NO_GPU, Context
 from vllm_aiter_mla.commands.check.engine import EngineAnswer, Side
@@ -21,8 +22,6 @@ from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.status.line import status_line
 from vllm_aiter_mla.status.record import add_silent
 
-VLLM_FASTER = "vllm_faster"
-"""The code of a layer for which vLLM's own kernels were the fastest."""
 RANDOM_LAYERS = 4
 RANDOM_ARGUMENTS = ("--max-model-len", "512")
 """Options of ``vllm serve`` for an engine over random weights."""
