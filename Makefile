@@ -13,7 +13,9 @@ CHECK := import sys; mine = "%d.%d" % sys.version_info[:2]; mine in "$(LOCKED)".
 LOCK_STAMP := $(VENV)/.lock-$(shell sha256sum $(LOCK) | cut -c1-16)
 EXTRA_STAMP := $(VENV)/.extra-$(shell sha256sum $(EXTRA_LOCK) | cut -c1-16)
 PKG_STAMP := $(VENV)/.pkg-$(shell sha256sum pyproject.toml | cut -c1-16)
-PIP := python -m pip install --quiet --disable-pip-version-check
+# A sixth of the installed modules are ever imported: Python compiles those, once, where pip would compile all.
+PIP := python -m pip install --quiet --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 NO_TORCH := No $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' $(LOCK))? Set PIP_EXTRA_INDEX_URL to the index that the \
     installation selector of PyTorch's start page names for Linux, Pip and CPU.
 ARGS ?=

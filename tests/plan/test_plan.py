@@ -319,27 +319,46 @@ socket.getaddrinfo = socket.socket.connect = refuse
 """
 
 
+def quoted_plans():
+    """What follows ``check`` in each line of the pages that asks for a plan, without ``--only plan``."""
+    lines = [command for page in PAGES.values() for command in quoted(page)]
+    typed = [words(line.partition(" check ")[2].partition(" >")[0]) for line in lines if " check deep" in line]
+    asked = (tuple(word for word in line if word not in ("--only", "plan")) for line in typed if "plan" in line)
+    return [*dict.fromkeys(asked)]  # several pages quote the same
+
+
+def plans_of_quoted(arguments):
+    """The plans that a quoted line gives, each with the figures that the pages promise."""
+    drafts = int("--speculative-config" in arguments)
+    status, out, _ = invoke(*arguments, "--json", "-")
+    made = json.loads(out)["steps"][0]["data"]
+    found = made if isinstance(made, list) else [made]
+    assert (status, len(found)) == (outputs.FINE, 4 if "1,2,4,8" in arguments else 1)
+    for plan in found:
+        assert (plan["outcome"], plan["limit"]) == ("engaged", 512 if drafts else 1024)
+        assert plan["layers"] == {"mla": 61 + drafts, "drafts": drafts, "total": 61, "engaged": 61 + drafts}
+    return found
+
+
 @pytest.mark.slow
-def test_quoted_plans_run_in_a_process_of_their_own_that_opens_no_connection(tmp_path, monkeypatch, capfd):
+@pytest.mark.usefixtures("shared")
+def test_quoted_plans_have_the_figures_of_the_pages():
+    lines = quoted_plans()
+    assert any("--speculative-config" in arguments for arguments in lines)
+    assert any("1,2,4,8" in arguments for arguments in lines)
+    for arguments in lines:
+        plans_of_quoted(arguments)
+
+
+@pytest.mark.slow
+def test_a_quoted_plan_runs_in_a_process_of_its_own_that_opens_no_connection(tmp_path, monkeypatch, capfd):
     """An attempt whose failure is caught counts too. vLLM's log does not reach the reader."""
     log = tmp_path / "attempts"
     (tmp_path / "sitecustomize.py").write_text(NO_NETWORK.format(log=str(log)))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    lines = [command for page in PAGES.values() for command in quoted(page)]
-    typed = [words(line.partition(" check ")[2].partition(" >")[0]) for line in lines if " check deep" in line]
-    plans_typed = (tuple(word for word in line if word not in ("--only", "plan")) for line in typed if "plan" in line)
-    found = [*dict.fromkeys(plans_typed)]  # several pages quote the same
-    assert any("--speculative-config" in arguments for arguments in found)
-    assert any("1,2,4,8" in arguments for arguments in found)
-    for arguments in found:
-        drafts = int("--speculative-config" in arguments)
-        status, out, _ = invoke(*arguments, "--json", "-")
-        made = json.loads(out)["steps"][0]["data"]
-        plans_of = made if isinstance(made, list) else [made]
-        assert (status, len(plans_of)) == (outputs.FINE, 4 if "1,2,4,8" in arguments else 1)
-        for plan in plans_of:
-            assert (plan["outcome"], plan["limit"], plan["arch"]) == ("engaged", 512 if drafts else 1024, "gfx942")
-            assert plan["layers"] == {"mla": 61 + drafts, "drafts": drafts, "total": 61, "engaged": 61 + drafts}
+    several = next(arguments for arguments in quoted_plans() if "1,2,4,8" in arguments)
+    for plan in plans_of_quoted((*several, *REQUESTS, *MTP)):
+        assert plan["arch"] == "gfx942"
     assert not log.exists()
     assert "amdsmi" not in capfd.readouterr().err
 
