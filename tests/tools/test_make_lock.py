@@ -37,7 +37,7 @@ def test_a_missing_release_is_pips_own_last_line(monkeypatch, capsys, tmp_path):
     assert not (tmp_path / "x.lock").exists()
 
 
-@pytest.mark.parametrize(("options", "fresh"), [([], [True, True]), (["--over"], [False])])
+@pytest.mark.parametrize(("options", "fresh"), [([], [True, True, True]), (["--over"], [False])])
 def test_over_leaves_out_what_is_there_and_what_is_extra(monkeypatch, tmp_path, options, fresh):
     commands = []
 
@@ -51,14 +51,23 @@ def test_over_leaves_out_what_is_there_and_what_is_extra(monkeypatch, tmp_path, 
     assert [("--ignore-installed" in command) for command in commands] == fresh
 
 
-def test_the_second_lock_has_what_the_extra_roots_need_over_the_pins_of_the_first(monkeypatch, tmp_path):
+def test_each_further_lock_has_what_its_roots_need_over_the_pins_of_those_before(monkeypatch, tmp_path):
     base = {name: entry(name, "", *make_lock.DROPPED) for name in ("torch", *make_lock.DROPPED)}
-    extra = {"ray": entry("ray", "", "torch", "msgpack"), "msgpack": entry("msgpack", "")}
-    monkeypatch.setattr(make_lock, "report", lambda *asked: base | extra if {"torch==1.0", "ray"} <= {*asked} else base)
+    extra = base | {"twine": entry("twine", "", "torch", "nh3"), "nh3": entry("nh3", "")}
+    wide = extra | {"ray": entry("ray", "", "nh3", "msgpack"), "msgpack": entry("msgpack", "")}
+
+    def report(*asked):
+        if "ray" in asked:
+            assert {"torch==1.0", "nh3==1.0"} <= {*asked}
+            return wide
+        return extra if {"torch==1.0", "twine"} <= {*asked} else base
+
+    monkeypatch.setattr(make_lock, "report", report)
     monkeypatch.setattr(make_lock, "pinned", lambda entries, _: list(entries))
     assert make_lock.main(["--out", str(tmp_path / "base.lock")]) == 0
-    pins = [(tmp_path / name).read_text().split("\n")[2:-1] for name in ("base.lock", "extra.lock")]
-    assert pins == [["torch"], ["msgpack", "ray"]]
+    names = ("base.lock", "extra.lock", "wide.lock")
+    pins = [(tmp_path / name).read_text().split("\n")[2:-1] for name in names]
+    assert pins == [["torch"], ["nh3", "twine"], ["msgpack", "ray"]]
 
 
 def entry(name, digest, *requires):
