@@ -2,9 +2,9 @@
 
     python tools/docs.py [--check]
 
-The texts come from the typer app, ``tools/ledger.py``, ``reasons.json``, AITER's ``LIMITS``, ``schemas.json``, and the
-docstrings of ``compat/patches.py`` and of the machine's checks. They are the same on every machine. With --check
-nothing is written: exit status 1 if a page is not up to date.
+The texts come from the typer app, ``tools/counting/ledger.py``, ``reasons.json``, AITER's ``LIMITS``,
+``schemas.json``, and the docstrings of ``compat/patches.py`` and of the machine's checks. They are the same on every
+machine. With --check nothing is written: exit status 1 if a page is not up to date.
 """
 
 import inspect
@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools import ledger
 from tools.common import Parser, guarded
+from tools.counting import ledger
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "generated"
@@ -41,7 +41,8 @@ LEDGER = """The ledger: what one attention layer costs in each kind of batch
 
 Each cell is `launches / allocations / bytes`, counted on a CPU: four rows, 16 heads, gfx950, 16-bit weights, kernel
 `aiter`; with decode attention and value projection, unlike the plan's table. `off` and `on` are the flag over vLLM's
-default options; `fused` adds graph partition, and so vLLM's own RoPE + KV fusion. [The rules](../evidence.md)."""
+default options; `fused` adds graph partition, and so vLLM's own RoPE + KV fusion. A full graph allocates nothing, and
+changes no other figure. [The rules](../evidence.md)."""
 
 
 def pages() -> dict[str, str]:

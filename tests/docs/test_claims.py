@@ -20,7 +20,8 @@ from tools.gfx9 import cases
 from vllm_aiter_mla.commands import check, main
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.compat import offline
-from vllm_aiter_mla.commands.plan import formulas, issues
+from vllm_aiter_mla.commands.plan import issues
+from vllm_aiter_mla.kernels import formulas
 from vllm_aiter_mla.kernels.triton import tiles
 from vllm_aiter_mla.status.line import status_line
 from vllm_aiter_mla.status.record import Timed

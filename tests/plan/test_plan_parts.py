@@ -17,7 +17,8 @@ from tests.support import plans
 from tests.support.pages import ROOT
 from vllm_aiter_mla import admission
 from vllm_aiter_mla.commands.compat import offline
-from vllm_aiter_mla.commands.plan import answer, build, formulas, kernels, model
+from vllm_aiter_mla.commands.plan import answer, build, kernels, model
+from vllm_aiter_mla.kernels import formulas
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving.backends import candidates
 from vllm_aiter_mla.settings import Settings

@@ -81,20 +81,22 @@ class Recorded:
         self._kernel = kernel
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        launch = self._kernel[grid]
+        return one_launch("decode_prep_kernel", self._kernel[grid])
 
-        def run(*given: Any, **named: Any) -> Any:
-            mode = _get_current_dispatch_mode()
-            if not isinstance(mode, Recording):
-                return launch(*given, **named)
-            if hasattr(mode, "launched"):  # the rehearsal card's; the number of tokens comes first
-                mode.launched("decode_prep_kernel", given[0], named, lambda: launch(*given, **named))
-            else:
-                mode.add("decode_prep_kernel", lambda: launch(*given, **named))
-            with _disable_current_modes():
-                return launch(*given, **named)
 
-        return run
+def one_launch(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a recording see one call of ``function``, and none of the calls inside it."""
+
+    def call(*given: Any, **named: Any) -> Any:
+        mode = _get_current_dispatch_mode()
+        if not isinstance(mode, Recording):
+            return function(*given, **named)
+        with _disable_current_modes():
+            result = function(*given, **named)
+        mode.add(name, function, given, named, result)
+        return result
+
+    return call
 
 
 def convert_float(data: np.ndarray, source: Any, target: Any, rounding: object = None) -> np.ndarray:

@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from tests.sandbox import interpreter
 from tests.sandbox.simulated_aiter import gemm, gemm_fp4
@@ -38,8 +37,6 @@ KERNELS = {"fused_qk_rope_concat_and_cache_mla": ("aiter", 6), "concat_and_cache
 BODIES = ("vllm", "vllm_aiter_mla")
 """Namespaces whose ops are Python: they launch nothing themselves. vLLM calls them one by one between its pieces."""
 CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-TRITON = {"decode_prep_kernel": "triton"}
-"""The same of launches that do not pass the dispatcher."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ def label_of(named: dict[str, Any]) -> str:
 
 
 class Launches(Recording):
-    """A recording that also notes which kernels ran, and at how many tokens."""
+    """A recording that enters the ops of ``BODIES``, and also notes which kernels ran, and at how many tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,15 +79,16 @@ class Launches(Recording):
         if func.namespace in BODIES:
             with self:
                 return func.redispatch(CPU, *args, **(kwargs or {}))
-        kernel, argument = KERNELS.get(str(func.overloadpacket).rpartition(".")[2], ("", 0))
-        if kernel:
-            self.kernels.append((kernel, args[argument].shape[0]))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def launched(self, name: str, tokens: int, named: dict[str, Any], call: Callable[[], object]) -> None:
-        """Note a launch of the Triton kernel, which does not pass the dispatcher, with its tile."""
-        self.kernels.append((f"{TRITON[name]} {label_of(named)}", tokens))
-        self.add(name, call)
+    def add(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any, *others: Any) -> None:
+        """Add a call, and note its kernel; that of a launch of our Triton kernel with its tile."""
+        kernel, argument = KERNELS.get(name.rpartition(".")[2], ("", 0))
+        if kernel:
+            self.kernels.append((kernel, args[argument].shape[0]))
+        elif name == "decode_prep_kernel":
+            self.kernels.append((f"triton {label_of(kwargs)}", args[0]))
+        super().add(name, run, args, kwargs, *others)
 
 
 class Graph:
@@ -278,27 +276,6 @@ class TritonLaunch:
         out.copy_(reference.prepare(inputs, reference.TRITON))
 
 
-def one_launch(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a recording see one call of ``function``, which returns a tensor or nothing, and none of the calls inside."""
-
-    def call(*given: Any, **named: Any) -> Any:
-        mode = _get_current_dispatch_mode()
-        if not isinstance(mode, Recording):
-            return function(*given, **named)
-        with _disable_current_modes():
-            made = function(*given, **named)
-
-        def again() -> None:
-            result = function(*given, **named)
-            if made is not None and result is not made:
-                made.copy_(result)
-
-        mode.add(name, again)
-        return made
-
-    return call
-
-
 def count_compiled_kernels() -> None:
     """On a rehearsal card, let each C++ kernel that Inductor makes count as the one launch that it would be."""
     if not isinstance(device.installed, RehearsalCard):
@@ -311,8 +288,8 @@ def count_compiled_kernels() -> None:
     def cpp_pybinding(self: Any, *given: Any, **named: Any) -> Any:
         found = inner(self, *given, **named)
         if isinstance(found, LambdaFuture):
-            return LambdaFuture(lambda: one_launch("compiled", found.result()))
-        return one_launch("compiled", found)
+            return LambdaFuture(lambda: interpreter.one_launch("compiled", found.result()))
+        return interpreter.one_launch("compiled", found)
 
     AsyncCompile.cpp_pybinding = cpp_pybinding
 
@@ -328,7 +305,7 @@ def install_from_environment() -> None:
 
     launcher.decode_prep_kernel = interpreter.Recorded(TritonLaunch())
     for module in (gemm, gemm_fp4):
-        module.batched_gemm = one_launch("batched_gemm", module.batched_gemm)
+        module.batched_gemm = interpreter.one_launch("batched_gemm", module.batched_gemm)
     if card.scenario.fault:
         module, _, function = card.scenario.fault.partition(":")
         getattr(importlib.import_module(module), function)()

@@ -23,7 +23,7 @@ def test_fresh_memory_keeps_what_it_held():
     out.fill_(float("nan"))
     made.replay()
     assert out.isnan().all()
-    assert made.names == []
+    assert made.names == ()
 
 
 def test_memory_counts_what_is_held_once_and_no_temporary():

@@ -1,1 +1,1 @@
-"""Count and time one layer without an engine, and the start of one: for ledger.py, host_cost.py and start_cost.py."""
+"""Count and time one layer without an engine, and the start of one: for docs.py, host_cost.py and start_cost.py."""

@@ -7,7 +7,8 @@ not initialised again and views are not made again, because both are addresses i
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,15 +23,31 @@ from vllm_aiter_mla.verify.layer import ModelStep, Segment
 SYNCS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One launch of a recorded step."""
+
+    name: str
+    run: Callable[..., Any]  # an ATen call, or a function that is one kernel on a card
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    fresh: dict[int, torch.Tensor]  # the results that are new memory, by their position among the results
+
+    def again(self) -> None:
+        """Repeat the call, and put new results where the recorded ones are."""
+        leaves = tree_leaves(self.run(*self.args, **self.kwargs))
+        for index, target in self.fresh.items():
+            target.copy_(leaves[index])
+
+
 class Recording(TorchDispatchMode):
     """Records while it is entered; :meth:`replay` afterwards."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: list[str] = []  # what a replay launches, in order
+        self.calls: list[Call] = []  # what a replay launches, in order
         self.syncs: list[str] = []  # calls that would have waited for the device
         self.shapes: list[tuple[str, tuple[int, ...]]] = []  # (call, shape) of all fresh memory
-        self._calls: list[Callable[[], object]] = []
         self._kept: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -39,32 +56,31 @@ class Recording(TorchDispatchMode):
         result = func(*args, **kwargs)
         if _synchronises(func, name, args):
             self.syncs.append(name)
-        if name == "aten._local_scalar_dense":
-            return result
-        fresh = _fresh(args, kwargs, result)
-        self.shapes += [(name, tuple(tensor.shape)) for tensor in fresh.values()]
-        if name.startswith(("aten.empty", "aten.new_empty")) or not (fresh or func._schema.is_mutable):
-            # Nothing to repeat: memory or a view. New memory is kept alive, as a graph's pool does.
-            self._kept += fresh.values()
-            return result
-
-        def again() -> None:
-            leaves = tree_leaves(func(*args, **kwargs))
-            for index, target in fresh.items():
-                target.copy_(leaves[index])
-
-        self.add(name, again)
+        if name != "aten._local_scalar_dense":
+            self.add(name, func, args, kwargs, result, func._schema.is_mutable)
         return result
 
-    def add(self, name: str, call: Callable[[], object]) -> None:
-        """Add a call that a replay repeats."""
-        self.names.append(name)
-        self._calls.append(call)
+    def add(
+        self, name: str, run: Callable[..., Any], args: Any, kwargs: Any, result: Any, is_mutable: bool = True
+    ) -> None:
+        """Add a call that has run: a launch, unless it only made memory or a view."""
+        fresh = _fresh(args, kwargs, result)
+        self.shapes += [(name, tuple(tensor.shape)) for tensor in fresh.values()]
+        if name.startswith(("aten.empty", "aten.new_empty")) or not (fresh or is_mutable):
+            # Nothing to repeat. New memory is kept alive, as a graph's pool does.
+            self._kept += fresh.values()
+        else:
+            self.calls.append(Call(name, run, args, kwargs, fresh))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a replay launches, in order."""
+        return tuple(call.name for call in self.calls)
 
     def replay(self) -> None:
-        """Repeat every call in order, and put new results where the recorded ones are."""
-        for call in self._calls:
-            call()
+        """Repeat every call in order."""
+        for call in self.calls:
+            call.again()
 
 
 def _synchronises(func: Any, name: str, args: Any) -> bool:
@@ -111,7 +127,7 @@ class EagerEngine:
 
     def _record(self, segment: Segment, pool: str, side_stream: bool) -> Segment:
         recording = self.probe(segment)
-        return Segment(True, recording.replay, tuple(recording.names))
+        return Segment(True, recording.replay, recording.names)
 
     def probe(self, segment: Segment) -> Recording:
         """Run a segment once without a graph; return its host synchronisations and the memory that it makes."""

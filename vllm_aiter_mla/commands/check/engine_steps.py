@@ -16,9 +16,9 @@ from vllm_aiter_mla.commands.check import distance, engine
 from vllm_aiter_mla.commands.check.context import NO_GPU, Context
 from vllm_aiter_mla.commands.check.engine import EngineAnswer, Side
 from vllm_aiter_mla.commands.check.record import Step
-from vllm_aiter_mla.commands.plan import formulas
 from vllm_aiter_mla.commands.plan.issues import has_fp8_cache
 from vllm_aiter_mla.commands.plan.record import Plan
+from vllm_aiter_mla.kernels import formulas
 from vllm_aiter_mla.status.line import status_line
 from vllm_aiter_mla.status.record import add_silent
 

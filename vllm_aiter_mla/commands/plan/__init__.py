@@ -7,7 +7,7 @@ Nothing here needs a GPU, weights or a network. In the order in which they run:
   options.
 - ``answer`` asks vLLM what it decides, over a ``card`` that is made up where there is no ROCm.
 - ``build`` decides what would engage and why not: it asks admission for every reason, ``kernels`` for the back ends,
-  and ``formulas`` for bytes and launches.
+  and ``formulas`` of the package ``kernels`` for bytes and launches.
 - ``issues`` adds the known faults of what runs beside the plugin.
 - ``record`` is what comes out, and what is written to JSON; ``printout`` shows it as text.
 """

@@ -13,9 +13,9 @@ from vllm_aiter_mla.commands import options
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.compat.offline import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
 from vllm_aiter_mla.commands.compat.rocm_config import LayerKind
-from vllm_aiter_mla.commands.plan import formulas, kernels, record
+from vllm_aiter_mla.commands.plan import kernels, record
 from vllm_aiter_mla.commands.plan.answer import Answer, EngineFacts, LoadedVllm
-from vllm_aiter_mla.kernels import vllm_own
+from vllm_aiter_mla.kernels import formulas, vllm_own
 from vllm_aiter_mla.kernels.absorb import FORMATS
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings
 

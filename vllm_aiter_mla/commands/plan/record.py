@@ -7,7 +7,7 @@ Imports no torch. ``schemas.json`` says what the fields mean.
 from dataclasses import dataclass
 
 from vllm_aiter_mla import files
-from vllm_aiter_mla.commands.plan.formulas import Launch
+from vllm_aiter_mla.kernels.formulas import Launch
 from vllm_aiter_mla.settings import Settings
 
 

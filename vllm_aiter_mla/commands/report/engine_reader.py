@@ -8,10 +8,10 @@ from functools import partial
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 
-from vllm_aiter_mla.commands.plan.formulas import Launch
 from vllm_aiter_mla.commands.plan.record import Cost, Plan
 from vllm_aiter_mla.commands.report import charts
 from vllm_aiter_mla.commands.report.blocks import PLAN, Glance, Page
+from vllm_aiter_mla.kernels.formulas import Launch
 from vllm_aiter_mla.status.line import status_line
 from vllm_aiter_mla.status.record import RankStatus
 from vllm_aiter_mla.status.status_files import serves
