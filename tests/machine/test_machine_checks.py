@@ -13,14 +13,14 @@ from unittest import mock
 
 import pytest
 
-from vllm_aiter_mla.commands.machine import Check, checks, name_of, run
+from vllm_aiter_mla.commands.machine import Check, checks, name_of, run_checks
 from vllm_aiter_mla.kernels.aiter import op as locate
 
 CHECKS = {name_of(check): check for check in checks.CHECKS}
 
 
 def found(name: str, **env: str) -> Check:
-    return run([CHECKS[name]], env)[0]
+    return run_checks([CHECKS[name]], env)[0]
 
 
 def status(name: str, **env: str) -> str:

@@ -180,7 +180,7 @@ def test_what_serves_does_not_import_what_is_made_up():
         for path in package.rglob("*.py")
         if any(name in path.read_text() for name in makers)
     }
-    assert found == {f"commands/{name}.py" for name in ("plan/answer", "plan/build", "plan/card", "plan/several")}
+    assert found == {f"commands/{name}.py" for name in ("plan/answer", "plan/build", "plan/card", "plan/child")}
 
 
 def test_a_library_that_is_missing_is_not_known_and_no_wrong_option():

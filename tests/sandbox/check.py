@@ -15,9 +15,10 @@ from tests.sandbox import plugin, worker
 from tests.sandbox.model import TinyDeepseek, save_config
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import process
-from vllm_aiter_mla.commands.check import engine_steps, run, show, steps
+from vllm_aiter_mla.commands.check import run, show, steps
 from vllm_aiter_mla.commands.check.context import CheckOptions, Context
-from vllm_aiter_mla.commands.check.engine import SIDES, EngineAnswer, Side
+from vllm_aiter_mla.commands.check.engine import steps as engine_steps
+from vllm_aiter_mla.commands.check.engine.record import SIDES, EngineAnswer, Side
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.plan import model
 from vllm_aiter_mla.commands.report.page import html_of
@@ -66,7 +67,7 @@ def engines_on_this_cpu(variables: Mapping[str, str]) -> Iterator[None]:
     def compare_engines(asked: Context) -> Step:
         with engine_steps.engines(asked, asked.options.environment() | dict(variables)) as answer:
             asked.answers = both(answer)
-        return engine_steps.judge(asked)
+        return engine_steps.compare_tokens(asked)
 
     entry = replace(steps.STEPS["engine"], run=compare_engines)
     with mock.patch.dict(steps.STEPS, engine=entry):

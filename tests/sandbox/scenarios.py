@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from tests.sandbox.spec import LIMIT_REQUESTS
-from vllm_aiter_mla.commands.check import engine
+from vllm_aiter_mla.commands.check.engine import child as engine
 from vllm_aiter_mla.commands.compat.engine import Request
 
 

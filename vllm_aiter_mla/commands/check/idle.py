@@ -13,8 +13,11 @@ DEVICE_FILES = re.compile(r"/dev/(kfd|nvidia\d+)$")
 GIB = 1 << 30
 
 
-def why_not(needed: int) -> str:
-    """Return which of the first ``needed`` cards is in use, and who has one open, or "". For a process of its own."""
+def why_not(needed: int) -> str | None:
+    """Return which of the first ``needed`` cards is in use, and who has one open; None if all are idle.
+
+    For a process of its own.
+    """
     from vllm_aiter_mla.kernels.device import card
 
     try:
@@ -26,7 +29,7 @@ def why_not(needed: int) -> str:
             who = ", ".join(holders()) or "none that can be seen from here"
             sizes = f"{used / GIB:.0f} of {total / GIB:.0f} GiB are in use"
             return f"card {number} is not idle: {sizes}; processes that have a card open: {who}"
-    return ""
+    return None
 
 
 def holders() -> Iterator[str]:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs, process
-from vllm_aiter_mla.commands.check import engine_steps, idle, show, steps
+from vllm_aiter_mla.commands.check import idle, show, steps
 from vllm_aiter_mla.commands.check.context import Context, WrongOptionError
+from vllm_aiter_mla.commands.check.engine import steps as engine_steps
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 
 KEEP_S = 2.0
@@ -118,27 +119,27 @@ def how_it_ended(context: Context, name: str) -> Step:
         SignalError: a signal asks this process to end.
     """
     entry, options = steps.STEPS[name], context.options
-    if options.source is not None and entry.needs_shape and (why := steps.why_without_a_shape(context.plan)):
+    why = steps.why_without_a_shape(context.plan) if options.source is not None and entry.needs_shape else None
+    if why is not None:
         return Step("skipped", why)
     try:
-        if entry.needs_idle_cards and options.on_a_card and (why := _why_not_idle(context, name)):
+        if entry.needs_idle_cards and options.on_a_card and (why := _why_not_idle(context, name)) is not None:
             return Step("unknown", why)
         return entry.run(context)
     except WrongOptionError:
         raise
     except process.EndedError as error:
-        return Step("failed", error.said(), error.lines)
+        return Step("failed", error.sentence(), error.lines)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name in outputs.HOST:
             return Step("skipped", f"{error.name} is not installed here; run this where vLLM serves")
         return Step("failed", f"{type(error).__name__}: {error}")
 
 
-def _why_not_idle(context: Context, name: str) -> str:
-    """Return why the cards of a step are not idle: a server or another check is on one."""
+def _why_not_idle(context: Context, name: str) -> str | None:
+    """Return why the cards of a step are not idle: a server or another check is on one. None if they are."""
     needed = engine_steps.cards_of(context.plan) if name == "engine" and context.plan is not None else 1
-    looks = f"{idle.__name__}:{idle.why_not.__name__}"
-    return str(process.call(looks, needed, environment=context.options.environment()))
+    return process.call(idle.why_not, needed, environment=context.options.environment())
 
 
 def exit_status(ended: Sequence[Step], on_cpu: bool, each: bool = False) -> int:

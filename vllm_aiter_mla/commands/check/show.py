@@ -14,10 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_aiter_mla.commands import outputs
-from vllm_aiter_mla.commands.check import kernels, steps, timing
+from vllm_aiter_mla.commands.check import steps
+from vllm_aiter_mla.commands.check.kernels import printout as kernels_printout
 from vllm_aiter_mla.commands.check.record import Step
-from vllm_aiter_mla.commands.check.timing import Measurement
-from vllm_aiter_mla.commands.plan import printout
+from vllm_aiter_mla.commands.check.timing import printout as timing_printout
+from vllm_aiter_mla.commands.check.timing.record import Measurement
+from vllm_aiter_mla.commands.plan import printout as plan_printout
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.verify.results import Verification
 
@@ -81,13 +83,13 @@ def ended(step: Step, whole: bool) -> None:
     # In a file no figure is cut.
     console = outputs.Stdout(highlight=False, width=None if sys.stdout.isatty() else IN_A_FILE)
     if whole and isinstance(step.data, Verification):
-        kernels.show(step.data, console)
+        kernels_printout.show(step.data, console)
     elif whole and isinstance(step.data, Measurement):
-        timing.show(step.data, console)
+        timing_printout.show(step.data, console)
     elif whole and isinstance(step.data, Plan):
-        print(outputs.folded(printout.text(step.data)))
+        print(outputs.folded(plan_printout.text(step.data)))
     elif isinstance(step.data, tuple) and all(isinstance(plan, Plan) for plan in step.data) and step.data:
-        print(outputs.folded(printout.table(step.data)))
+        print(outputs.folded(plan_printout.table(step.data)))
     else:
         for text in step.lines:
             print(outputs.folded(f"  {outputs.line(text)}"))

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from vllm_aiter_mla.admission import REMEDIES
 from vllm_aiter_mla.commands import machine, process
 from vllm_aiter_mla.commands.check.context import Context, WrongOptionError
-from vllm_aiter_mla.commands.check.engine_steps import (
+from vllm_aiter_mla.commands.check.engine.steps import (
     compare_decode_with_prefill,
     compare_engines,
     compare_launches,
     compare_prefill_rows,
 )
-from vllm_aiter_mla.commands.check.kernels import verify_kernels
+from vllm_aiter_mla.commands.check.kernels.step import verify_kernels
 from vllm_aiter_mla.commands.check.record import Status, Step
-from vllm_aiter_mla.commands.check.timing import time_kernels
-from vllm_aiter_mla.commands.plan import model
-from vllm_aiter_mla.commands.plan.issues import without_a_shape
-from vllm_aiter_mla.commands.plan.record import Plan
+from vllm_aiter_mla.commands.check.timing.step import time_kernels
+from vllm_aiter_mla.commands.plan import ask, model
+from vllm_aiter_mla.commands.plan.issues import why_no_shape
+from vllm_aiter_mla.commands.plan.record import NotKnownError, Plan
 
 NO_PLAN = "there is no plan"
 
@@ -33,8 +33,7 @@ def look_at_machine(context: Context) -> Step:
     In a process of its own: with vLLM loaded this one would take seconds to end at a signal.
     """
     env = context.options.environment(assumed=False)
-    examine = f"{machine.__name__}:{machine.examine.__name__}"
-    checks: tuple[machine.Check, ...] = process.call(examine, env, environment=env)
+    checks = process.call(machine.examine, env, environment=env)
     by_name = "machine" in context.options.only
     counts = Counter(check.status for check in checks)
     detail = ", ".join(f"{counts[name]} {name}" for name in ("ok", "warning", "problem", "unknown"))
@@ -57,10 +56,10 @@ def plan_model(context: Context) -> Step:
     assert options.source is not None, "there is a model"
     sizes, deployments = model.deployments(options.arguments)
     try:
-        plans = model.ask(options.source, deployments, options.arch, options.variables, options.verbose)
+        plans = ask.plans(options.source, deployments, options.arch, options.variables, options.verbose)
     except ValueError as error:
         raise WrongOptionError(str(error)) from error
-    except model.NotKnownError as error:
+    except NotKnownError as error:
         return Step("unknown", str(error))
     if len(plans) > 1:
         detail = ", ".join(
@@ -84,7 +83,7 @@ def _planned(outcomes: set[str]) -> Status:
 
 def look_up_issues(context: Context) -> Step:
     """Say which known faults concern this shape, which are not the plugin's."""
-    if why := why_without_a_shape(context.plan):
+    if (why := why_without_a_shape(context.plan)) is not None:
         return Step("skipped", f"not looked up: {why}")
     assert context.plan is not None, "there is a shape"
     issues = context.plan.known_issues
@@ -137,9 +136,9 @@ def chosen(only: Sequence[str], with_model: bool) -> tuple[str, ...]:
     return tuple(name for name in STEPS if name in wanted)
 
 
-def why_without_a_shape(plan: Plan | None) -> str:
-    """Return why a step that needs a layer's shape cannot run, or ""."""
-    return NO_PLAN if plan is None else without_a_shape(plan)
+def why_without_a_shape(plan: Plan | None) -> str | None:
+    """Return why a step that needs a layer's shape cannot run, or None."""
+    return NO_PLAN if plan is None else why_no_shape(plan)
 
 
 def ran_on_the_card(ended: Sequence[Step]) -> bool:

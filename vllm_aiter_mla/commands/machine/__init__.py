@@ -20,12 +20,12 @@ def examine(env: Env) -> tuple[Check, ...]:
     logging.disable(logging.WARNING)  # vLLM warns of what the checks say
     try:
         with aiter_not_importable():
-            return run(CHECKS, env)
+            return run_checks(CHECKS, env)
     finally:
         logging.disable(logging.NOTSET)
 
 
-def run(checks: Iterable[CheckFunction], env: Env) -> tuple[Check, ...]:
+def run_checks(checks: Iterable[CheckFunction], env: Env) -> tuple[Check, ...]:
     """Run every check. One that raises is "unknown" and stops no other."""
     results = []
     for check in checks:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import REMEDIES
+from vllm_aiter_mla.commands.cards import ARCHITECTURES, sold_as
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.compat import release
 from vllm_aiter_mla.kernels.aiter import op
@@ -33,14 +34,13 @@ class Check:
     status: Status
     detail: str  # the finding, with the figures
     remedy: str = ""  # what to do; empty if there is nothing to do
-    name: str = ""  # of the check; filled in by ``run``
+    name: str = ""  # of the check; filled in by ``run_checks``
 
 
 Env = Mapping[str, str]
 """Environment variables."""
 CheckFunction = Callable[[Env], Check]
 
-ARCHITECTURES = {"gfx942": "MI300X, MI325X", "gfx950": "MI350X, MI355X"}
 OLDEST_ROCM = 7
 # Paths that a test replaces.
 ROCM_VERSION = Path("/opt/rocm/.info/version")
@@ -91,7 +91,7 @@ def gpu(env: Env) -> Check:
     if arch is None:
         return Check("unknown", f"no GPU is visible here (platform): {CONDITIONS}", REMEDIES["platform"])
     if arch in ARCHITECTURES:
-        return Check("ok", f"{arch} ({ARCHITECTURES[arch]}){unmeasured(arch)}")
+        return Check("ok", f"{arch} ({sold_as(arch)}){unmeasured(arch)}")
     if arch.startswith("gfx"):
         return Check("problem", f"{arch} (platform): {CONDITIONS}", REMEDIES["platform"])
     return Check("problem", f"{arch} (platform): not an AMD card, and {CONDITIONS}", REMEDIES["platform"])

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from vllm_aiter_mla.admission import REMEDIES, ConfigView, Skip
-from vllm_aiter_mla.commands import options
+from vllm_aiter_mla.commands import serve_options
 from vllm_aiter_mla.commands.compat import offline, rocm_config
 from vllm_aiter_mla.commands.plan import card
-from vllm_aiter_mla.commands.plan.model import NotKnownError, looked_up
-from vllm_aiter_mla.commands.plan.record import Model, Options
+from vllm_aiter_mla.commands.plan.model import cached_config
+from vllm_aiter_mla.commands.plan.record import Model, NotKnownError, Options
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import release
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE, Settings, near_misses
@@ -85,8 +85,8 @@ class Answer:
     skip: Skip | None = None  # the error that the layers raise
 
 
-def load(asked: str) -> LoadedVllm:
-    """Load vLLM with the plugin, on this machine's card, or on one made up: ``asked``, or torch's card, or gfx942.
+def load_vllm(arch: str | None) -> LoadedVllm:
+    """Load vLLM with the plugin, on this machine's card, or on one made up: of ``arch``, else as torch's, else gfx942.
 
     Raises:
         ValueError: this machine has another card, or vLLM cannot read one of its variables.
@@ -96,15 +96,15 @@ def load(asked: str) -> LoadedVllm:
     here = device.card()
     # vLLM finds AMD's cards through amdsmi only.
     if is_made_up := here.rocm is None or importlib.util.find_spec("amdsmi") is None:
-        arch = asked or (here.arch if here.arch in card.CARDS else "gfx942")
-        card.pretend_rocm(arch)
+        seen = arch or (here.arch if here.arch in card.CARDS else "gfx942")
+        card.pretend_rocm(seen)
     else:
-        arch = rocm_config.card_of_driver()
-        if asked not in ("", arch):
-            raise ValueError(f"--arch {asked}: this machine has a {arch}; a plan makes nothing up where a card is")
+        seen = rocm_config.card_of_driver()
+        if arch not in (None, seen):
+            raise ValueError(f"--arch {arch}: this machine has a {seen}; a plan makes nothing up where a card is")
     offline.load_plugins()
     rocm_config.inspect_in_process()
-    return LoadedVllm(arch, is_made_up, str(release.vllm_version()), offline.switches())
+    return LoadedVllm(seen, is_made_up, str(release.vllm_version()), offline.switches())
 
 
 def engine_args(folder: Path, arguments: Sequence[str]) -> tuple[Any, Given]:
@@ -151,11 +151,15 @@ def _check_what_is_named(parsed: Any, folder: Path) -> None:
         ("the draft's verifier", verifier.get("name_or_path"), None),
         ("--hf-config-path", parsed.hf_config_path, parsed.revision),
     ):
-        if name and not Path(str(name)).exists() and isinstance(looked_up(str(name), revision), str):
-            raise ValueError(f"{what} {name} is not in the local cache; give a folder")
+        if not name or Path(str(name)).exists():
+            continue
+        try:
+            cached_config(str(name), revision)
+        except LookupError as error:
+            raise ValueError(f"{what} {name} is not in the local cache; give a folder") from error
 
 
-def answer(folder: Path, arguments: Sequence[str]) -> Answer:
+def ask_vllm(folder: Path, arguments: Sequence[str]) -> Answer:
     """Return what vLLM decides for the config in ``folder`` and these options, with the plugin switched on.
 
     Raises:
@@ -207,7 +211,7 @@ def _message(error: BaseException) -> str:
             named.append(f"--{option} {finding['input']}: {finding['msg']}" if option else finding["msg"])
     said = " ".join("; ".join(named).replace("Value error, ", "").split()) or " ".join(str(error).split())
     said = re.sub(r" \[type=\w+, input_value=.*?\]( For further information visit \S+)?", "", said)
-    return _first_sentence(re.sub(r"<function loads at 0x[0-9a-f]+>", "JSON", said) + options.renamed(said))
+    return _first_sentence(re.sub(r"<function loads at 0x[0-9a-f]+>", "JSON", said) + serve_options.renamed(said))
 
 
 def _led_to(error: BaseException, kinds: tuple[type[BaseException], ...]) -> Iterator[BaseException]:

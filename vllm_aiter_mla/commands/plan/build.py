@@ -2,19 +2,20 @@
 """Decide what would engage, and why the rest would not: the record of a plan, from what vLLM answers."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
 from vllm_aiter_mla import __version__, admission
 from vllm_aiter_mla.admission import Skip, integration_of, why_not_passes
-from vllm_aiter_mla.commands import options
+from vllm_aiter_mla.commands import serve_options
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.compat.offline import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
 from vllm_aiter_mla.commands.compat.rocm_config import LayerKind
 from vllm_aiter_mla.commands.plan import formulas, kernels, record
 from vllm_aiter_mla.commands.plan.answer import Answer, EngineFacts, LoadedVllm
+from vllm_aiter_mla.commands.plan.model import Variables
 from vllm_aiter_mla.kernels import vllm_own
 from vllm_aiter_mla.kernels.absorb import FORMATS
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings
@@ -27,10 +28,8 @@ MOST = {"max_num_seqs": 2**20, "max_num_batched_tokens": 2**30, "block_size": 2*
         LIMIT_FIELD: 2**30}  # fmt: skip
 
 
-def build(answer: Answer, vllm: LoadedVllm, variables: Mapping[str, tuple[str, str]]) -> record.Plan:
+def make_plan(answer: Answer, vllm: LoadedVllm, variables: Variables) -> record.Plan:
     """Return the plan. Kernels and figures are those of the most frequent kind of layer.
-
-    ``variables`` has value and origin of each that is set.
 
     Raises:
         ValueError: a number that no engine comes near.
@@ -205,9 +204,7 @@ def _figures(model: record.Model, planned: _PlannedKind, limit: int, eager: bool
     )
 
 
-def _assumptions(
-    answer: Answer, vllm: LoadedVllm, variables: Mapping[str, tuple[str, str]], main: _PlannedKind | None
-) -> list[str]:
+def _assumptions(answer: Answer, vllm: LoadedVllm, variables: Variables, main: _PlannedKind | None) -> list[str]:
     """Return what vLLM took by default, and what it would take from a card that is not here, as sentences."""
     arch, engine, settings = vllm.arch, answer.engine, answer.given.settings
     heads, pp, has_mla = main.view.num_heads if main else 0, engine.options.pp, answer.model.is_mla
@@ -229,18 +226,18 @@ def _assumptions(
     return [note for holds, note in notes if holds]
 
 
-def _misspelt(variables: Mapping[str, tuple[str, str]], version: str) -> Iterator[str]:
+def _misspelt(variables: Variables, version: str) -> Iterator[str]:
     """Yield a sentence for each of vLLM's variables that this release does not have."""
     for name, (value, _) in variables.items():
         if name.startswith("VLLM_") and name not in VARIABLES and not offline.has_variable(name):
-            similar = get_close_matches(name, offline.variables(), 1, options.SIMILAR_VARIABLE)
+            similar = get_close_matches(name, offline.variables(), 1, serve_options.SIMILAR_VARIABLE)
             meant = f"; did you mean {similar[0]}?" if similar else ""
-            if name in options.GONE_VARIABLES:
-                meant = f": {options.GONE_VARIABLES[name]}"
+            if name in serve_options.GONE_VARIABLES:
+                meant = f": {serve_options.GONE_VARIABLES[name]}"
             yield f"{name}={value}: vLLM {version} has no variable of that name{meant}"
 
 
-def _defaults(answer: Answer, vllm: LoadedVllm, variables: Mapping[str, tuple[str, str]]) -> Iterator[str]:
+def _defaults(answer: Answer, vllm: LoadedVllm, variables: Variables) -> Iterator[str]:
     """Yield a sentence for each option and variable that is not given and has a default of the installed vLLM."""
     arch, release = vllm.arch, vllm.version
     batch = {"max_num_seqs": f"the API server's default in vLLM {release} on {arch}",

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from vllm_aiter_mla.admission import REMEDIES, UNSUPPORTED
 from vllm_aiter_mla.commands.outputs import line
-from vllm_aiter_mla.commands.plan.issues import without_a_shape
+from vllm_aiter_mla.commands.plan.issues import why_no_shape
 from vllm_aiter_mla.commands.plan.record import Plan
 
 FEW = 6
@@ -118,7 +118,7 @@ def _graph_lines(plan: Plan) -> Iterator[str]:
 
 def _issues(plan: Plan) -> Iterator[str]:
     """Yield the known faults beside the plugin: their effect is there with the flag off too."""
-    why = without_a_shape(plan)
+    why = why_no_shape(plan)
     yield f"Known issues beside the plugin{f': not looked up: {why}' if why else '' if plan.known_issues else ': none'}"
     for issue in plan.known_issues:
         yield f"  {issue.id:<11}  {issue.effect} ({issue.state})"

@@ -13,7 +13,7 @@ from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import OVERFLOW, REMEDIES
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.check.steps import ran_on_the_card
-from vllm_aiter_mla.commands.check.timing import STAND_IN, Measurement
+from vllm_aiter_mla.commands.check.timing.record import STAND_IN, Measurement
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.commands.report import charts
 from vllm_aiter_mla.commands.report.blocks import NO_CARD, NOTHING_RAN, ON_CPU, ON_EMULATOR, Glance, Page
@@ -46,8 +46,7 @@ def check(page: Page, run: CheckRun) -> Glance:
     Raises:
         ValueError: the run contradicts itself, or a record in it is of another version.
     """
-    if why := _contradiction(run):
-        raise ValueError(why)
+    _check_that_it_agrees(run)
     shown = [(show, record) for step in run.steps for show, record in _records(step)]
     records = [record for _, record in shown]
     is_emulated = any(isinstance(record, Verification) and record.emulated for record in records)
@@ -64,14 +63,13 @@ def check(page: Page, run: CheckRun) -> Glance:
     return _glance(run, records, passed)
 
 
-def _contradiction(run: CheckRun) -> str:
-    """Return where a run says what no run of ours does, or "": it must not look as if everything had passed."""
+def _check_that_it_agrees(run: CheckRun) -> None:
+    """Raise ValueError where a run says what no run of ours does: it must not look as if everything had passed."""
     amiss = [f"{step.name} {step.status}" for step in run.steps if step.status not in ("passed", "warning", "skipped")]
     if run.exit == 0 and (amiss or not run.steps):
-        return f"exit status 0, and {', '.join(amiss) or 'no step'}"
+        raise ValueError(f"exit status 0, and {', '.join(amiss) or 'no step'}")
     if run.on_a_card is None and ran_on_the_card(run.steps):
-        return "on_a_card is null, and a step ran that can run on a card"
-    return ""
+        raise ValueError("on_a_card is null, and a step ran that can run on a card")
 
 
 def _kind(step: Step) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_aiter_mla.commands.check.engine import SIDES, EngineAnswer, Side
+from vllm_aiter_mla.commands.check.engine.record import SIDES, EngineAnswer, Side
 
 if TYPE_CHECKING:
     from vllm_aiter_mla.commands.compat.engine import TokenLogprobs
