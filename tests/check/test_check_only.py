@@ -172,7 +172,7 @@ def says_what_it_does(monkeypatch, capfd, seconds=LONG_S):
 
     monkeypatch.setattr(show, "_say", noted)
     monkeypatch.setitem(steps.STEPS, "kernels", steps.Entry(works))
-    ((status, detail),) = [(step.status, step.detail) for step in command.carried_out(Context(), ("kernels",))]
+    ((status, detail),) = [(step.status, step.detail) for step in command.run_steps(Context(), ("kernels",))]
     assert status == "passed", detail
     first, *lines = capfd.readouterr().err.splitlines()
     assert first == "1/1 kernels ..."
@@ -209,7 +209,7 @@ def test_a_step_has_the_seconds_that_it_took_also_in_the_demo(monkeypatch, clock
 
     monkeypatch.setitem(steps.STEPS, "machine", steps.Entry(works, needs=()))
     status = "failed" if error else "passed"
-    for name, run in (("machine", command.carried_out), ("machine, fp8 cache", demo_of("fp8 cache"))):
+    for name, run in (("machine", command.run_steps), ("machine, fp8 cache", demo_of("fp8 cache"))):
         assert [(one.name, one.status, one.seconds) for one in run(Context(), ("machine",))] == [(name, status, 2.3)]
 
 
@@ -250,7 +250,7 @@ def test_a_package_that_is_missing_fails_its_step_and_only_a_rocm_images_own_ski
     for name, status in (("ray", "failed"), ("torch", "skipped")):
         missing = raising(ModuleNotFoundError(f"No module named {name!r}", name=name))
         monkeypatch.setitem(steps.STEPS, "machine", steps.Entry(missing))
-        assert [step.status for step in command.carried_out(Context(), ("machine",))] == [status]
+        assert [step.status for step in command.run_steps(Context(), ("machine",))] == [status]
 
 
 def runs_until(released):

@@ -133,7 +133,7 @@ def verified(results: list[Result]) -> Verification:
 
 def outcomes(**options: Any) -> dict[str, Step]:
     asked = Context(CheckOptions(model.find("deepseek-r1"), **options))
-    found = {step.name: step for step in command.carried_out(asked)}
+    found = {step.name: step for step in command.run_steps(asked)}
     return {name: replace(step, seconds=0.0) for name, step in found.items()}
 
 
@@ -684,8 +684,8 @@ def test_a_wrong_model_or_option_exits_2_and_is_named(arguments: list[str], name
 
 
 def test_rounding_does_not_explain_a_run_without_tokens() -> None:
-    assert not distance.explained(distance.Figures())
-    assert distance.explained(replace(distance.Figures(), tokens=1, compared=1, agreed=1))
+    assert not distance.is_explained(distance.Figures())
+    assert distance.is_explained(replace(distance.Figures(), tokens=1, compared=1, agreed=1))
 
 
 def vllm_is_faster(card: dict[str, Any]) -> None:
@@ -727,14 +727,14 @@ def test_over_an_fp8_cache_an_engine_may_differ_by_what_the_cast_does_to_vllms_o
 def test_over_an_fp8_cache_fifteen_right_requests_do_not_hide_a_wrong_one() -> None:
     right, noise = [TOKEN] * 20, 0.17
     wrong = [(TOKEN[0], {token: logprob - 0.27 for token, logprob in TOKEN[1].items()})] * 20
-    assert distance.explained(distance.figures([right] * 16, [right] * 16), noise)
-    assert not distance.explained(distance.figures([right] * 16, [right] * 15 + [wrong]), noise)
+    assert distance.is_explained(distance.figures([right] * 16, [right] * 16), noise)
+    assert not distance.is_explained(distance.figures([right] * 16, [right] * 15 + [wrong]), noise)
 
 
 def test_a_noise_that_is_a_fault_explains_nothing() -> None:
     apart = replace(distance.Figures(), tokens=1, compared=1, mean_abs_dlogprob=0.6)
-    assert not distance.explained(apart, math.inf)
-    assert distance.explained(replace(apart, mean_abs_dlogprob=0.4), math.inf)
+    assert not distance.is_explained(apart, math.inf)
+    assert distance.is_explained(replace(apart, mean_abs_dlogprob=0.4), math.inf)
 
 
 def test_on_a_card_a_reference_that_is_compared_with_itself_does_not_pass(card: dict[str, Any]) -> None:

@@ -188,13 +188,13 @@ def test_a_library_that_is_missing_is_not_known_and_no_wrong_option():
     try:
         import_module("a_library_that_nobody_has")
     except ImportError as error:
-        told = answer._refusal(error, ["--option"], is_option=True)
+        told = answer._our_error(error, ["--option"], is_option=True)
     assert isinstance(told, model.NotKnownError)
     assert "a_library_that_nobody_has" in str(told)
 
 
 def test_a_file_that_an_option_names_and_that_is_not_there_is_a_wrong_option():
-    told = answer._refusal(FileNotFoundError(2, "No such file", "no.yaml"), [], is_option=True)
+    told = answer._our_error(FileNotFoundError(2, "No such file", "no.yaml"), [], is_option=True)
     assert not isinstance(told, model.NotKnownError)
     assert "no.yaml" in str(told)
 
@@ -204,7 +204,7 @@ def test_a_module_that_an_option_names_and_that_is_not_there_is_a_wrong_option()
         try:
             raise ModuleNotFoundError("No module named 'mine'", name="mine")
         except ModuleNotFoundError as error:
-            return answer._refusal(error, arguments, is_option=True)
+            return answer._our_error(error, arguments, is_option=True)
 
     assert not isinstance(told(["-cc", '{"pass": "mine.ours"}']), model.NotKnownError)
     for other in ('{"backend": "mine_high"}', '{"backend": "to.mine"}', "--nothing"):
@@ -215,7 +215,7 @@ def test_an_error_of_another_library_whose_errors_are_no_method_is_a_wrong_optio
     class OtherError(Exception):
         errors = ("one", "another")
 
-    told = answer._refusal(OtherError("no such layer"), (), is_option=True)
+    told = answer._our_error(OtherError("no such layer"), (), is_option=True)
     assert (type(told), str(told)) == (ValueError, "no such layer")
 
 

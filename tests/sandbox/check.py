@@ -93,7 +93,7 @@ def both(answer: Callable[[Side], EngineAnswer]) -> dict[Side, EngineAnswer]:
 def run_steps(asked: Context, what: str, *names: str) -> list[Step]:
     """Run some steps of ``check`` and name them by what they run over."""
     print(f"over {what}:", flush=True)
-    return [replace(step, name=f"{step.name}, {what}") for step in run.carried_out(asked, names)]
+    return [replace(step, name=f"{step.name}, {what}") for step in run.run_steps(asked, names)]
 
 
 def main(html: Path | None = None) -> int:
@@ -107,7 +107,7 @@ def main(html: Path | None = None) -> int:
         engines_on_this_cpu(environment(Path(work) / "inductor")),
     ):
         asked = context(Path(work) / "model")
-        found = list(run.carried_out(asked))
+        found = list(run.run_steps(asked))
         fp8 = with_arguments(asked, *FP8)
         found += run_steps(fp8, "fp8 cache", "plan", *ENGINE)
         # A plan of the passes would say the same of the same layers, and costs half a minute.

@@ -16,7 +16,7 @@ from vllm_aiter_mla.admission import ConfigView, LayerView
 from vllm_aiter_mla.commands.compat import offline, rocm_config
 from vllm_aiter_mla.commands.plan import ask as plan_ask
 from vllm_aiter_mla.commands.plan import build, model
-from vllm_aiter_mla.commands.plan.answer import Answer, EngineFacts, Given, LoadedVllm
+from vllm_aiter_mla.commands.plan.answer import Answer, EngineFacts, LoadedVllm, UserOptions
 from vllm_aiter_mla.commands.plan.record import Model, Options, Plan
 from vllm_aiter_mla.compat.config import GraphSizes
 from vllm_aiter_mla.settings import Settings
@@ -99,8 +99,7 @@ def made_up_answer(settings: Settings = Settings(), **changes: Any) -> Answer:  
     sizes = [1, 2, 256, 512]
     engine = EngineFacts(None, view, options, ((1, 4681), (4682, 16384)), GraphSizes(sizes[:-1], sizes))
     kind = rocm_config.LayerKind(LayerView(model_dtype="bfloat16"), "fp8", "Fp8LinearMethod", "", True, False)
-    given = Given(settings, None, None, [])
-    return Answer(given, facts, engine, [(kind, 61)])
+    return Answer(UserOptions(settings, None, None, []), facts, engine, [(kind, 61)])
 
 
 def made_up(*env: str, **changes: Any) -> Plan:

@@ -38,7 +38,7 @@ class WithAliases(TyperGroup):
         if args and args[0] in ALIASES:
             old, (step, renamed) = args[0], ALIASES[args[0]]
             args = ["check", "--only", step, *(_renamed(word, renamed) for word in args[1:])]
-            typer.echo(outputs.line(f"vllm-aiter-mla {old} is now: vllm-aiter-mla {shlex.join(args)}"), err=True)
+            typer.echo(outputs.one_line(f"vllm-aiter-mla {old} is now: vllm-aiter-mla {shlex.join(args)}"), err=True)
         return super().parse_args(ctx, args)
 
 
@@ -90,7 +90,7 @@ def main() -> None:
     """
     try:
         with process.ended_by_signals():
-            _run()
+            _run_command()
     except process.SignalError as error:
         signal, *more = error.args
         typer.echo("; ".join((f"vllm-aiter-mla: ended by {signal.name}", *more)), err=True)
@@ -102,7 +102,7 @@ def main() -> None:
         sys.exit(outputs.NOT_LOOKED)
 
 
-def _run() -> None:
+def _run_command() -> None:
     """Run the command, and say so in one line where its output ends on a full disk or in a closed pipe."""
     try:
         try:

@@ -113,7 +113,7 @@ def why_not_writable(path: Path | None) -> str | None:
 
 def fail(message: str, status: int = WRONG) -> NoReturn:
     """End the command with one line on stderr and this exit status."""
-    typer.echo(line(message), err=True)
+    typer.echo(one_line(message), err=True)
     raise typer.Exit(status)
 
 
@@ -160,6 +160,6 @@ def _parts(text: str) -> list[str]:
     return fold.wrap(text) or [""]
 
 
-def line(text: str) -> str:
-    """Return ``printable(text)`` on one line."""
+def one_line(text: str) -> str:
+    """Return ``printable(text)`` on one line: a line end is shown as ``\\n``."""
     return printable(text).replace("\n", "\\n").replace("\t", " ")

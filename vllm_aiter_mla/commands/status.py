@@ -85,7 +85,7 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
     if json is not None:
         outputs.write("status", json, files.text_of(Engines(engines, tuple(bad), code)))
     for why in bad:
-        typer.echo(outputs.line(f"status: {why}"), err=True)
+        typer.echo(outputs.one_line(f"status: {why}"), err=True)
     if not engines and not bad:
         outputs.fail(f"status: no server has written a status file to {folder}", code)
     raise typer.Exit(code)
@@ -99,7 +99,7 @@ def _exit_status(engines: Sequence[EngineLine]) -> int:
 
 def _print(engine: EngineLine, decisions: Sequence[str]) -> None:
     """Print an engine's line, the remedies that it lacks, and the decisions about a layer that was asked for."""
-    typer.echo(outputs.line(f"run {engine.run}, {engine.model}, engine {engine.engine}: {engine.line}"))
+    typer.echo(outputs.one_line(f"run {engine.run}, {engine.model}, engine {engine.engine}: {engine.line}"))
     for code, remedy in engine.remedies.items():
         if remedy not in engine.line:
             typer.echo(outputs.folded(f"  {code} -> {remedy}"))

@@ -189,16 +189,16 @@ def parameters(*records: type) -> list[inspect.Parameter]:
 
     A field that is a tuple may be repeated. Typer wants a list for that: it takes a tuple for an option of many words.
     """
-    made = []
+    result = []
     for item in (item for record in records for item in fields(record)):
         (kind, typer_option), default = get_args(item.type), item.default
         if isinstance(default, tuple):
             kind, default = list[get_args(kind)[0]] | None, None  # type: ignore[misc]
         annotation = Annotated[kind, typer_option]  # type: ignore[valid-type]
-        made.append(
+        result.append(
             inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
         )
-    return made
+    return result
 
 
 def from_typed(record: type[Options], typed: Mapping[str, Any]) -> Options:

@@ -41,7 +41,7 @@ class Run:
         self.context.progress.so_far = self._note
         self._keep(None)
         try:
-            for step in carried_out(self.context, self.chosen):
+            for step in run_steps(self.context, self.chosen):
                 self.ended.append(step)
                 self._so_far = ()
                 self._keep(None)
@@ -52,8 +52,8 @@ class Run:
             self._keep(None)
             kept = self.json is not None and self.json != outputs.STDOUT
             where = f"; {self.json} has what was found" if kept else ""
-            said = f"check: {len(self.ended)} of {len(self.chosen)} steps ended{where}"
-            raise process.SignalError(*error.args, said) from None
+            how_far = f"check: {len(self.ended)} of {len(self.chosen)} steps ended{where}"
+            raise process.SignalError(*error.args, how_far) from None
 
     def record(self, status: int | None) -> CheckRun:
         """Return the record with this exit status; None if the run goes on or was cut off."""
@@ -97,7 +97,7 @@ def _page(html: Path, record: CheckRun, html_of: Callable[[Sequence[Path]], str]
             outputs.fail(f"check: --html {html}: {str(error).replace(str(path), 'the record')}", otherwise)
 
 
-def carried_out(context: Context, chosen: Sequence[str] = tuple(steps.STEPS)) -> Iterator[Step]:
+def run_steps(context: Context, chosen: Sequence[str] = tuple(steps.STEPS)) -> Iterator[Step]:
     """Run the steps in order, and print and yield how each ended. A step that raises has failed.
 
     Raises:
@@ -106,12 +106,12 @@ def carried_out(context: Context, chosen: Sequence[str] = tuple(steps.STEPS)) ->
     for number, name in enumerate(chosen, 1):
         began = time.monotonic()
         with show.progress(name, number, len(chosen)) as context.progress.doing:
-            step = how_it_ended(context, name)
+            step = run_step(context, name)
         show.ended(step, name in context.options.only)
         yield replace(step, name=name, seconds=round(time.monotonic() - began, 1))
 
 
-def how_it_ended(context: Context, name: str) -> Step:
+def run_step(context: Context, name: str) -> Step:
     """Run one step.
 
     Raises:

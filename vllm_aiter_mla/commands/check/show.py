@@ -43,7 +43,7 @@ def _in_a_terminal(name: str) -> Iterator[Callable[[str], None]]:
     columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
         task = shown.add_task(name)
-        yield lambda what: shown.update(task, description=f"{name}: {outputs.line(what)}")
+        yield lambda what: shown.update(task, description=f"{name}: {outputs.one_line(what)}")
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def _by_lines(name: str) -> Iterator[Callable[[str], None]]:
 
     def now_doing(what: str) -> None:
         nonlocal doing
-        doing = f": {outputs.line(what)}"
+        doing = f": {outputs.one_line(what)}"
 
     def beat() -> None:
         while not ended.wait(HEARTBEAT_S):
@@ -92,17 +92,17 @@ def ended(step: Step, whole: bool) -> None:
         print(outputs.folded(plan_printout.table(step.data)))
     else:
         for text in step.lines:
-            print(outputs.folded(f"  {outputs.line(text)}"))
+            print(outputs.folded(f"  {outputs.one_line(text)}"))
 
 
 def table(model: str | None, ended: Sequence[Step], last: str) -> None:
     """Print the table of the steps and the last line."""
     console = outputs.Stdout(markup=False, highlight=False, width=outputs.width())
-    title = f"check {outputs.line(model)}" if model else "check"
+    title = f"check {outputs.one_line(model)}" if model else "check"
     table = Table("step", "outcome", "s", "finding", title=title, title_justify="left", box=box.ASCII)
     for step in ended:
         outcome = Text(step.status, STYLES.get(step.status, ""))
-        table.add_row(step.name, outcome, f"{step.seconds:.0f}", outputs.line(step.detail))
+        table.add_row(step.name, outcome, f"{step.seconds:.0f}", outputs.one_line(step.detail))
     console.print(table)
     print(outputs.folded(f"check: {last}"))
 

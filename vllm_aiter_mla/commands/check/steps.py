@@ -129,8 +129,8 @@ def chosen(only: Sequence[str], with_model: bool) -> tuple[str, ...]:
     wanted = set(only or STEPS)
     if not with_model and (without := [name for name in STEPS if name in wanted and STEPS[name].needs_model]):
         able = ",".join(name for name, entry in STEPS.items() if not entry.needs_model)
-        asked = f"--only {without[0]} needs MODEL" if only else "MODEL is missing"
-        raise WrongOptionError(f"{asked}; without one there is --only {able}")
+        problem = f"--only {without[0]} needs MODEL" if only else "MODEL is missing"
+        raise WrongOptionError(f"{problem}; without one there is --only {able}")
     if with_model:
         wanted |= {needed for name in wanted for needed in STEPS[name].needs}
     return tuple(name for name in STEPS if name in wanted)

@@ -72,15 +72,13 @@ def leave_out(parsed: Any) -> list[str]:
     """Set back what one engine in this process cannot honour: ``DEPLOYMENT``, the API server's, and a tokenizer's.
 
     Returns:
-        The options that were given, as typed.
+        The options that had another value, as typed.
     """
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name for field in fields(EngineArgs)} | {"model_tag"}
     others = DEPLOYMENT | set(offline.TOKENIZER_OPTIONS)
-    return offline.leave_out(
-        parsed, lambda name: name.startswith("data_parallel_") or name in others or name not in known
-    )
+    return offline.reset(parsed, lambda name: name.startswith("data_parallel_") or name in others or name not in known)
 
 
 def with_layers(args: Any, layers: int) -> dict[str, Any]:
@@ -90,10 +88,10 @@ def with_layers(args: Any, layers: int) -> dict[str, Any]:
     config = get_config(
         args.hf_config_path or args.model, args.trust_remote_code, args.revision, args.code_revision, args.config_format
     )
-    text, given = get_hf_text_config(config), dict(args.hf_overrides or {})
+    text, overrides = get_hf_text_config(config), dict(args.hf_overrides or {})
     count = {text.attribute_map.get("num_hidden_layers", "num_hidden_layers"): layers}
     part = next((name for name, value in vars(config).items() if value is text), None)
-    return given | (count if part is None else {part: given.get(part, {}) | count})
+    return overrides | (count if part is None else {part: overrides.get(part, {}) | count})
 
 
 def start(parsed: Any, random_layers: int | None) -> Any:
@@ -150,19 +148,19 @@ def seconds_of_prefill(engine: Any, texts: Sequence[list[int]]) -> float:
     return time.perf_counter() - begin
 
 
-def _prefill(engine: Any, texts: Sequence[list[int]], **asked: Any) -> list[Any]:
-    """Return vLLM's output for each text and one more token; other requests go on."""
+def _prefill(engine: Any, texts: Sequence[list[int]], **sampling: Any) -> list[Any]:
+    """Return vLLM's output for each text and one more token. Requests that run before go on meanwhile."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, **asked)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, **sampling)
     waiting = {f"prefill-{number}": text for number, text in enumerate(texts)}
     for request_id, text in waiting.items():
         engine.add_request(request_id, {"prompt_token_ids": text}, params)
-    found: dict[str, Any] = {}
-    while len(found) < len(texts) and engine.has_unfinished_requests():
+    outputs: dict[str, Any] = {}
+    while len(outputs) < len(texts) and engine.has_unfinished_requests():
         ended = [output for output in engine.step() if output.finished]
-        found |= {output.request_id: output for output in ended if output.request_id in waiting}
-    return [found[request_id] for request_id in waiting]
+        outputs |= {output.request_id: output for output in ended if output.request_id in waiting}
+    return [outputs[request_id] for request_id in waiting]
 
 
 @contextmanager

@@ -70,8 +70,8 @@ def torch(env: Env) -> Check:
         return Check("ok", f"{imported.__version__} for {built_for}")
     kind = f"for {built_for}" if built_for else "a CPU build"
     if gpu_arch() is not None:
-        said = f"{imported.__version__}, {kind}: the fast path needs ROCm"
-        return Check("problem", said, "use the ROCm build of torch")
+        detail = f"{imported.__version__}, {kind}: the fast path needs ROCm"
+        return Check("problem", detail, "use the ROCm build of torch")
     return Check("warning", f"{imported.__version__}, {kind}: the plan and tests run, nothing else", SEE_GPU)
 
 

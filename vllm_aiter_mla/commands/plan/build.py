@@ -34,14 +34,14 @@ def make_plan(answer: Answer, vllm: LoadedVllm, variables: Variables) -> record.
     Raises:
         ValueError: a number that no engine comes near.
     """
-    settings, model, engine = answer.given.settings, answer.model, answer.engine
+    settings, model, engine = answer.user_options.settings, answer.model, answer.engine
     numbers = {LIMIT_FIELD: settings.max_token_num, **vars(engine.options)}
     for name, most in MOST.items():
         if (number := numbers[name] or 0) > most:
             raise ValueError(f"--{name.replace('_', '-')} {number}: a number up to {most} expected")
     # Where the gate declines, the limit that it would have set.
-    asked = engine.options.max_num_seqs, engine.options.num_drafts or 0, settings.max_token_num
-    limit = engine.gate.limit if engine.gate else admission.decode_limit(*asked)
+    sizes = engine.options.max_num_seqs, engine.options.num_drafts or 0, settings.max_token_num
+    limit = engine.gate.limit if engine.gate else admission.decode_limit(*sizes)
     kinds = [_PlannedKind(vllm.arch, settings, engine, *layer, limit) for layer in answer.layers]
     main = kinds[0] if kinds else None
     total = sum(kind.count for kind in kinds) or model.listed_layers
@@ -60,7 +60,7 @@ def make_plan(answer: Answer, vllm: LoadedVllm, variables: Variables) -> record.
     return record.Plan(
         plugin=__version__,
         vllm=vllm.version,
-        model=replace(model, notes=tuple(answer.given.notes), kinds=tuple(kind.sizes() for kind in kinds)),
+        model=replace(model, notes=tuple(answer.user_options.notes), kinds=tuple(kind.sizes() for kind in kinds)),
         arch=vllm.arch,
         options=engine.options,
         environment={name: (str(int(on)), "default") for name, on in vllm.switches.items()} | dict(variables),
@@ -68,7 +68,7 @@ def make_plan(answer: Answer, vllm: LoadedVllm, variables: Variables) -> record.
         absorb_weight=main.built.format if main else None,
         absorb_weights=dict(formats),
         limit=limit,
-        **_graph(engine, answer.given.settings, limit),
+        **_graph(engine, answer.user_options.settings, limit),
         outcome=_outcome(reasons, engaged, total),
         layers=record.Layers(total, drafts, model.layers, engaged),
         reasons=tuple(record.Reason(level(reason.code), reason.code, reason.message) for reason in reasons),
@@ -115,7 +115,7 @@ def engine_reasons(answer: Answer) -> list[Skip]:
     # Eager mode sets the compilation mode, which is no reason of its own.
     every = [
         skip
-        for skip in admission.config_skips(view, answer.given.settings)
+        for skip in admission.config_skips(view, answer.user_options.settings)
         if not view.enforce_eager or skip.code != "compilation_mode"
     ]
     # Where AITER is off, what vLLM raises without it comes after.
@@ -206,7 +206,7 @@ def _figures(model: record.Model, planned: _PlannedKind, limit: int, eager: bool
 
 def _assumptions(answer: Answer, vllm: LoadedVllm, variables: Variables, main: _PlannedKind | None) -> list[str]:
     """Return what vLLM took by default, and what it would take from a card that is not here, as sentences."""
-    arch, engine, settings = vllm.arch, answer.engine, answer.given.settings
+    arch, engine, settings = vllm.arch, answer.engine, answer.user_options.settings
     heads, pp, has_mla = main.view.num_heads if main else 0, engine.options.pp, answer.model.is_mla
     notes = (
         (vllm.is_made_up, f"this machine has no ROCm: vLLM ran with a driver, cards and libraries made up for {arch}"),
@@ -221,7 +221,7 @@ def _assumptions(answer: Answer, vllm: LoadedVllm, variables: Variables, main: _
         (has_mla and _integration(engine, settings) == "module",
          "each layer's rotary embedding has a known class, and start-up's trial finds that it rotates by its table"),
         (pp > 1, f"figures are for all layers; with --pipeline-parallel-size {pp} a rank holds its share"),
-        *((True, note) for note in answer.given.notes),
+        *((True, note) for note in answer.user_options.notes),
     )  # fmt: skip
     return [note for holds, note in notes if holds]
 
@@ -243,7 +243,7 @@ def _defaults(answer: Answer, vllm: LoadedVllm, variables: Variables) -> Iterato
     batch = {"max_num_seqs": f"the API server's default in vLLM {release} on {arch}",
              "max_num_batched_tokens": "that server's default"}  # fmt: skip
     for name, whose in batch.items():
-        if getattr(answer.given, name) is None:
+        if getattr(answer.user_options, name) is None:
             yield f"--{name.replace('_', '-')} is not given: {getattr(answer.engine.options, name)}, {whose}"
     if variables[USE_AITER][1] == "default":
         yield f"{USE_AITER}=1 is assumed; vLLM's default is 0: export it"

@@ -115,9 +115,9 @@ def _outcome(run: CheckRun, plans: Sequence[Plan], passed: str) -> tuple[str, st
 
 def _promise(plans: Sequence[Plan]) -> str:
     """Return what plans alone mean."""
-    if any(made.outcome == "unknown" for made in plans):
+    if any(record.outcome == "unknown" for record in plans):
         return "nothing was run, and vLLM could not say whether layers would engage"
-    layers = ", ".join(f"{made.layers.engaged}/{made.layers.mla} at TP {made.options.tp}" for made in plans)
+    layers = ", ".join(f"{record.layers.engaged}/{record.layers.mla} at TP {record.options.tp}" for record in plans)
     return f"nothing was run: by vLLM's own config these MLA layers would engage: {layers}"
 
 
@@ -136,7 +136,7 @@ def _glance(run: CheckRun, records: Sequence[Any], passed: str) -> Glance:
     versions = {head: here[name] for name, head in (("torch", "torch"), ("rocm", "ROCm")) if name in here}
     versions |= {head: used[name] for name, head in VERSIONS.items() if used.get(name)}
     left = [f"{step.name}: {step.detail}" for step in run.steps if step.status in ("skipped", "unknown")]
-    reasons = (reason for made in plans for reason in made.reasons)
+    reasons = (reason for record in plans for reason in record.reasons)
     left += [f"{reason.code}: {reason.message} -> {REMEDIES.get(reason.code, '')}" for reason in reasons]
     left += [f"{backend}: {why}" for record in verifications for backend, why in record.missing.items()]
     card = "emulated: " * (passed == ON_EMULATOR) + card

@@ -149,7 +149,7 @@ def compare_tokens(context: Context) -> Step:
 def _why_apart(by_scenario: Mapping[str, distance.Figures], off: EngineAnswer, plan: Plan) -> str | None:
     """Return in which scenarios the tokens are further apart than rounding explains, or None."""
     noise = distance.decode_against_prefill(off) if has_fp8_cache(plan) else 0.0
-    apart = [name for name, figures in by_scenario.items() if not distance.explained(figures, noise)]
+    apart = [name for name, figures in by_scenario.items() if not distance.is_explained(figures, noise)]
     return f"off and on are apart in {', '.join(apart)}" if apart else None
 
 
@@ -186,7 +186,7 @@ def compare_prefill_rows(context: Context) -> Step:
         return Step("skipped", "no such step fits")
     lines = tuple(f"{name}: {rows.shown()}" for name, rows in compared.items())
     data = {name: asdict(rows) for name, rows in compared.items()}
-    if apart := [name for name, rows in compared.items() if not rows.explained]:
+    if apart := [name for name, rows in compared.items() if not rows.is_explained]:
         return Step("failed", f"one rounding of RoPE does not explain what differs: {', '.join(apart)}", lines, data)
     slower = [f"{name} ({rows.ratio:.3f})" for name, rows in compared.items() if rows.ratio > distance.SLOWER]
     if slower and context.options.on_a_card:  # a CPU's times say nothing about a card
