@@ -84,9 +84,10 @@ for _name in COMMANDS:
 
 
 def main() -> None:
-    """Run the console script. Exit status 3 if a command lacks torch or vLLM.
+    """Run the console script.
 
-    128 + n if signal n ended it, as shells have it. 3 too if standard output takes no more.
+    Its exit status is 3 if torch or vLLM is not installed, or if standard output takes no more; and 128 + n if signal n
+    ended it.
     """
     try:
         with process.ended_by_signals():
@@ -103,7 +104,7 @@ def main() -> None:
 
 
 def _run_command() -> None:
-    """Run the command, and say so in one line where its output ends on a full disk or in a closed pipe."""
+    """Run the command; end it with one line if standard output is on a full disk or the reader of a pipe has gone."""
     try:
         try:
             app()

@@ -98,7 +98,7 @@ def _kill(group: int) -> None:
 
 @contextmanager
 def workspace() -> Iterator[None]:
-    """Let temporary files, those of calls too, lie in one folder, which goes with the outermost such block."""
+    """Keep temporary files, those of calls too, in one folder during the block; remove it with the outermost block."""
     if tempfile.tempdir in _folders:
         yield
         return

@@ -16,27 +16,27 @@ from vllm_aiter_mla.commands.check.engine import steps as engine_steps
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 
 KEEP_S = 2.0
-"""A step that tells more often than this writes the file no more often."""
+"""Seconds between two writes of the file, at least, while a step tells what it has found so far."""
 
 
 @dataclass(slots=True)
 class Run:
-    """The chosen steps, and which of them have ended."""
+    """The chosen steps, and how those ended that have run."""
 
     context: Context
     chosen: tuple[str, ...]  # names of steps
     model: str | None  # as given
     json: Path | None = None  # the file that keeps the record
     ended: list[Step] = field(default_factory=list)
-    _so_far: tuple[Step, ...] = ()  # of the step that runs, once it has found something
-    _kept_at: float = 0.0  # when the file was written
+    _so_far: tuple[Step, ...] = ()  # what the step that runs now has found so far; empty if nothing
+    _kept_at: float = 0.0  # when the file was last written, by the monotonic clock
 
     def carry_out(self) -> None:
-        """Run the steps, and keep the record after each and meanwhile.
+        """Run the steps. Write the record to the file after each step, and while a step runs.
 
         Raises:
             WrongOptionError: the model or an option is wrong, so no later step can run.
-            SignalError: names how many steps ended, and where what was found is.
+            SignalError: its last argument says how many steps ended, and which file has their findings.
         """
         self.context.progress.so_far = self._note
         self._keep(None)
@@ -56,7 +56,7 @@ class Run:
             raise process.SignalError(*error.args, how_far) from None
 
     def record(self, status: int | None) -> CheckRun:
-        """Return the record with this exit status; None if the run goes on or was cut off."""
+        """Return the record with this exit status, which is None while the run goes on and if it was cut off."""
         on_a_card = self.context.options.on_a_card if steps.ran_on_the_card(self.ended) else None
         return CheckRun(self.model, status, (*self.ended, *self._so_far), on_a_card)
 
@@ -66,39 +66,39 @@ class Run:
             self._keep(None)
 
     def _keep(self, status: int | None) -> None:
-        """Write the file, where a later whole one can replace it."""
+        """Write the file, unless it is a stream: there the whole record could not replace this one later."""
         self._kept_at = time.monotonic()
         if self.json is not None and self.json != outputs.STDOUT and not files.is_device(self.json):
-            with suppress(OSError):  # a full disk ends no run: the last write says it
+            with suppress(OSError):  # the last write reports a full disk
                 files.write(self.json, self.record(status))
 
     def write(self, status: int, html: Path | None, html_of: Callable[[Sequence[Path]], str] | None) -> None:
-        """Write the files that were asked for; end the command with a line if that fails.
+        """Write the files of --json and --html; end the command with a line if that fails.
 
-        What was found stays the exit status then. Only that of a check in which all was well becomes ``WRONG``.
+        The exit status is then ``status``, or ``WRONG`` if all was well.
         """
-        record, otherwise = self.record(status), status or outputs.WRONG
+        record, if_it_fails = self.record(status), status or outputs.WRONG
         try:
             if self.json is not None:
-                outputs.write("check", self.json, files.text_of(record), otherwise)
+                outputs.write("check", self.json, files.text_of(record), if_it_fails)
         finally:  # the page too, where the JSON could not be written
             if html is not None and html_of is not None:
-                outputs.write("check", html, _page(html, record, html_of, otherwise), otherwise)
+                outputs.write("check", html, _page(html, record, html_of, if_it_fails), if_it_fails)
 
 
-def _page(html: Path, record: CheckRun, html_of: Callable[[Sequence[Path]], str], otherwise: int) -> str:
-    """Return the page of a record; end the command with the exit status ``otherwise`` if there can be none."""
+def _page(html: Path, record: CheckRun, html_of: Callable[[Sequence[Path]], str], if_it_fails: int) -> str:
+    """Return the page of a record; end the command with the exit status ``if_it_fails`` if there can be none."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "check.json"
         try:
             files.write(path, record)
             return html_of([path])
         except (OSError, ValueError) as error:
-            outputs.fail(f"check: --html {html}: {str(error).replace(str(path), 'the record')}", otherwise)
+            outputs.fail(f"check: --html {html}: {str(error).replace(str(path), 'the record')}", if_it_fails)
 
 
 def run_steps(context: Context, chosen: Sequence[str] = tuple(steps.STEPS)) -> Iterator[Step]:
-    """Run the steps in order, and print and yield how each ended. A step that raises has failed.
+    """Run the steps in order; print and yield how each ended. A step that raises has failed.
 
     Raises:
         WrongOptionError: the model or an option is wrong.

@@ -108,7 +108,7 @@ def table(model: str | None, ended: Sequence[Step], last: str) -> None:
 
 
 def last_line(ended: Sequence[Step], status: int) -> str:
-    """Return what a reader takes away."""
+    """Return in one line what the run as a whole showed, and what to do."""
     count = sum(step.status == "skipped" for step in ended)
     if status == outputs.FINDING:
         return "FAILED: do not switch the fast path on before the steps above pass"

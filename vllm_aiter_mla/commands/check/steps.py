@@ -28,9 +28,10 @@ NO_PLAN = "there is no plan"
 
 
 def look_at_machine(context: Context) -> Step:
-    """Look at the machine. A problem fails; what cannot be told from here does not.
+    """Look at the machine. The step fails if a check finds a problem.
 
-    In a process of its own: with vLLM loaded this one would take seconds to end at a signal.
+    If --only names the step, a check without a result makes it "unknown". In a whole run the later steps find out.
+    The checks run in a process of their own: with vLLM loaded this one would take seconds to end at a signal.
     """
     env = context.options.environment(assumed=False)
     checks = process.call(machine.examine, env, environment=env)
@@ -39,13 +40,12 @@ def look_at_machine(context: Context) -> Step:
     detail = ", ".join(f"{counts[name]} {name}" for name in ("ok", "warning", "problem", "unknown"))
     problems = tuple(f"{check.name}: {check.detail} -> {check.remedy}" for check in checks if check.status == "problem")
     lines = tuple(machine.lines(checks)) if by_name else problems
-    # Of a whole check the later steps tell what is unknown here.
     unknown = by_name and counts["unknown"]
     return Step("failed" if problems else "unknown" if unknown else "passed", detail, lines, checks)
 
 
 def plan_model(context: Context) -> Step:
-    """Plan the model. It fails if no layer would engage, or not each.
+    """Plan the model. The step fails unless every MLA layer would engage.
 
     With several sizes of tensor parallelism, as in ``-tp 1,2,4,8``, each is planned.
 
@@ -65,24 +65,24 @@ def plan_model(context: Context) -> Step:
         detail = ", ".join(
             f"-tp {size}: {plan.layers.engaged}/{plan.layers.mla}" for size, plan in zip(sizes, plans, strict=True)
         )
-        return Step(_planned({plan.outcome for plan in plans}), detail, data=plans)
+        return Step(_status_of_plans({plan.outcome for plan in plans}), detail, data=plans)
     context.plan = plan = plans[0]
     detail = f"{plan.layers.engaged}/{plan.layers.mla} MLA layers would engage on {plan.arch}"
     if plan.outcome == "unknown":
         detail = f"not known whether layers would engage on {plan.arch}"
     lines = tuple(f"{reason.code}: {reason.message} -> {REMEDIES[reason.code]}" for reason in plan.reasons)
-    return Step(_planned({plan.outcome}), detail, lines, plan)
+    return Step(_status_of_plans({plan.outcome}), detail, lines, plan)
 
 
-def _planned(outcomes: set[str]) -> Status:
-    """Return the status of a step with plans of these outcomes: of the worst."""
+def _status_of_plans(outcomes: set[str]) -> Status:
+    """Return the status of the step whose plans have these outcomes: that of the worst."""
     if "skipped" in outcomes or "some" in outcomes:
         return "failed"
     return "unknown" if "unknown" in outcomes else "passed"
 
 
 def look_up_issues(context: Context) -> Step:
-    """Say which known faults concern this shape, which are not the plugin's."""
+    """Name the known faults of AITER and vLLM that concern this shape."""
     if (why := why_without_a_shape(context.plan)) is not None:
         return Step("skipped", f"not looked up: {why}")
     assert context.plan is not None, "there is a shape"
@@ -98,11 +98,11 @@ class Entry:
     """A step, and what it needs."""
 
     run: Callable[[Context], Step]
-    needs: tuple[str, ...] = ("plan",)  # steps that run before it, where there is a model
+    needs: tuple[str, ...] = ("plan",)  # steps that run before this one, where there is a model
     needs_model: bool = True
-    needs_shape: bool = False  # of a layer, from the plan
-    is_on_card: bool = False  # it says something about the card
-    needs_idle_cards: bool = False  # another process on them would spoil it
+    needs_shape: bool = False  # the plan must know the shape of a layer
+    is_on_card: bool = False  # the step says something about the card
+    needs_idle_cards: bool = False  # another process on the cards would spoil the step
 
 
 STEPS: dict[str, Entry] = {

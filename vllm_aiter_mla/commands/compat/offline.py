@@ -136,27 +136,47 @@ def _refuse(message: str) -> NoReturn:
 
 
 def engine_args(parsed: Any, folder: Path) -> tuple[Any, list[str]]:
-    """Return vLLM's ``AsyncEngineArgs`` of parsed options, and how the config in ``folder`` is read if not as usual.
+    """Return vLLM's ``AsyncEngineArgs`` of parsed options, and notes on how the config in ``folder`` is read.
 
-    A config whose class is Python code of a checkpoint that is not here is read by its fields.
+    There is a note if vLLM would not read the config of a checkpoint so: if it comes as ``params.json``, or if its
+    class is Python code of the checkpoint that is not here. Such a config is read by its fields.
     """
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.transformers_utils import config as configs
-    from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
-    args = AsyncEngineArgs.from_cli_args(parsed)
-    if not (fields := config_of(folder)):
+    args, fields = AsyncEngineArgs.from_cli_args(parsed), config_of(folder)
+    if not fields:
         if args.config_format != "auto":
             return args, []
         args.config_format = "mistral"  # vLLM takes it by the names of the checkpoint's files
         return args, ["params.json is read as by --config-format mistral"]
-    place = str((fields.get("auto_map") or {}).get("AutoConfig", "")).partition(".")[0]
-    if args.trust_remote_code and place and (folder / f"{place}.py").is_file():
+    python_file = str((fields.get("auto_map") or {}).get("AutoConfig", "")).partition(".")[0]
+    if args.trust_remote_code and python_file and (folder / f"{python_file}.py").is_file():
         return args, []
-    kind, args.trust_remote_code = fields.get("model_type"), False
-    if kind in configs._CONFIG_REGISTRY or kind in CONFIG_MAPPING or args.config_format != "auto":
+    args.trust_remote_code = False
+    kind = fields.get("model_type")
+    if _has_config_class(kind) or args.config_format != "auto":
         return args, []
+    args.config_format = _register_parser_of_fields(kind, fields)
+    note = (
+        f"neither vLLM nor transformers has a config class for {kind!r}: its fields were read as they stand; the "
+        "checkpoint's own Python files, in the same folder, say more"
+    )
+    return args, [note]
+
+
+def _has_config_class(kind: Any) -> bool:
+    """Return whether vLLM or transformers has a class for the configs of this ``model_type``."""
+    from transformers import CONFIG_MAPPING
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    return kind in _CONFIG_REGISTRY or kind in CONFIG_MAPPING
+
+
+def _register_parser_of_fields(kind: Any, fields: dict[str, Any]) -> str:
+    """Let vLLM read a config by its ``fields``; return the ``config_format`` for that."""
+    from transformers import PreTrainedConfig
+    from vllm.transformers_utils import config as configs
+    from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
     # transformers asks for numbers of the config, such as its positions, before it has set them.
     numbers = {
@@ -173,12 +193,7 @@ def engine_args(parsed: Any, folder: Path) -> tuple[Any, list[str]]:
                 raise ConfigClassError(kind, error) from error
 
     configs.register_config_parser("aiter_mla_as_it_stands")(ReadsFields)
-    args.config_format = "aiter_mla_as_it_stands"
-    note = (
-        f"neither vLLM nor transformers has a config class for {kind!r}: its fields were read as they stand; the "
-        "checkpoint's own Python files, in the same folder, say more"
-    )
-    return args, [note]
+    return "aiter_mla_as_it_stands"
 
 
 WITHOUT_CLASS = "aiter_mla_without_class"

@@ -66,5 +66,6 @@ def make_plans(
 def child_environment(variables: Variables, cache: str) -> dict[str, str]:
     """Return the environment of the process: quiet, with the variables, and vLLM's cache in a folder of its own."""
     environ = {**os.environ, **{name: value for name, (value, _) in variables.items()}, **QUIET}
-    plugins = {name: f"{environ[name]},{NAMESPACE}" for name in ("VLLM_PLUGINS",) if name in environ}
-    return environ | plugins | {"VLLM_CACHE_ROOT": cache}
+    if "VLLM_PLUGINS" in environ:
+        environ["VLLM_PLUGINS"] += f",{NAMESPACE}"
+    return environ | {"VLLM_CACHE_ROOT": cache}

@@ -23,7 +23,7 @@ from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings
 # What the matcher says of a layer without RoPE (passes/match.py): it reads graphs, and a plan has none.
 NO_ROPE = Skip("no_rope", "no rotary embedding is applied to q")
 UNKNOWN = {"not_known", "config_class"}  # codes with which nobody can tell what a server would do
-# Past these the sizes that a plan forms leave 64 bits.
+# Above these the sizes that a plan computes do not fit 64 bits.
 MOST = {"max_num_seqs": 2**20, "max_num_batched_tokens": 2**30, "block_size": 2**16, "num_drafts": 2**10,
         LIMIT_FIELD: 2**30}  # fmt: skip
 
@@ -185,6 +185,7 @@ def _graph(engine: EngineFacts, settings: Settings, limit: int) -> dict[str, Any
 
 
 def _figures(model: record.Model, planned: _PlannedKind, limit: int, eager: bool) -> record.Figures:
+    """Return launches and bytes by formula at 1 and 64 tokens and at the decode limit, for this kind of layer."""
     stored = 1 if planned.fp8_cache else formulas.ACT
     heads, nope, rope, latent, _ = planned.view.sizes
     table: dict[int, dict[str, record.Cost]] = {}
@@ -204,26 +205,33 @@ def _figures(model: record.Model, planned: _PlannedKind, limit: int, eager: bool
     )
 
 
-def _assumptions(answer: Answer, vllm: LoadedVllm, variables: Variables, main: _PlannedKind | None) -> list[str]:
-    """Return what vLLM took by default, and what it would take from a card that is not here, as sentences."""
+def _assumptions(answer: Answer, vllm: LoadedVllm, variables: Variables, main: _PlannedKind | None) -> Iterator[str]:
+    """Yield as sentences what vLLM took by default, and what it would take from a card that is not here.
+
+    ``main`` is the most frequent kind of layer; None without MLA.
+    """
     arch, engine, settings = vllm.arch, answer.engine, answer.user_options.settings
-    heads, pp, has_mla = main.view.num_heads if main else 0, engine.options.pp, answer.model.is_mla
-    notes = (
-        (vllm.is_made_up, f"this machine has no ROCm: vLLM ran with a driver, cards and libraries made up for {arch}"),
-        *((True, default) for default in _defaults(answer, vllm, variables)),
-        (has_mla and not settings.enabled, f"pass_config.{FLAG_FIELD} is not given: planned as if it were true"),
-        (has_mla, "ROCm 7 or newer, an AITER with the 15-argument op: `vllm-aiter-mla check --only machine` looks"),
-        *((name not in VARIABLES and (offline.has_variable(name) or not name.startswith("VLLM_")),
-           f"{name}={value} is passed on to vLLM: the plan does not look at it")
-          for name, (value, _) in variables.items()),
-        (main and vllm_own.may_take_parts(arch, heads, main.fp8_cache), f"vLLM may decode {heads} heads by Gluon (a "
-         "layer's cache up to 2 GiB), which needs no concat: vLLM then has a launch less than the figures say"),
-        (has_mla and _integration(engine, settings) == "module",
-         "each layer's rotary embedding has a known class, and start-up's trial finds that it rotates by its table"),
-        (pp > 1, f"figures are for all layers; with --pipeline-parallel-size {pp} a rank holds its share"),
-        *((True, note) for note in answer.user_options.notes),
-    )  # fmt: skip
-    return [note for holds, note in notes if holds]
+    if vllm.is_made_up:
+        yield f"this machine has no ROCm: vLLM ran with a driver, cards and libraries made up for {arch}"
+    yield from _defaults(answer, vllm, variables)
+    if answer.model.is_mla and not settings.enabled:
+        yield f"pass_config.{FLAG_FIELD} is not given: planned as if it were true"
+    if answer.model.is_mla:
+        yield "ROCm 7 or newer, an AITER with the 15-argument op: `vllm-aiter-mla check --only machine` looks"
+    for name, (value, _) in variables.items():
+        if name not in VARIABLES and (offline.has_variable(name) or not name.startswith("VLLM_")):
+            yield f"{name}={value} is passed on to vLLM: the plan does not look at it"
+    heads = main.view.num_heads if main else 0
+    if main and vllm_own.may_take_parts(arch, heads, main.fp8_cache):
+        yield (
+            f"vLLM may decode {heads} heads by Gluon (a layer's cache up to 2 GiB), which needs no concat: vLLM then "
+            "has a launch less than the figures say"
+        )
+    if answer.model.is_mla and _integration(engine, settings) == "module":
+        yield "each layer's rotary embedding has a known class, and start-up's trial finds that it rotates by its table"
+    if (stages := engine.options.pp) > 1:
+        yield f"figures are for all layers; with --pipeline-parallel-size {stages} a rank holds its share"
+    yield from answer.user_options.notes
 
 
 def _misspelt(variables: Variables, version: str) -> Iterator[str]:

@@ -23,7 +23,7 @@ class Request:
     sizes: Mapping[str, int]  # fields of a ``Geometry``; empty for the default of the machine
     weights: Weights | None  # format of the absorb weights in every variant; None for that of each variant
     on_cpu: bool
-    model: str  # MODEL of the command that repeats a failure; "" without a model
+    model: str | None  # MODEL of the command that repeats a failure
     repeating: tuple[str, ...]  # further words of that command
 
 
@@ -42,7 +42,7 @@ def verify_back_end(request: Request, backend: str) -> Verification:
         geometry=geometry,
         weight=weights.key(detect_platform().fp8) if weights else None,
         device="cpu" if request.on_cpu else "gpu",
-        model=request.model,
+        model=request.model or "",
         again=request.repeating,
     )
     process.tell(this_session.record())

@@ -52,7 +52,7 @@ def _request(context: Context) -> Request:
         sizes={name: size for name, size in by_hand.items() if size is not None},
         weights=layer.weights,
         on_cpu=options.on_cpu,
-        model=options.source.name if options.source else "",
+        model=options.source.name if options.source else None,
         repeating=_words_to_repeat(options, by_hand),
     )
     if plan is None or options.on_cpu:
