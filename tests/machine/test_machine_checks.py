@@ -78,6 +78,13 @@ def built_for(build: str) -> Any:
     return SimpleNamespace(__version__="2.13.0", card=lambda: here)
 
 
+def let_import(monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
+    """Let the checks find what ``built_for`` returns, or an error of its import."""
+    is_error = isinstance(found, Exception)
+    monkeypatch.setattr(checks, "import_module", raising(found) if is_error else lambda name: found)
+    monkeypatch.setattr(checks, "card", lambda: None if is_error else found.card())
+
+
 AITER_ON = {"VLLM_ROCM_USE_AITER": "1"}
 
 
@@ -211,7 +218,7 @@ def test_a_triton_that_cannot_be_imported_is_not_called_absent(
 
 @pytest.mark.parametrize("build", ["", "CUDA 13.0"])
 def test_a_torch_without_rocm_beside_a_card_is_a_problem(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
-    monkeypatch.setattr(checks, "import_module", lambda name: built_for(build))
+    let_import(monkeypatch, built_for(build))
     monkeypatch.setattr(checks, "gpu_arch", lambda: "gfx942")
     assert status("torch") == "problem"
 
@@ -229,8 +236,7 @@ def test_a_torch_without_rocm_beside_a_card_is_a_problem(monkeypatch: pytest.Mon
 def test_torch_and_rocm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, torch_module: Any, rocm_file: str | None, statuses: tuple[str, str]
 ) -> None:
-    is_absent = isinstance(torch_module, Exception)
-    monkeypatch.setattr(checks, "import_module", raising(torch_module) if is_absent else lambda name: torch_module)
+    let_import(monkeypatch, torch_module)
     monkeypatch.setattr(checks, "ROCM_VERSION", tmp_path / "version")
     if rocm_file is not None:
         (tmp_path / "version").write_text(rocm_file + "\n")
@@ -245,7 +251,7 @@ def test_torch_and_rocm(
 def test_the_card_is_read_from_the_driver_if_torch_sees_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, versions: tuple[int, ...], expected: str, arch: str
 ) -> None:
-    monkeypatch.setattr(checks, "import_module", lambda name: built_for(""))
+    let_import(monkeypatch, built_for(""))
     monkeypatch.setattr(checks, "KFD_NODES", tmp_path)
     for node, version in enumerate(versions):
         (tmp_path / str(node)).mkdir()

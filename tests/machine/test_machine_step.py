@@ -118,7 +118,7 @@ def test_the_names_of_the_checks_are_those_that_scripts_know() -> None:
 def test_a_problem_outweighs_an_unknown(
     monkeypatch: pytest.MonkeyPatch, statuses: tuple[Any, ...], status: int
 ) -> None:
-    monkeypatch.setattr(command, "run", lambda *_: tuple(Check(one, "", name=one) for one in statuses))
+    monkeypatch.setattr(command, "run_checks", lambda *_: tuple(Check(one, "", name=one) for one in statuses))
     in_process.install(monkeypatch)
     step = steps.look_at_machine(Context(CheckOptions(only=("machine",))))
     assert exit_status([step], on_cpu=False, each=True) == status

@@ -22,7 +22,8 @@ from vllm_aiter_mla.commands.check.run import exit_status
 from vllm_aiter_mla.commands.check.steps import STEPS
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.main import COMMANDS, app
-from vllm_aiter_mla.commands.plan import issues, model, printout
+from vllm_aiter_mla.commands.plan import ask, issues, model, printout
+from vllm_aiter_mla.commands.plan.record import NotKnownError
 from vllm_aiter_mla.settings import FLAG_FIELD
 
 slow = pytest.mark.slow
@@ -47,11 +48,11 @@ MISTRAL = {
 def typed(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Types a command line on a machine without a card; one process answers for gfx942."""
 
-    def ask(source: Any, asked: Any, *_: Any) -> Any:
+    def made_plans(source: Any, asked: Any, *_: Any) -> Any:
         worker = plans.worker("gfx942", ())
         return tuple(issues.with_known_issues(worker.ask(source, tuple(arguments))[0]) for arguments in asked)
 
-    monkeypatch.setattr(model, "ask", ask)
+    monkeypatch.setattr(ask, "plans", made_plans)
 
     def run(*line: str) -> tuple[int, str]:
         done = CliRunner().invoke(app, ["check", line[0], "--only", "plan", *line[1:]])
@@ -323,7 +324,7 @@ def test_field_48_a_config_without_its_class_is_read_and_vllm_is_not_blamed(
 @slow
 def test_field_53_a_library_that_a_models_class_lacks_is_no_refusal_of_vllms() -> None:
     """vLLM only logs what went wrong while it looked at the class."""
-    with pytest.raises(model.NotKnownError, match="vLLM lacks a_library on this machine"):
+    with pytest.raises(NotKnownError, match="vLLM lacks a_library on this machine"):
         plans.worker("gfx942", ()).ask(model.find("deepseek-r1"), (), "the model's class needs a library")
 
 

@@ -18,6 +18,7 @@ from tests.support.pages import ROOT
 from vllm_aiter_mla import admission
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.plan import answer, build, formulas, kernels, model
+from vllm_aiter_mla.commands.plan.record import NotKnownError
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving.backends import candidates
 from vllm_aiter_mla.settings import Settings
@@ -189,13 +190,13 @@ def test_a_library_that_is_missing_is_not_known_and_no_wrong_option():
         import_module("a_library_that_nobody_has")
     except ImportError as error:
         told = answer._our_error(error, ["--option"], is_option=True)
-    assert isinstance(told, model.NotKnownError)
+    assert isinstance(told, NotKnownError)
     assert "a_library_that_nobody_has" in str(told)
 
 
 def test_a_file_that_an_option_names_and_that_is_not_there_is_a_wrong_option():
     told = answer._our_error(FileNotFoundError(2, "No such file", "no.yaml"), [], is_option=True)
-    assert not isinstance(told, model.NotKnownError)
+    assert not isinstance(told, NotKnownError)
     assert "no.yaml" in str(told)
 
 
@@ -206,9 +207,9 @@ def test_a_module_that_an_option_names_and_that_is_not_there_is_a_wrong_option()
         except ModuleNotFoundError as error:
             return answer._our_error(error, arguments, is_option=True)
 
-    assert not isinstance(told(["-cc", '{"pass": "mine.ours"}']), model.NotKnownError)
+    assert not isinstance(told(["-cc", '{"pass": "mine.ours"}']), NotKnownError)
     for other in ('{"backend": "mine_high"}', '{"backend": "to.mine"}', "--nothing"):
-        assert isinstance(told([other]), model.NotKnownError)
+        assert isinstance(told([other]), NotKnownError)
 
 
 def test_an_error_of_another_library_whose_errors_are_no_method_is_a_wrong_option_in_its_words():

@@ -283,9 +283,10 @@ CHECKS = (
 def card() -> Any:
     """Return the installed ``Device``; None if torch cannot be imported."""
     try:
-        return import_module("vllm_aiter_mla.kernels.device").card()
+        from vllm_aiter_mla.kernels import device
     except Exception:
         return None
+    return device.card()
 
 
 def rocm_version() -> str | None:
