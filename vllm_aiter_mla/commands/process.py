@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process of its own: AITER's checks end a process by an abort, and vLLM keeps much of a platform and of a config.
+"""Call a function in a process of its own, because AITER's checks end a process by an abort, and vLLM keeps state.
 
-``python -m vllm_aiter_mla.commands.process MODULE:FUNCTION ARGUMENTS OUTCOME TOLD LIFELINE FOLDER`` is such a process.
-It leads a group, to which vLLM's engine and workers belong. The group ends with its caller, however that ends: it would
-hold the cards.
+``call`` starts ``python -m vllm_aiter_mla.commands.process MODULE:FUNCTION ARGUMENTS OUTCOME TOLD LIFELINE FOLDER``.
+That process leads a group, to which vLLM's engine and workers belong. The group ends with its caller, however the
+caller ends: otherwise it would keep the cards.
 """
 
 import getpass
@@ -23,12 +23,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO, TypeVar, TypeVarTuple
 
-TIMEOUT_S = 3600  # without a value that the process tells: a first start of AITER compiles for minutes
-GRACE_S = 60  # for a process that has written its outcome and does not end
-LOOK_S = 0.5  # how often ``call`` looks for what its process tells
+TIMEOUT_S = 3600
+"""How long a process may tell nothing: a first start of AITER compiles for minutes."""
+GRACE_S = 60
+"""How long a process may run on that has written its outcome."""
+LOOK_S = 0.5
+"""How often ``call`` looks for the values that its process tells."""
 LAST_LINES = 12
+"""How many of its lines an error of a process has."""
 LONGEST_SOCKET_FOLDER = 70
-"""Characters of a folder in which vLLM can have a socket: it adds 37, and the path of one has at most 107."""
+"""Most characters of a folder for vLLM's sockets: vLLM adds 37, and the path of a socket has at most 107."""
 
 Arguments = TypeVarTuple("Arguments")
 Returned = TypeVar("Returned")
@@ -67,7 +71,7 @@ class SignalError(BaseException):
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let SIGINT, SIGTERM and SIGHUP end the calls that run and raise SignalError; one that is ignored stays so."""
+    """Let SIGINT, SIGTERM and SIGHUP end the calls that run and raise SignalError; an ignored signal stays ignored."""
     ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in ends}
     handled = [number for number, handler in before.items() if handler != signal.SIG_IGN]
@@ -161,7 +165,7 @@ def call(
 
 
 def _hear(values: BinaryIO, heard: Callable[[Any], None]) -> bool:
-    """Hand on each value that is whole by now, and return whether there was one."""
+    """Hand on each value that has been written completely; return whether there was one."""
     count = 0
     while True:
         at = values.tell()
@@ -182,7 +186,10 @@ def _run_to_its_end(
     hear: Callable[[], bool],
     outcome: Path,
 ) -> str:
-    """Run the process to its end, and end what it leaves behind; return how it ended. ``hear`` runs now and then."""
+    """Run the process to its end, and end what it leaves behind; return how it ended.
+
+    ``hear`` runs every ``LOOK_S``; it returns whether the process told something.
+    """
     end, lifeline = os.pipe()
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", __name__, *words, str(end), folder], env=_with_folder(environment, folder),
@@ -217,9 +224,10 @@ def _exit_status(child: subprocess.Popen[bytes], seconds: float) -> int | None:
 
 
 def _with_folder(environment: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Return the variables with ``folder`` for temporary files, and torch's compile cache where it is without that.
+    """Return the variables with ``folder`` for temporary files.
 
-    vLLM's sockets lie where they do without that, too, if ``folder`` is too long for them.
+    torch's compile cache stays where it is without ``folder``; so do vLLM's sockets if the path of ``folder`` is too
+    long for them.
     """
     shared = tempfile.gettempdir()
     outside = Path(shared).parent if shared in _folders else shared
@@ -261,10 +269,10 @@ def _append(told: Path, value: Any) -> None:
 
 
 def _end_with_caller(lifeline: int, folder: str) -> None:
-    """Fork what ends this group, and removes the command's temporary files, once the caller is gone.
+    """Fork a process that ends this group, and removes the command's temporary files, once the caller is gone.
 
-    A process and no thread: code that holds Python's lock, or an abort, would keep a thread from it. Nothing has been
-    imported yet that a fork could hurt.
+    A thread would not do: code that holds Python's lock, or an abort, would stop it. Nothing has been imported yet that
+    a fork could harm.
     """
     group = os.getpid()
     if os.getpgrp() != group:

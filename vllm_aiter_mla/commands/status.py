@@ -45,7 +45,7 @@ ENDED = {
     False: "the engine has ended",
     True: "its front end has ended; the engine still runs and holds its cards: end VLLM::EngineCore and its workers",
 }
-"""What is said of an engine that no longer serves, by whether it lives."""
+"""The line of an engine that no longer serves, by whether its processes still run."""
 
 Layer = Annotated[
     str | None, typer.Option("--layer", metavar="NAME", help="Print what was decided for the layers of this name.")
@@ -138,7 +138,7 @@ def _decisions(ranks: Sequence[RankStatus], layer: str) -> Iterator[str]:
 
 
 def _decision(decided: Decided, skip: Reason | None) -> Iterator[str]:
-    """Yield the lines that say what runs at how many tokens, and why each other kernel does not."""
+    """Yield a line for each range of tokens with the kernel that runs, and for each other kernel why it does not."""
     if skip is not None:
         yield f"    vLLM's own       {': '.join(skip)}"
     for first, last, kernel in () if skip is not None else decided.kernels:

@@ -107,7 +107,7 @@ def run_steps(context: Context, chosen: Sequence[str] = tuple(steps.STEPS)) -> I
         began = time.monotonic()
         with show.progress(name, number, len(chosen)) as context.progress.doing:
             step = run_step(context, name)
-        show.ended(step, name in context.options.only)
+        show.findings(step, name in context.options.only)
         yield replace(step, name=name, seconds=round(time.monotonic() - began, 1))
 
 

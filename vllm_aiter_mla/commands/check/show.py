@@ -24,15 +24,18 @@ from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.verify.results import Verification
 
 HEARTBEAT_S = 30
-"""Where there is no terminal, a line says so often what a long step does."""
+"""Where stderr is no terminal, a line every so many seconds says what a long step does."""
 IN_A_FILE = 200
-"""Columns of a table that nobody looks at in a terminal."""
+"""Characters in a line of a table that goes to a file."""
 STYLES = {"passed": "green", "failed": "bold red", "warning": "yellow", "skipped": "yellow", "unknown": "yellow"}
 
 
 @contextmanager
 def progress(name: str, number: int, of: int) -> Iterator[Callable[[str], None]]:
-    """Say that a step begins, and while it runs what it does; give what takes its words."""
+    """Print on stderr that a step begins, and what it does while the block runs.
+
+    Gives a function that takes the words for what the step does now.
+    """
     _say(f"{number}/{of} {name} ...")
     with _in_a_terminal(name) if in_a_terminal() else _by_lines(name) as doing:
         yield doing
@@ -68,19 +71,19 @@ def _by_lines(name: str) -> Iterator[Callable[[str], None]]:
 
 
 def in_a_terminal() -> bool:
-    """Return whether somebody looks at stderr."""
+    """Return whether stderr is a terminal."""
     return sys.stderr.isatty()
 
 
 def _say(text: str) -> None:
-    """Print on stderr; nobody may read it."""
+    """Print on stderr. It does not matter if its reader has gone."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
-def ended(step: Step, whole: bool) -> None:
-    """Print what a step found: its lines, or ``whole`` its record as the step alone would be read."""
-    # In a file no figure is cut.
+def findings(step: Step, whole: bool) -> None:
+    """Print what a step found: its lines, or the ``whole`` record as text and tables, for a step that --only names."""
+    # In a file no figure is cut off.
     console = outputs.Stdout(highlight=False, width=None if sys.stdout.isatty() else IN_A_FILE)
     if whole and isinstance(step.data, Verification):
         kernels_printout.show(step.data, console)

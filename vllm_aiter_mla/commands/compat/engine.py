@@ -24,8 +24,8 @@ DEPLOYMENT = frozenset({
     "kv_events_config", "kv_offloading_size", "kv_offloading_backend", "ec_transfer_config", "ec_manager_config",
     "weight_transfer_config", "otlp_traces_endpoint", "collect_detailed_traces", "tokens_only", "worker_extension_cls",
 })  # fmt: skip
-"""Options that need other machines, other engines or a front end, besides those of data parallelism; and one that this
-engine sets itself."""
+"""Options that need other machines, other engines or a front end, and one that this engine sets itself. The options of
+data parallelism are left out too, by their prefix."""
 MOST_DECODED = 64
 """Tokens that a request of ``decoding`` generates at most: each step takes one, or more with drafts."""
 
@@ -69,7 +69,7 @@ def fill(name: str, tensor: torch.Tensor) -> None:
 
 
 def leave_out(parsed: Any) -> list[str]:
-    """Set back what one engine in this process cannot honour: ``DEPLOYMENT``, the API server's, and a tokenizer's.
+    """Set back the options that one engine in this process cannot honour: of ``DEPLOYMENT``, a server, a tokenizer.
 
     Returns:
         The options that had another value, as typed.
@@ -142,7 +142,7 @@ def prompt_logprobs(engine: Any, texts: Sequence[list[int]]) -> list[list[float]
 
 
 def seconds_of_prefill(engine: Any, texts: Sequence[list[int]]) -> float:
-    """Return how long texts that arrive together take to their first tokens, the last one's."""
+    """Return the seconds until each of the texts, which arrive together, has its first token."""
     begin = time.perf_counter()
     _prefill(engine, texts)
     return time.perf_counter() - begin
@@ -167,8 +167,8 @@ def _prefill(engine: Any, texts: Sequence[list[int]], **sampling: Any) -> list[A
 def decoding(engine: Any, requests: Sequence[Request]) -> Iterator[None]:
     """Let these requests decode during a block, for at most ``MOST_DECODED`` tokens each; then end them.
 
-    The block begins once as many as run at once have their first tokens, so that steps in it have no prefill rows. If
-    one ends before that, the budget of tokens holds no such step, and the block begins then.
+    The block begins once every request that runs at the same time has its first token: no step in it has a prefill row.
+    If a request ends before that, the budget of tokens is too small for such a step, and the block begins at once.
     """
     from vllm import SamplingParams
 

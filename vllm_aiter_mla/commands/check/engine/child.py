@@ -35,7 +35,7 @@ class EngineOptions:
     limit: int  # the decode limit in tokens, for batches on both sides of it
 
 
-def prompts(seed: int, lengths: Sequence[int], new_tokens: int, arrivals: Sequence[int] = ()) -> list[Request]:
+def random_requests(seed: int, lengths: Sequence[int], new_tokens: int, arrivals: Sequence[int] = ()) -> list[Request]:
     """Return requests with random prompts of these lengths; all arrive at once by default."""
     rng = random.Random(seed)
     return [
@@ -46,18 +46,21 @@ def prompts(seed: int, lengths: Sequence[int], new_tokens: int, arrivals: Sequen
 
 SCENARIOS = {
     # Prompts shorter than the decode limit, one at a time: prefill rows inside it.
-    "short": prompts(2, [3, 11, 1, 7], 12, [0, 20, 40, 60]),
+    "short": random_requests(2, [3, 11, 1, 7], 12, [0, 20, 40, 60]),
     # Requests that arrive while others decode: mixed batches within the decode limit.
-    "mixed": prompts(3, [6, 4, 5, 3, 7, 2, 5, 4], 24, [0, 0, 4, 6, 6, 9, 12, 15]),
+    "mixed": random_requests(3, [6, 4, 5, 3, 7, 2, 5, 4], 24, [0, 0, 4, 6, 6, 9, 12, 15]),
     # Prompts longer than a small decode limit: their prefill runs vLLM's own graph, their decode ours.
-    "long": prompts(4, [60, 17, 33, 48], 12),
+    "long": random_requests(4, [60, 17, 33, 48], 12),
     # Sixteen requests that decode together.
-    "concurrent": prompts(1, [5 + i % 4 for i in range(16)], 20),
+    "concurrent": random_requests(1, [5 + i % 4 for i in range(16)], 20),
 }
 
 
 def short_prompts(total: int, requests: int, longest: int) -> list[int]:
-    """Return lengths of prompts with ``total`` tokens, as short as that number of requests allows; none if none fit."""
+    """Return lengths of prompts that have ``total`` tokens together, as short as so many requests allow.
+
+    The list is empty if no such prompts fit.
+    """
     count = min(total // SHORTEST_PROMPT, requests)
     if count < 1 or total > count * longest:
         return []
@@ -66,28 +69,34 @@ def short_prompts(total: int, requests: int, longest: int) -> list[int]:
 
 def drive_engine(options: EngineOptions) -> EngineAnswer:
     """Start one engine in this process and send it the requests; return its answer, but for what the ranks wrote."""
-    load_plugins()
-    parsed = serve_options([options.folder, *options.arguments])
-    setattr(parsed.compilation_config.pass_config, FLAG_FIELD, options.side == "on")
-    own = dict((parsed.additional_config or {}).get(NAMESPACE, {}))
-    own.pop("enabled", None)
-    parsed.additional_config = {**(parsed.additional_config or {}), NAMESPACE: own}
-    left_out = compat_engine.leave_out(parsed)
-    parsed.model = options.folder
-    engine = compat_engine.start(parsed, options.random_layers)
+    engine, left_out = _start(options)
     generated = {name: compat_engine.generate(engine, requests) for name, requests in SCENARIOS.items()}
     prefilled = {}
     for name, requests in SCENARIOS.items():
         pairs = zip(requests, generated[name], strict=True)
         texts = [prompt + [token for token, _ in tokens] for (_, prompt, *_), tokens in pairs]
         prefilled[name] = compat_engine.prompt_logprobs(engine, texts)
-    prompts, seconds = _with_prefill_rows(engine, options.limit)
+    logprobs_of_prompts, seconds = _with_prefill_rows(engine, options.limit)
     launches = compat_engine.launches_of_a_step(engine, SCENARIOS["concurrent"])
-    return EngineAnswer(generated, prefilled, prompts, seconds, launches, tuple(left_out))
+    return EngineAnswer(generated, prefilled, logprobs_of_prompts, seconds, launches, tuple(left_out))
+
+
+def _start(options: EngineOptions) -> tuple[Any, list[str]]:
+    """Start vLLM's engine with the flag as ``options.side`` says; return it, and the options that it cannot honour."""
+    load_plugins()
+    parsed = serve_options([options.folder, *options.arguments])
+    setattr(parsed.compilation_config.pass_config, FLAG_FIELD, options.side == "on")
+    additional = parsed.additional_config or {}
+    # ``enabled`` in the plugin's own config is another spelling of the flag.
+    own = {name: value for name, value in additional.get(NAMESPACE, {}).items() if name != "enabled"}
+    parsed.additional_config = {**additional, NAMESPACE: own}
+    left_out = compat_engine.leave_out(parsed)
+    parsed.model = options.folder
+    return compat_engine.start(parsed, options.random_layers), left_out
 
 
 def _with_prefill_rows(engine: Any, limit: int) -> tuple[dict[str, list[list[list[float]]]], dict[str, list[float]]]:
-    """Take steps with prefill rows; return ``prompts`` and ``seconds`` of an answer."""
+    """Run the steps of ``PREFILLS``; return ``EngineAnswer.prompts`` and ``EngineAnswer.seconds``."""
     scheduler, longest = engine.vllm_config.scheduler_config, engine.model_config.max_model_len - 8
     budget, requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     decoding = min(requests // 2, DECODING_REQUESTS)
@@ -100,7 +109,9 @@ def _with_prefill_rows(engine: Any, limit: int) -> tuple[dict[str, list[list[lis
     for name in PREFILLS:
         others = SCENARIOS["concurrent"][: decoding if name == MIXED else 0]
         # Other prompts for each step: vLLM would take those of an earlier one from its prefix cache.
-        batches = [[prompt for _, prompt, *_ in prompts(8 + turn, lengths[name], 1)] for turn in range(1 + TIMED_STEPS)]
+        batches = [
+            [prompt for _, prompt, *_ in random_requests(8 + turn, lengths[name], 1)] for turn in range(1 + TIMED_STEPS)
+        ]
         compared, *timed = batches
         with compat_engine.decoding(engine, others):
             logprobs[name] = [compat_engine.prompt_logprobs(engine, compared) for _ in range(2)]
