@@ -101,11 +101,11 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     @wraps(timing_child.time_kernels)
     def time_kernels(request: Any, _: Any) -> timing.Measurement:
         made["timed"] = request
-        return made["measured"]  # type: ignore[no-any-return]
+        return made["measured"]
 
     def run_engine(options: Any, environment: Any) -> engine.EngineAnswer:
         made[options.side] = environment
-        return made["answers"][options.side]  # type: ignore[no-any-return]
+        return made["answers"][options.side]
 
     monkeypatch.setattr(kernels_child, "verify_back_end", verify_back_end)
     monkeypatch.setattr(timing_child, "time_kernels", time_kernels)

@@ -116,7 +116,7 @@ def fail(message: str, status: int = WRONG) -> NoReturn:
 
 
 def writable(context: typer.Context, option: typer.CallbackParam, path: Path | None) -> Path | None:
-    """End the command at once if it could not write the option's file at its end; see ``typer.Option``'s callback."""
+    """Return the path; end the command at once if the option's file cannot be written. For typer, as a callback."""
     if (why := why_not_writable(path)) is not None:
         fail(f"{context.info_name}: {option.opts[0]} {path}: {why}")
     return path

@@ -103,7 +103,7 @@ def _kill(group: int) -> None:
 @contextmanager
 def workspace() -> Iterator[None]:
     """Keep temporary files, those of calls too, in one folder during the block; remove it with the outermost block."""
-    if tempfile.tempdir in _folders:
+    if tempfile.tempdir in _folders:  # in the block of another call
         yield
         return
     before = tempfile.tempdir
@@ -160,7 +160,7 @@ def call(
             returned, error = pickle.loads(outcome.read_bytes())
             if error is not None:
                 raise error
-            return returned  # type: ignore[no-any-return]
+            return returned
     raise EndedError(how, *last_lines)
 
 
@@ -253,9 +253,9 @@ def main(function: str, arguments: str, outcome: str, told: str, lifeline: str, 
     _end_with_caller(int(lifeline), folder)
     # This module is ``__main__`` here, and what it runs imports it by its name.
     pkgutil.resolve_name("vllm_aiter_mla.commands.process:_listeners").append(partial(_append, Path(told)))
-    given, raises = pickle.loads(Path(arguments).read_bytes())
+    values, raises = pickle.loads(Path(arguments).read_bytes())
     try:
-        returned, error = pkgutil.resolve_name(function)(*given), None
+        returned, error = pkgutil.resolve_name(function)(*values), None
     except raises as raised:
         returned, error = None, raised
     whole = Path(f"{outcome}.whole")

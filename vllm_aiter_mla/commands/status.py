@@ -98,7 +98,7 @@ def _exit_status(engines: Sequence[EngineLine]) -> int:
 
 
 def _print(engine: EngineLine, decisions: Sequence[str]) -> None:
-    """Print an engine's line, the remedies that it lacks, and the decisions about a layer that was asked for."""
+    """Print an engine's line, the remedies that the line lacks, and the decisions about the layer of --layer."""
     typer.echo(outputs.one_line(f"run {engine.run}, {engine.model}, engine {engine.engine}: {engine.line}"))
     for code, remedy in engine.remedies.items():
         if remedy not in engine.line:

@@ -17,7 +17,7 @@ from vllm_aiter_mla.commands.machine.checks import CHECKS, Check, CheckFunction,
 
 def examine(env: Env) -> tuple[Check, ...]:
     """Run every check on this machine, for a server with these variables."""
-    logging.disable(logging.WARNING)  # vLLM warns of what the checks say
+    logging.disable(logging.WARNING)  # vLLM's warnings would repeat what the checks find
     try:
         with aiter_not_importable():
             return run_checks(CHECKS, env)

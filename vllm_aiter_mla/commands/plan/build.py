@@ -101,7 +101,7 @@ class _PlannedKind:
         self.reasons += [self.decision.skip] if self.decision.skip else []
 
     def sizes(self) -> record.Kind:
-        """Return the layer's sizes, with its heads over all ranks."""
+        """Return how many such layers there are and their sizes, with the heads of all ranks."""
         built, (heads, nope, rope, latent, v) = self.built, self.view.sizes
         return record.Kind(
             self.count, heads * self.tp, self.view.is_sparse, nope, rope, latent, v, built.has_rope, built.method,

@@ -82,10 +82,11 @@ def in_a_fork(make: Callable[[], Made]) -> Made:
         raise RuntimeError("vLLM ended without an answer; --verbose shows its log") from None
     if error is not None:
         raise error
-    return returned  # type: ignore[no-any-return]
+    return returned
 
 
 def _returned_or_raised(make: Callable[[], Made]) -> tuple[Made | None, Exception | None]:
+    """Return what ``make`` returns and None, or None and its error."""
     try:
         return make(), None
     except Exception as error:
