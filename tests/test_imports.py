@@ -28,7 +28,6 @@ ON_A_BARE_CARD = (
     "commands.main",
     "commands.check.kernels",
     "commands.check.timing",
-    "commands.check.tune",
 )
 """Parts and files that run where torch and Triton are and vLLM is not; ``tests/test_without_vllm.py`` runs them."""
 RUNTIME = re.compile(

@@ -15,7 +15,7 @@ from tests.support.bad_files import BAD
 from tests.support.statuses import record_of
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands.check.record import CheckRun
-from vllm_aiter_mla.commands.check.timing import Measurement, Row
+from vllm_aiter_mla.commands.check.timing.record import Measurement, Row
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.commands.report.serving_record import Serving
 from vllm_aiter_mla.commands.status import Engines

@@ -372,7 +372,7 @@ def page(given: argparse.Namespace, tables: Sequence[str], said: dict[str, list[
 
 
 def _code(words: Sequence[str]) -> str:
-    return "    " + outputs.line(shlex.join(words))  # a line end would leave the code block
+    return "    " + outputs.one_line(shlex.join(words))  # a line end would leave the code block
 
 
 def run(argv: Sequence[str]) -> int:

@@ -21,12 +21,14 @@ from tests.support.planted import raising
 from tests.support.waiting import LONG_S, happened
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs, process
-from vllm_aiter_mla.commands.check import idle, kernels, show, steps, timing
+from vllm_aiter_mla.commands.check import idle, show, steps
 from vllm_aiter_mla.commands.check import run as command
 from vllm_aiter_mla.commands.check.context import Context, WrongOptionError
+from vllm_aiter_mla.commands.check.kernels import step as kernels_step
 from vllm_aiter_mla.commands.check.record import CheckRun, Status, Step
+from vllm_aiter_mla.commands.check.timing import child as timing_child
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.commands.plan import model, printout
+from vllm_aiter_mla.commands.plan import ask, model, printout
 from vllm_aiter_mla.verify.results import Verification
 
 ROOT = Path(__file__).parents[2]
@@ -124,7 +126,7 @@ def of_a_card(monkeypatch, **scenario):
     RehearsalCard(Scenario(**scenario)).install(monkeypatch)
     in_process.install(monkeypatch)
     monkeypatch.setattr(idle, "holders", lambda: iter(["vllm (process 4711)"]))
-    monkeypatch.setattr(timing, "run", raising(RuntimeError("timed")))
+    monkeypatch.setattr(timing_child, "time_kernels", raising(RuntimeError("timed")))
     return CliRunner().invoke(app, ["check", "--only", "timing"])
 
 
@@ -170,7 +172,7 @@ def says_what_it_does(monkeypatch, capfd, seconds=LONG_S):
 
     monkeypatch.setattr(show, "_say", noted)
     monkeypatch.setitem(steps.STEPS, "kernels", steps.Entry(works))
-    ((status, detail),) = [(step.status, step.detail) for step in command.carried_out(Context(), ("kernels",))]
+    ((status, detail),) = [(step.status, step.detail) for step in command.run_steps(Context(), ("kernels",))]
     assert status == "passed", detail
     first, *lines = capfd.readouterr().err.splitlines()
     assert first == "1/1 kernels ..."
@@ -207,7 +209,7 @@ def test_a_step_has_the_seconds_that_it_took_also_in_the_demo(monkeypatch, clock
 
     monkeypatch.setitem(steps.STEPS, "machine", steps.Entry(works, needs=()))
     status = "failed" if error else "passed"
-    for name, run in (("machine", command.carried_out), ("machine, fp8 cache", demo_of("fp8 cache"))):
+    for name, run in (("machine", command.run_steps), ("machine, fp8 cache", demo_of("fp8 cache"))):
         assert [(one.name, one.status, one.seconds) for one in run(Context(), ("machine",))] == [(name, status, 2.3)]
 
 
@@ -219,7 +221,7 @@ def test_a_run_that_is_cut_off_keeps_the_cases_that_ended(monkeypatch, tmp_path)
     """As by Ctrl-C in the second case: what a process has told is in the file before it ends."""
     path = tmp_path / "check.json"
 
-    def call(function, options, backend, environment, heard):
+    def call(function, request, backend, environment, heard, raises):
         heard(kernels_result("started"))
         heard(kernels_result("passed"))
         raise process.SignalError(process.signal.SIGINT)
@@ -248,7 +250,7 @@ def test_a_package_that_is_missing_fails_its_step_and_only_a_rocm_images_own_ski
     for name, status in (("ray", "failed"), ("torch", "skipped")):
         missing = raising(ModuleNotFoundError(f"No module named {name!r}", name=name))
         monkeypatch.setitem(steps.STEPS, "machine", steps.Entry(missing))
-        assert [step.status for step in command.carried_out(Context(), ("machine",))] == [status]
+        assert [step.status for step in command.run_steps(Context(), ("machine",))] == [status]
 
 
 def runs_until(released):
@@ -264,7 +266,7 @@ def test_a_side_that_fails_ends_the_other(tmp_path):
             assert runs.wait(LONG_S)
             raise RuntimeError("planted")
         try:
-            off.append(process.call(f"{__name__}:runs_until", released, heard=lambda value: runs.set()))
+            off.append(process.call(runs_until, released, heard=lambda value: runs.set()))
         except process.EndedError as error:
             off.append(error.how)
 
@@ -286,7 +288,7 @@ def test_a_side_that_has_not_started_its_process_when_the_other_fails_is_ended_t
             raise RuntimeError("planted")
         assert looked.wait(LONG_S)
         try:
-            off.append(process.call(f"{__name__}:runs_until", str(tmp_path / "released")))
+            off.append(process.call(runs_until, str(tmp_path / "released")))
         except process.EndedError as error:
             off.append(error.how)
 
@@ -334,12 +336,12 @@ def test_one_deployment_keeps_its_options_as_they_are(typed):
 
 
 def test_several_plans_are_a_table_with_a_row_for_each(monkeypatch):
-    def ask(source, asked, *_):
+    def made_up_plans(source, deployments, *_):
         made = plans.made_up()
-        sizes = [options[options.index("-tp") + 1] for options in asked]
+        sizes = [options[options.index("-tp") + 1] for options in deployments]
         return tuple(replace(made, options=replace(made.options, tp=int(size))) for size in sizes)
 
-    monkeypatch.setattr(model, "ask", ask)
+    monkeypatch.setattr(ask, "plans", made_up_plans)
     done = CliRunner().invoke(app, ["check", "deepseek-r1", "--only", "plan", "-tp", "1,2"])
     rows = [line.split()[0] for line in done.stdout.splitlines() if re.match(r" *\d+ ", line)]
     assert rows[:2] == ["1", "2"]
@@ -366,9 +368,9 @@ def test_a_plan_after_another_in_one_process_is_that_of_a_process_of_its_own(tmp
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     source, variables = model.find(str(tmp_path)), model.environment((), {})
     options = [("-tp", size, "--kv-cache-dtype", "fp8") for size in ("1", "4")]
-    together = model.ask(source, options, "gfx942", variables, False)
+    together = ask.plans(source, options, "gfx942", variables, False)
     assert log.read_text().count("imported") == 1
-    alone = model.ask(source, options[1:], "gfx942", variables, False)
+    alone = ask.plans(source, options[1:], "gfx942", variables, False)
     assert without_time(together[1]) == without_time(alone[0]), "nothing is left of the first"
     assert [plan.heads_per_rank for plan in together] == [128, 32]
     assert printout.table(together)
@@ -379,4 +381,4 @@ def without_time(plan):
 
 
 def test_a_record_without_a_result_does_not_pass():
-    assert kernels._judged(Context(), Verification(3, {}, "eager", None, {}, ())).status == "skipped"
+    assert kernels_step._judged(Context(), Verification(3, {}, "eager", None, {}, ())).status == "skipped"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_aiter_mla import plugin
-from vllm_aiter_mla.commands.check.engine import SCENARIOS
+from vllm_aiter_mla.commands.check.engine.child import SCENARIOS
 from vllm_aiter_mla.commands.compat import engine, offline, rocm_config
 from vllm_aiter_mla.commands.plan import model
 

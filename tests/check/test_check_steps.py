@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,13 +26,20 @@ from tests.support.statuses import record_of
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import VLLM_FASTER, Skip
 from vllm_aiter_mla.commands import machine, outputs, process
-from vllm_aiter_mla.commands.check import distance, engine, engine_steps, idle, kernels, steps, timing
+from vllm_aiter_mla.commands.check import idle, steps
 from vllm_aiter_mla.commands.check import run as command
 from vllm_aiter_mla.commands.check.context import CheckOptions, Context
+from vllm_aiter_mla.commands.check.engine import child as engine_child
+from vllm_aiter_mla.commands.check.engine import distance
+from vllm_aiter_mla.commands.check.engine import record as engine
+from vllm_aiter_mla.commands.check.engine import steps as engine_steps
+from vllm_aiter_mla.commands.check.kernels import child as kernels_child
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
+from vllm_aiter_mla.commands.check.timing import child as timing_child
+from vllm_aiter_mla.commands.check.timing import record as timing
 from vllm_aiter_mla.commands.machine import Check
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.commands.plan import build, issues, model
+from vllm_aiter_mla.commands.plan import ask, build, issues, model
 from vllm_aiter_mla.commands.plan.model import USE_AITER
 from vllm_aiter_mla.kernels import device
 from vllm_aiter_mla.status.record import Decided
@@ -40,7 +48,7 @@ from vllm_aiter_mla.verify.results import Finding, Result, Verification
 
 ISSUES = {issue["id"]: issue for issue in json.loads(issues.KNOWN_ISSUES.read_text())}
 NO_CUSTOM_AR = "VLLM_ROCM_USE_AITER_CUSTOM_AR=0"
-LOOK = machine.run  # ``card`` replaces it
+LOOK = machine.run_checks  # ``card`` replaces it
 ENVIRONMENTS = ("machine", "kernels", "timing", "off", "on")
 """The steps and the engines that get variables, as ``card`` notes them."""
 TOKEN = (3, {3: -0.5, 4: -1.0})
@@ -66,7 +74,7 @@ def made_up_plan(**changes: Any) -> dict[str, Any]:
     return found | {"outcome": "engaged", "heads_per_rank": 16} | changes
 
 
-ASK, RUN = model.ask, engine.run
+ASK, RUN = ask.plans, engine_steps.run_engine
 """What ``card`` replaces."""
 
 
@@ -78,20 +86,37 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     made["results"] = [Result("fresh-data", "fp8", "aiter", "graph capture")]
     row = timing.row_of(1, 16, "fp8", {"vllm": 10.0, "triton": 5.0}, {})
     made["measured"] = timing.Measurement({"card": "a card"}, "fp8", (row,), {}, "")
-    monkeypatch.setattr(machine, "run", lambda _, env: made.update(machine=env) or made["checks"])
-    monkeypatch.setattr(model, "ask", lambda *_: (issues.looked_up(plans.parsed(made["plan"])),))
+    monkeypatch.setattr(machine, "run_checks", lambda _, env: made.update(machine=env) or made["checks"])
+    monkeypatch.setattr(ask, "plans", lambda *_: (issues.with_known_issues(plans.parsed(made["plan"])),))
     # In this process, where the card is made up; tests/rehearsal runs the real ones.
     in_process.install(monkeypatch, lambda name, env: made.update({CALLED.get(name, name): env}))
     monkeypatch.setattr(session, "FINDERS", {"aiter": lambda: "of a made-up card"})
-    monkeypatch.setattr(kernels, "run", lambda options, _: made.update(asked=options) or verified(made["results"]))
     RehearsalCard().install(monkeypatch)
-    monkeypatch.setattr(timing, "run", lambda asked: made.update(timed=asked) or made["measured"])
-    monkeypatch.setattr(engine, "run", lambda *asked: made.update({asked[2]: asked[3]}) or made["answers"][asked[2]])
+
+    @wraps(kernels_child.verify_back_end)  # ``in_process`` knows a function by its name
+    def verify_back_end(request: Any, _: str) -> Verification:
+        made["asked"] = request
+        return verified(made["results"])
+
+    @wraps(timing_child.time_kernels)
+    def time_kernels(request: Any, _: Any) -> timing.Measurement:
+        made["timed"] = request
+        return made["measured"]
+
+    def run_engine(options: Any, environment: Any) -> engine.EngineAnswer:
+        made[options.side] = environment
+        return made["answers"][options.side]
+
+    monkeypatch.setattr(kernels_child, "verify_back_end", verify_back_end)
+    monkeypatch.setattr(timing_child, "time_kernels", time_kernels)
+    monkeypatch.setattr(engine_steps, "run_engine", run_engine)
     return made
 
 
 NEED_A_SHAPE = ("kernels", "timing", "engine", "launches")
-CALLED = {f"{kernels.__name__}:run": "kernels", f"{timing.__name__}:run": "timing"}
+CALLED = {
+    process.name_of(kernels_child.verify_back_end): "kernels", process.name_of(timing_child.time_kernels): "timing"
+}  # fmt: skip
 CALLED_BY = {"timing": "timed", "engine": "on"}
 """What ``card`` notes of a step that ran."""
 
@@ -108,7 +133,7 @@ def verified(results: list[Result]) -> Verification:
 
 def outcomes(**options: Any) -> dict[str, Step]:
     asked = Context(CheckOptions(model.find("deepseek-r1"), **options))
-    found = {step.name: step for step in command.carried_out(asked)}
+    found = {step.name: step for step in command.run_steps(asked)}
     return {name: replace(step, seconds=0.0) for name, step in found.items()}
 
 
@@ -137,7 +162,7 @@ def test_an_engine_shares_vllms_notes_where_vllm_keeps_them_and_does_without_whe
 ) -> None:
     root, cache = tmp_path / home, tmp_path / "engine"
     cache.mkdir()
-    engine._share_model_notes(cache, {"XDG_CACHE_HOME": str(root), "HOME": str(tmp_path / "other")})
+    engine_steps._share_model_notes(cache, {"XDG_CACHE_HOME": str(root), "HOME": str(tmp_path / "other")})
     assert [one.resolve() for one in cache.iterdir()] == ([root / "vllm/modelinfos"] if home == "usable" else [])
 
 
@@ -306,11 +331,9 @@ def test_the_timing_is_of_the_models_own_layer(card: dict[str, Any]) -> None:
     card["plan"]["model"]["kinds"][0].update(widths)
     card["plan"]["model"]["dtype"] = "float16"
     outcomes()
-    asked = {name: card["timed"][name] for name in (*widths, "act")}
-    assert asked == widths | {"act": "float16"}
-    shape = timing.shape_of(16, "bf16", "bf16", **asked)
+    shape = card["timed"].shape("bf16", 16)
     assert (shape.nope_dim, shape.rope, shape.latent, shape.act) == (*widths.values(), torch.float16)
-    assert timing.kind_of(shape) == "fp16"
+    assert timing_child.kind_of(shape) == "fp16"
 
 
 def test_a_models_timing_without_a_baseline_is_unknown(card: dict[str, Any]) -> None:
@@ -413,14 +436,14 @@ def test_a_slower_step_with_prefill_rows_is_a_warning_on_a_card_and_no_failure(
 def test_short_prompts_fill_one_step_and_are_as_short_as_the_requests_allow(
     total: int, requests: int, longest: int
 ) -> None:
-    lengths = engine.short_prompts(total, requests, longest)
+    lengths = engine_child.short_prompts(total, requests, longest)
     if not lengths:
-        shortest = engine.SHORTEST_PROMPT
+        shortest = engine_child.SHORTEST_PROMPT
         assert total < shortest or total > requests * longest or total // shortest * longest < total
         return
     assert (sum(lengths), len(lengths) <= requests, max(lengths) <= longest) == (total, True, True)
-    assert min(lengths) >= engine.SHORTEST_PROMPT
-    assert len(lengths) == requests or max(lengths) - engine.SHORTEST_PROMPT < 3
+    assert min(lengths) >= engine_child.SHORTEST_PROMPT
+    assert len(lengths) == requests or max(lengths) - engine_child.SHORTEST_PROMPT < 3
 
 
 def test_every_step_has_a_planted_fault() -> None:
@@ -457,7 +480,7 @@ def test_field_f5_a_plan_that_is_not_known_does_not_pass(card: dict[str, Any]) -
     """vLLM could not build the layers here: no step takes their missing shape for one."""
     answer = plans.made_up_answer()
     skip, facts = Skip("not_known", "no such kernel"), replace(answer.model, listed_layers=61)
-    made = build.build(replace(answer, model=facts, layers=[], skip=skip), plans.VLLM, model.environment((), {}))
+    made = build.make_plan(replace(answer, model=facts, layers=[], skip=skip), plans.VLLM, model.environment((), {}))
     card["plan"] = json.loads(files.text_of(made))
     found = outcomes(strict=True)
     assert (card["plan"]["outcome"], found["plan"].status, failed(found)) == ("unknown", "unknown", [])
@@ -472,7 +495,7 @@ def test_field_f5_a_plan_that_is_not_known_does_not_pass(card: dict[str, Any]) -
 def test_mutation_an_unknown_shape_that_is_looked_up_is_caught(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "without_a_shape", lambda plan: "")
+    monkeypatch.setattr(steps, "why_no_shape", lambda plan: None)
     with pytest.raises(AssertionError, match=r"'kernels', 'timing', 'launches'\] != \[\]"):
         test_field_f5_a_plan_that_is_not_known_does_not_pass(card)
 
@@ -531,7 +554,8 @@ def test_the_kernels_are_verified_at_the_models_sizes(card: dict[str, Any]) -> N
     card["plan"] |= {"heads_per_rank": 20, "absorb_weight": "mxfp4", "limit": 512}
     outcomes()
     asked = card["asked"]
-    assert (asked["sizes"]["heads"], asked["limit"], asked["weights"], asked["quick"]) == (20, 512, "mxfp4", True)
+    assert (asked.sizes["heads"], asked.weights) == (20, "mxfp4")
+    assert (asked.options.limit, asked.options.quick) == (512, True)
 
 
 def repeats_with_the_same_sizes(card: dict[str, Any], typed: list[str]) -> None:
@@ -539,12 +563,12 @@ def repeats_with_the_same_sizes(card: dict[str, Any], typed: list[str]) -> None:
     runner = CliRunner()
     runner.invoke(app, ["check", *typed, "--only", "kernels", "--backend", "aiter", "--data-seed", "3"])
     first = card["asked"]
-    made = session.Session(model=first["model"], again=first["again"])
+    made = session.Session(model=first.model or "", again=first.repeating)
     failed = made.command(Result("fresh-data", "fp8", "aiter", "", 7))
     done = runner.invoke(app, shlex.split(failed)[1:])
     assert "kernels" in done.output, failed
-    selected = {"case": ("fresh-data",), "variant": ("fp8",), "seed": 7}
-    assert card["asked"] == first | selected, failed
+    selected = replace(first.options, case=("fresh-data",), variant=("fp8",), seed=7)
+    assert card["asked"] == replace(first, options=selected), failed
 
 
 @pytest.mark.parametrize(
@@ -582,7 +606,7 @@ def test_a_known_issue_is_a_warning_with_its_link_and_a_failure_in_strict_mode(c
 def test_a_step_that_raises_has_failed_and_the_next_one_runs(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "run", raising(RuntimeError("out of memory")))
+    monkeypatch.setattr(engine_steps, "run_engine", raising(RuntimeError("out of memory")))
     found = outcomes()
     assert failed(found) == ["engine"]
     assert "out of memory" in found["engine"].detail
@@ -592,21 +616,21 @@ def test_a_step_that_raises_has_failed_and_the_next_one_runs(
 @pytest.mark.parametrize(
     ("function", "step", "said", "skipped"),
     [
-        (f"{machine.__name__}:{machine.examine.__name__}", "machine", "its process {how}: {line}", []),
-        (model.PLANS, "plan", "vLLM {how}", [*steps.STEPS][2:]),
-        (f"{idle.__name__}:{idle.why_not.__name__}", "timing", "its process {how}: {line}", []),
-        (f"{engine.__name__}:{engine.answer.__name__}", "engine",
+        (machine.examine, "machine", "its process {how}: {line}", []),
+        (ask.make_plans, "plan", "vLLM {how}", [*steps.STEPS][2:]),
+        (idle.why_not, "timing", "its process {how}: {line}", []),
+        (engine_child.drive_engine, "engine",
          "vLLM's engine with the flag on {how}: {line}", ["prefill", "decode", "launches"]),
     ],
 )  # fmt: skip
 def test_a_step_whose_process_ends_has_failed_and_the_record_says_how(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    function: str, step: str, said: str, skipped: list[str],
+    function: Callable[..., Any], step: str, said: str, skipped: list[str],
 ) -> None:  # fmt: skip
     """Of kernels, timing and tuning, which tell what they find, tests are next to those of the steps."""
-    in_process.install(monkeypatch, ends={function: 0})
-    monkeypatch.setattr(model, "ask", ASK if step == "plan" else model.ask)
-    monkeypatch.setattr(engine, "run", RUN if step == "engine" else engine.run)
+    in_process.install(monkeypatch, ends={process.name_of(function): 0})
+    monkeypatch.setattr(ask, "plans", ASK if step == "plan" else ask.plans)
+    monkeypatch.setattr(engine_steps, "run_engine", RUN if step == "engine" else engine_steps.run_engine)
     path = tmp_path / "check.json"
     done = CliRunner().invoke(app, ["check", "deepseek-r1", "-tp", "8", "--json", str(path)])
     assert done.exit_code == 1, done.output
@@ -621,7 +645,7 @@ def test_without_a_gpu_the_steps_of_a_card_are_skipped_and_the_exit_status_is_3(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(device.card(), "is_there", lambda: False)
-    monkeypatch.setattr(kernels, "run", lambda *_: session.NotHereError("torch sees no GPU"))
+    monkeypatch.setattr(kernels_child, "verify_back_end", raising(session.NotHereError("torch sees no GPU")))
     path = tmp_path / "check.json"
     done = CliRunner().invoke(app, ["check", "deepseek-r1", "-tp", "8", "--json", str(path)])
     assert done.exit_code == 3, done.output
@@ -660,8 +684,8 @@ def test_a_wrong_model_or_option_exits_2_and_is_named(arguments: list[str], name
 
 
 def test_rounding_does_not_explain_a_run_without_tokens() -> None:
-    assert not distance.explained(distance.Figures())
-    assert distance.explained(replace(distance.Figures(), tokens=1, compared=1, agreed=1))
+    assert not distance.is_explained(distance.Figures())
+    assert distance.is_explained(replace(distance.Figures(), tokens=1, compared=1, agreed=1))
 
 
 def vllm_is_faster(card: dict[str, Any]) -> None:
@@ -703,14 +727,14 @@ def test_over_an_fp8_cache_an_engine_may_differ_by_what_the_cast_does_to_vllms_o
 def test_over_an_fp8_cache_fifteen_right_requests_do_not_hide_a_wrong_one() -> None:
     right, noise = [TOKEN] * 20, 0.17
     wrong = [(TOKEN[0], {token: logprob - 0.27 for token, logprob in TOKEN[1].items()})] * 20
-    assert distance.explained(distance.figures([right] * 16, [right] * 16), noise)
-    assert not distance.explained(distance.figures([right] * 16, [right] * 15 + [wrong]), noise)
+    assert distance.is_explained(distance.figures([right] * 16, [right] * 16), noise)
+    assert not distance.is_explained(distance.figures([right] * 16, [right] * 15 + [wrong]), noise)
 
 
 def test_a_noise_that_is_a_fault_explains_nothing() -> None:
     apart = replace(distance.Figures(), tokens=1, compared=1, mean_abs_dlogprob=0.6)
-    assert not distance.explained(apart, math.inf)
-    assert distance.explained(replace(apart, mean_abs_dlogprob=0.4), math.inf)
+    assert not distance.is_explained(apart, math.inf)
+    assert distance.is_explained(replace(apart, mean_abs_dlogprob=0.4), math.inf)
 
 
 def test_on_a_card_a_reference_that_is_compared_with_itself_does_not_pass(card: dict[str, Any]) -> None:
@@ -729,7 +753,7 @@ def test_a_check_that_is_cut_off_leaves_the_steps_before(card: dict[str, Any], t
         """As SIGINT would raise."""
 
     path = tmp_path / "check.json"
-    with mock.patch.object(engine, "run", raising(Cut())), pytest.raises(Cut):
+    with mock.patch.object(engine_steps, "run_engine", raising(Cut())), pytest.raises(Cut):
         app(["check", "deepseek-r1", "-tp", "8", "--json", str(path)], standalone_mode=False)
     kept = files.read(CheckRun, path)
     assert kept.exit is None
@@ -738,4 +762,4 @@ def test_a_check_that_is_cut_off_leaves_the_steps_before(card: dict[str, Any], t
 
 def test_a_process_answers_with_records_and_whole_numbers_as_they_are() -> None:
     plan = plans.parsed(made_up_plan())
-    assert process.call("builtins:dict", {3: plan}) == {3: plan}
+    assert process.call(dict, {3: plan}) == {3: plan}

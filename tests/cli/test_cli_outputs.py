@@ -65,7 +65,7 @@ def test_a_link_is_replaced_wherever_it_leads(tmp_path):
     [("a\tb\nc", "a b\\nc"), ("\x1b[31m\u202e", "\\x1b[31m\\u202e"), ("\ud800", "\\ud800"), ("µs ±", "µs ±")],
 )
 def test_a_line_holds_no_control_character(text, shown):
-    assert outputs.line(text) == shown
+    assert outputs.one_line(text) == shown
 
 
 def test_only_the_json_is_on_standard_output(capfd):

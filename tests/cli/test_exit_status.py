@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 from tests.support import in_process, plans
 from tests.support.planted import raising
 from tests.support.statuses import record_of
-from vllm_aiter_mla import __version__, files
+from vllm_aiter_mla import __version__, admission, files
 from vllm_aiter_mla.commands import machine, outputs
+from vllm_aiter_mla.commands.cards import ARCHITECTURES, Arch, sold_as
 from vllm_aiter_mla.commands.check import steps
-from vllm_aiter_mla.commands.check.context import Arch
 from vllm_aiter_mla.commands.check.run import Run
 from vllm_aiter_mla.commands.main import COMMANDS, app
-from vllm_aiter_mla.commands.plan import model
+from vllm_aiter_mla.commands.plan import ask, card
 from vllm_aiter_mla.kernels import device
 from vllm_aiter_mla.status import status_files
 
@@ -33,7 +33,7 @@ PLAN = ("deepseek-r1", "--only", "plan")
 
 def machine_finds(status):
     def plant(monkeypatch, folder):
-        monkeypatch.setattr(machine, "run", lambda *_: (machine.Check(status, "made up", name="made-up"),))
+        monkeypatch.setattr(machine, "run_checks", lambda *_: (machine.Check(status, "made up", name="made-up"),))
         in_process.install(monkeypatch)
 
     return plant
@@ -41,7 +41,7 @@ def machine_finds(status):
 
 def plan_says(outcome):
     def plant(monkeypatch, folder):
-        monkeypatch.setattr(model, "ask", lambda *_: (replace(plans.made_up(), outcome=outcome),))
+        monkeypatch.setattr(ask, "plans", lambda *_: (replace(plans.made_up(), outcome=outcome),))
 
     return plant
 
@@ -173,8 +173,8 @@ def test_an_option_in_the_wrong_place_or_with_a_wrong_value_is_named_and_nothing
 
 def folder_gone(monkeypatch, folder):
     """The folder of the files goes while the steps run."""
-    run = machine.run
-    monkeypatch.setattr(machine, "run", lambda *asked: shutil.rmtree(folder) or run(*asked))
+    run = machine.run_checks
+    monkeypatch.setattr(machine, "run_checks", lambda *asked: shutil.rmtree(folder) or run(*asked))
 
 
 def record_too_large(monkeypatch, folder):
@@ -252,6 +252,8 @@ def test_a_card_may_be_called_by_the_name_that_is_sold():
         **dict.fromkeys(("gfx942", "mi300x", "mi325x"), "gfx942"),
         **dict.fromkeys(("gfx950", "mi350p", "mi350x", "mi355x"), "gfx950"),
     }
+    assert {*ARCHITECTURES} == admission.CARDS == card.CARDS.keys()
+    assert sold_as("gfx942") == "MI300X, MI325X"
 
 
 def in_a_shell(line, **options):

@@ -20,8 +20,9 @@ from vllm_aiter_mla.commands import process
 # What a step does: it starts a worker, as vLLM does, leaves a file in the temporary folder, and waits.
 CALLER = """
 import sys
+from tests.cli.test_process import step
 from vllm_aiter_mla.commands import main, process
-main.app = lambda: process.call("tests.cli.test_process:step", sys.argv[1])
+main.app = lambda: process.call(step, sys.argv[1])
 main.main()
 """
 
@@ -82,9 +83,9 @@ def test_signals_that_are_ignored_stay_ignored(monkeypatch):
 def test_calls_at_the_same_time_do_not_remove_each_others_files(tmp_path):
     """Two engines run at once on a CPU, and the first to end takes only its own folder with it."""
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(process.call, "tests.cli.test_process:stays", str(tmp_path), "first", "second")
+        first = pool.submit(process.call, stays, str(tmp_path), "first", "second")
         assert happened((tmp_path / "first").exists)
-        second = pool.submit(process.call, "tests.cli.test_process:stays", str(tmp_path), "second", "ended")
+        second = pool.submit(process.call, stays, str(tmp_path), "second", "ended")
         first.result()
         (tmp_path / "ended").touch()
         assert second.result()
@@ -107,7 +108,7 @@ def test_mutation_a_folder_for_all_calls_is_caught(tmp_path, monkeypatch):
             return call(*arguments)
 
     monkeypatch.setattr(process, "call", shared)
-    with pytest.raises(FileNotFoundError, match="said"):
+    with pytest.raises(FileNotFoundError, match="output"):
         test_calls_at_the_same_time_do_not_remove_each_others_files(tmp_path)
 
 
@@ -120,11 +121,22 @@ def told_by_a_child(number):
     return number
 
 
+def finds_nothing():
+    raise FileNotFoundError("planted")
+
+
+def test_an_error_that_the_caller_names_is_raised_here_and_any_other_ends_the_process():
+    with pytest.raises(FileNotFoundError, match="planted"):
+        process.call(finds_nothing, raises=(OSError,))
+    with pytest.raises(process.EndedError, match="status 1"):
+        process.call(finds_nothing, raises=(ValueError,))
+
+
 @pytest.mark.parametrize("number", [2, 3])
 def test_what_a_process_tells_is_heard_in_order_also_if_it_aborts_then(number):
     heard = []
     try:
-        assert process.call("tests.cli.test_process:told_by_a_child", number, heard=heard.append) == 2
+        assert process.call(told_by_a_child, number, heard=heard.append) == 2
     except process.EndedError:
         assert number == 3
     assert heard == [1, {"two": [2]}]
@@ -146,7 +158,7 @@ def heard_at_once(folder, seconds=LONG_S, then=lambda: None):
         Path(folder, str(number)).touch()
         then()
 
-    found = process.call("tests.cli.test_process:tells_and_waits", str(folder), seconds, heard=hear)
+    found = process.call(tells_and_waits, str(folder), seconds, heard=hear)
     assert found == [0, 1, 2], "what it told was not heard while it ran"
 
 
@@ -204,19 +216,19 @@ def test_mutation_a_limit_that_telling_does_not_extend_is_caught(tmp_path, monke
 )
 def test_a_process_that_does_not_end_is_ended(tmp_path, monkeypatch, told, answered, how, after):
     """By a clock that goes on by a second at each look at what the process tells."""
-    clock, answer, asked = Clock(monkeypatch), tmp_path / "answer", tmp_path / "asked"
+    clock, outcome, arguments = Clock(monkeypatch), tmp_path / "outcome", tmp_path / "arguments"
     monkeypatch.setattr(process, "LOOK_S", 0.001)
-    asked.write_bytes(pickle.dumps((600,)))
+    arguments.write_bytes(pickle.dumps(((600,), ())))
 
     def hear():
         clock.pass_by(1)
         assert clock.seconds <= after, "nobody ends it"
         if clock.seconds == answered:
-            answer.touch()
+            outcome.touch()
         return clock.seconds in told
 
-    words = ("time:sleep", str(asked), str(tmp_path / "none"), str(tmp_path / "told"))
-    assert process._run(words, str(tmp_path), os.environ, 2, hear, answer) == how
+    words = ("time:sleep", str(arguments), str(tmp_path / "none"), str(tmp_path / "told"))
+    assert process._run_to_its_end(words, str(tmp_path), os.environ, 2, hear, outcome) == how
     assert clock.seconds == after
 
 
@@ -233,7 +245,7 @@ def test_a_process_imports_nothing_from_the_folder_that_the_command_was_typed_in
     """A checkout of vLLM has a folder of that name."""
     (tmp_path / "pickle.py").write_text("raise SystemExit('of the folder')")
     monkeypatch.chdir(tmp_path)
-    assert process.call("builtins:dict", {1: 2}) == {1: 2}
+    assert process.call(dict, {1: 2}) == {1: 2}
 
 
 def test_torchs_compile_cache_is_where_it_is_without_a_call(monkeypatch):
@@ -242,7 +254,7 @@ def test_torchs_compile_cache_is_where_it_is_without_a_call(monkeypatch):
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     with process.workspace():
-        called = process.call("torch._inductor.runtime.cache_dir_utils:cache_dir")
+        called = process.call(cache_dir)
     assert called == cache_dir()
 
 
@@ -266,7 +278,7 @@ def test_vllms_sockets_have_a_path_that_is_short_enough(monkeypatch, length, own
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
         monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
         with process.workspace():
-            assert process.call(f"{__name__}:binds_vllms_socket") is own
+            assert process.call(binds_vllms_socket) is own
 
 
 @pytest.mark.mutation
@@ -278,7 +290,7 @@ def test_mutation_a_folder_that_is_too_long_for_a_socket_is_caught(monkeypatch):
 
 def test_a_process_that_was_not_called_ends_nothing_and_removes_nothing(tmp_path):
     """Typed by hand, or by a version that calls it otherwise: its group would be the shell's."""
-    line = [sys.executable, "-m", process.__name__, "builtins:dict", "asked", "answer"]
+    line = [sys.executable, "-m", process.__name__, "builtins:dict", "arguments", "outcome"]
     for more in ([], ["0", str(tmp_path)]):
         done = subprocess.run([*line, *more], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
         assert done.returncode == 1
@@ -287,7 +299,7 @@ def test_a_process_that_was_not_called_ends_nothing_and_removes_nothing(tmp_path
 
 def test_a_process_that_aborts_takes_its_workers_with_it(tmp_path):
     with pytest.raises(process.EndedError, match="SIGABRT"):
-        process.call("tests.cli.test_process:aborts", str(tmp_path / "worker"))
+        process.call(aborts, str(tmp_path / "worker"))
     worker = int((tmp_path / "worker").read_text())
     assert happened(lambda: not runs(worker))
 

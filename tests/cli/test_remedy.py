@@ -15,7 +15,7 @@ from tests.support.statuses import record_of
 from vllm_aiter_mla import admission
 from vllm_aiter_mla.admission import REMEDIES, Skip
 from vllm_aiter_mla.commands.machine import checks as looks
-from vllm_aiter_mla.commands.machine import name_of, run
+from vllm_aiter_mla.commands.machine import name_of, run_checks
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import build, printout
 from vllm_aiter_mla.commands.plan.record import Reason
@@ -105,12 +105,12 @@ def test_remedy_of_what_the_machine_step_finds_is_that_of_its_code(monkeypatch: 
     name, env, plant = FOUND[code]
     checks = {name_of(check): check for check in looks.CHECKS}
     plant(monkeypatch)
-    (found,) = run([checks[name]], env)
+    (found,) = run_checks([checks[name]], env)
     assert (found.status, found.remedy) == ("problem", REMEDIES[code])
 
 
 def test_remedy_on_a_machine_that_the_plugin_is_not_for_names_the_condition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looks, "gpu_arch", lambda: None)
-    (found,) = run([looks.gpu], {})
+    (found,) = run_checks([looks.gpu], {})
     assert found.remedy == REMEDIES["platform"]
     assert {"gfx942", "gfx950", "ROCm"} <= set(found.detail.split())

@@ -16,9 +16,10 @@ from tests.sandbox.card import PageIndices
 from tests.sandbox.spec import Emulation, EngineSpec, PluginOptions, VllmOptions
 from tests.support import plans
 from tests.support.statuses import record_of
-from vllm_aiter_mla.commands.check import engine as check_engine
 from vllm_aiter_mla.commands.check import steps
-from vllm_aiter_mla.commands.plan import model
+from vllm_aiter_mla.commands.check.engine import steps as engine_steps
+from vllm_aiter_mla.commands.check.engine.record import EngineAnswer
+from vllm_aiter_mla.commands.plan import ask
 from vllm_aiter_mla.status import status_files
 
 GROUP = "vllm.general_plugins"
@@ -27,7 +28,7 @@ GROUP = "vllm.general_plugins"
 def test_make_demo_plans_each_cache_and_runs_its_engine_over_each_by_both_integrations(monkeypatch):
     ran = []
 
-    def ask(source, asked, *_):
+    def made_up_plans(source, asked, *_):
         return tuple(plans.made_up(kv_cache_dtype="fp8" if "fp8" in arguments else "auto") for arguments in asked)
 
     def engine_of(context):
@@ -38,7 +39,7 @@ def test_make_demo_plans_each_cache_and_runs_its_engine_over_each_by_both_integr
         assert context.answers == {}
         return steps.Step("passed", "")
 
-    monkeypatch.setattr(model, "ask", ask)
+    monkeypatch.setattr(ask, "plans", made_up_plans)
     passing = dict.fromkeys(steps.STEPS, steps.Entry(lambda context: steps.Step("passed", "")))
     with_plan = passing | {"plan": steps.STEPS["plan"]} | dict.fromkeys(check.ENGINE, steps.Entry(engine_of))
     monkeypatch.setattr(steps, "STEPS", with_plan)
@@ -53,11 +54,11 @@ def test_the_sandbox_runs_both_sides_on_this_cpu_with_its_variables(monkeypatch,
     rank = replace(record_of(["layer"], 16, "fp8", 0), engaged={"layer": "reference"}, skipped={})
     sides = []
 
-    def run(folder, arguments, side, environment, layers, limit):
-        sides.append((side, environment["A_SANDBOX"], layers, arguments[-1]))
-        return check_engine.EngineAnswer({}, {}, {}, {}, 0, ranks=(rank,))
+    def run_engine(options, environment):
+        sides.append((options.side, environment["A_SANDBOX"], options.random_layers, options.arguments[-1]))
+        return EngineAnswer({}, {}, {}, {}, 0, ranks=(rank,))
 
-    monkeypatch.setattr(check_engine, "run", run)
+    monkeypatch.setattr(engine_steps, "run_engine", run_engine)
     asked = check.context(tmp_path)
     asked.plan = plans.made_up()
     assert steps.STEPS["engine"].run(asked).status == "skipped"

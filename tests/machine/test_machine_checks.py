@@ -13,14 +13,15 @@ from unittest import mock
 
 import pytest
 
-from vllm_aiter_mla.commands.machine import Check, checks, name_of, run
+from tests.support.planted import raising
+from vllm_aiter_mla.commands.machine import Check, checks, name_of, run_checks
 from vllm_aiter_mla.kernels.aiter import op as locate
 
 CHECKS = {name_of(check): check for check in checks.CHECKS}
 
 
 def found(name: str, **env: str) -> Check:
-    return run([CHECKS[name]], env)[0]
+    return run_checks([CHECKS[name]], env)[0]
 
 
 def status(name: str, **env: str) -> str:
@@ -75,6 +76,13 @@ def built_for(build: str) -> Any:
     rocm = build.removeprefix("ROCm ") if build.startswith("ROCm") else None
     here = SimpleNamespace(is_there=lambda: False, built_for=build, rocm=rocm)
     return SimpleNamespace(__version__="2.13.0", card=lambda: here)
+
+
+def let_import(monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
+    """Let the checks find what ``built_for`` returns, or an error of its import."""
+    is_error = isinstance(found, Exception)
+    monkeypatch.setattr(checks, "import_module", raising(found) if is_error else lambda name: found)
+    monkeypatch.setattr(checks, "card", lambda: None if is_error else found.card())
 
 
 AITER_ON = {"VLLM_ROCM_USE_AITER": "1"}
@@ -202,7 +210,7 @@ def test_aiter_is_judged_by_its_files(
 def test_a_triton_that_cannot_be_imported_is_not_called_absent(
     monkeypatch: pytest.MonkeyPatch, error: ImportError, absent: bool
 ) -> None:
-    monkeypatch.setattr(checks, "imported_or_error", lambda name: error)
+    monkeypatch.setattr(checks, "import_module", raising(error))
     check = found("triton")
     assert check.status == "warning"
     assert ("not installed" in check.detail, str(error) in check.detail) == (absent, not absent)
@@ -210,7 +218,7 @@ def test_a_triton_that_cannot_be_imported_is_not_called_absent(
 
 @pytest.mark.parametrize("build", ["", "CUDA 13.0"])
 def test_a_torch_without_rocm_beside_a_card_is_a_problem(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
-    monkeypatch.setattr(checks, "imported_or_error", lambda name: built_for(build))
+    let_import(monkeypatch, built_for(build))
     monkeypatch.setattr(checks, "gpu_arch", lambda: "gfx942")
     assert status("torch") == "problem"
 
@@ -228,7 +236,7 @@ def test_a_torch_without_rocm_beside_a_card_is_a_problem(monkeypatch: pytest.Mon
 def test_torch_and_rocm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, torch_module: Any, rocm_file: str | None, statuses: tuple[str, str]
 ) -> None:
-    monkeypatch.setattr(checks, "imported_or_error", lambda name: torch_module)
+    let_import(monkeypatch, torch_module)
     monkeypatch.setattr(checks, "ROCM_VERSION", tmp_path / "version")
     if rocm_file is not None:
         (tmp_path / "version").write_text(rocm_file + "\n")
@@ -243,7 +251,7 @@ def test_torch_and_rocm(
 def test_the_card_is_read_from_the_driver_if_torch_sees_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, versions: tuple[int, ...], expected: str, arch: str
 ) -> None:
-    monkeypatch.setattr(checks, "imported_or_error", lambda name: built_for(""))
+    let_import(monkeypatch, built_for(""))
     monkeypatch.setattr(checks, "KFD_NODES", tmp_path)
     for node, version in enumerate(versions):
         (tmp_path / str(node)).mkdir()

@@ -18,7 +18,7 @@ from vllm_aiter_mla.commands import machine as command
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.check.context import CheckOptions, Context
 from vllm_aiter_mla.commands.check.run import exit_status
-from vllm_aiter_mla.commands.machine import Check, Env, name_of, run
+from vllm_aiter_mla.commands.machine import Check, Env, name_of, run_checks
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.kernels.aiter.op import OP, REQUIRED
 
@@ -118,7 +118,7 @@ def test_the_names_of_the_checks_are_those_that_scripts_know() -> None:
 def test_a_problem_outweighs_an_unknown(
     monkeypatch: pytest.MonkeyPatch, statuses: tuple[Any, ...], status: int
 ) -> None:
-    monkeypatch.setattr(command, "run", lambda *_: tuple(Check(one, "", name=one) for one in statuses))
+    monkeypatch.setattr(command, "run_checks", lambda *_: tuple(Check(one, "", name=one) for one in statuses))
     in_process.install(monkeypatch)
     step = steps.look_at_machine(Context(CheckOptions(only=("machine",))))
     assert exit_status([step], on_cpu=False, each=True) == status
@@ -129,7 +129,7 @@ def test_a_check_that_fails_is_unknown_and_stops_no_other(error: BaseException) 
     def failing(_: Env) -> Check:
         raise error
 
-    first, second = run([failing, command.checks.switches], {})
+    first, second = run_checks([failing, command.checks.switches], {})
     assert (first.name, first.status) == ("failing", "unknown")
     assert type(error).__name__ in first.detail
     assert second.status != "unknown"

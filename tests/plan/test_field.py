@@ -16,13 +16,14 @@ from tests.plan.truth_configs import IN_ATTENTION, MINICPM3, quark
 from tests.support import plans
 from tests.support.pages import PAGES
 from vllm_aiter_mla.admission import REMEDIES
-from vllm_aiter_mla.commands import options, outputs
+from vllm_aiter_mla.commands import outputs, serve_options
 from vllm_aiter_mla.commands.check.record import Step
 from vllm_aiter_mla.commands.check.run import exit_status
 from vllm_aiter_mla.commands.check.steps import STEPS
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.main import COMMANDS, app
-from vllm_aiter_mla.commands.plan import issues, model, printout
+from vllm_aiter_mla.commands.plan import ask, issues, model, printout
+from vllm_aiter_mla.commands.plan.record import NotKnownError
 from vllm_aiter_mla.settings import FLAG_FIELD
 
 slow = pytest.mark.slow
@@ -47,11 +48,11 @@ MISTRAL = {
 def typed(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Types a command line on a machine without a card; one process answers for gfx942."""
 
-    def ask(source: Any, asked: Any, *_: Any) -> Any:
+    def made_plans(source: Any, asked: Any, *_: Any) -> Any:
         worker = plans.worker("gfx942", ())
-        return tuple(issues.looked_up(worker.ask(source, tuple(arguments))[0]) for arguments in asked)
+        return tuple(issues.with_known_issues(worker.ask(source, tuple(arguments))[0]) for arguments in asked)
 
-    monkeypatch.setattr(model, "ask", ask)
+    monkeypatch.setattr(ask, "plans", made_plans)
 
     def run(*line: str) -> tuple[int, str]:
         done = CliRunner().invoke(app, ["check", line[0], "--only", "plan", *line[1:]])
@@ -139,7 +140,7 @@ def test_field_f6_vllm_plans_with_its_remedy() -> None:
 def test_field_f6_its_remedy_ends_the_warning() -> None:
     variable = f"{offline.CUSTOM_AR}=0"
     for env in ((), (variable,)):
-        found = [one.id for one in issues.looked_up(plans.made_up(*env)).known_issues]
+        found = [one.id for one in issues.with_known_issues(plans.made_up(*env)).known_issues]
         assert ("aiter#4888" in found) is (env == ())
 
 
@@ -154,17 +155,17 @@ def test_field_a_variable_that_no_plan_knows_is_passed_on_with_a_note() -> None:
 
 def test_field_o10_every_option_of_vllm_is_a_name_that_a_command_takes_at_once() -> None:
     groups = [set(action.option_strings) - {"-h"} for action in offline.serve_parser()._actions]
-    assert [group for group in groups if group and not group & options.names()] == []
+    assert [group for group in groups if group and not group & serve_options.names()] == []
     for name in {name for group in groups for name in group}:
-        options.check([name, name.replace("-", "_").replace("__", "--", 1), f"{name}=1"])
+        serve_options.check([name, name.replace("-", "_").replace("__", "--", 1), f"{name}=1"])
 
 
 @pytest.mark.parametrize("word", ["--no-enable-expert-parallel", "--disable-expert-parallel", "--enable-log-stats"])
 def test_field_o10_a_switch_is_turned_round_as_vllms_parser_does(word: str) -> None:
     """vLLM 0.33 takes ``--disable-X`` for each ``--enable-X``, and the other way round."""
-    options.check([word])
+    serve_options.check([word])
     with pytest.raises(ValueError, match="did you mean"):
-        options.check([word + "e"])
+        serve_options.check([word + "e"])
 
 
 @pytest.mark.parametrize(
@@ -174,8 +175,8 @@ def test_field_o10_a_switch_is_turned_round_as_vllms_parser_does(word: str) -> N
 )  # fmt: skip
 def test_field_o10_a_misspelt_option_is_named_with_the_right_one_before_vllm_is_imported(word: str, meant: str) -> None:
     with pytest.raises(ValueError, match=f"did you mean {meant}"):
-        options.check(["-tp", "8", word])
-    options.check(["--", word])
+        serve_options.check(["-tp", "8", word])
+    serve_options.check(["--", word])
 
 
 def test_field_o13_no_summary_is_cut() -> None:
@@ -275,7 +276,7 @@ def test_field_recipes_engage(
     read = [one for one in variables if one.partition("=")[0] in offline.VARIABLES and not one.endswith("AITER=1")]
     plan, _ = plans.worker(arch, (*DEFAULTS[default], *read)).ask(model.find(name), options)
     assert (plan.outcome, plan.reasons, plan.arch) == ("engaged", (), arch)
-    assert "aiter#4181" not in {issue.id for issue in issues.looked_up(plan).known_issues}
+    assert "aiter#4181" not in {issue.id for issue in issues.with_known_issues(plan).known_issues}
 
 
 @slow
@@ -283,7 +284,7 @@ def test_field_recipes_engage(
 def test_field_recipes_engage_or_the_remedy_is_the_variable_to_set(default: str) -> None:
     """Without the variable of its recipe GLM-4.7-Flash is the row that fails, and both remedies name it."""
     plan, _ = plans.worker("gfx950", DEFAULTS[default]).ask(model.find("zai-org/GLM-4.7-Flash"), ())
-    by_id = {issue.id: issue for issue in issues.looked_up(plan).known_issues}
+    by_id = {issue.id: issue for issue in issues.with_known_issues(plan).known_issues}
     if default == "0.33":
         assert (plan.outcome, "aiter#4181" in by_id) == ("engaged", False)
         return
@@ -323,7 +324,7 @@ def test_field_48_a_config_without_its_class_is_read_and_vllm_is_not_blamed(
 @slow
 def test_field_53_a_library_that_a_models_class_lacks_is_no_refusal_of_vllms() -> None:
     """vLLM only logs what went wrong while it looked at the class."""
-    with pytest.raises(model.NotKnownError, match="vLLM lacks a_library on this machine"):
+    with pytest.raises(NotKnownError, match="vLLM lacks a_library on this machine"):
         plans.worker("gfx942", ()).ask(model.find("deepseek-r1"), (), "the model's class needs a library")
 
 
@@ -364,14 +365,14 @@ def test_field_a_misspelt_variable_is_said_on_top() -> None:
     assert text.count("WARNING") == 1, "another library's variable is only passed on"
 
 
-@pytest.mark.parametrize("option", options.GONE)
+@pytest.mark.parametrize("option", serve_options.GONE)
 def test_field_42_an_option_of_an_earlier_vllm_is_answered_with_what_to_do(option: str) -> None:
-    assert option not in options.names(), "this release has it"
+    assert option not in serve_options.names(), "this release has it"
     with pytest.raises(ValueError, match="no such option: ") as raised:
-        options.check([option, "1"])
+        serve_options.check([option, "1"])
     named = re.findall(r"--?[a-z][\w-]+", str(raised.value).partition(": no such option: ")[2])
-    assert [one for one in named if one != "-cc" and one not in options.names()] == []
-    options.check(named)
+    assert [one for one in named if one != "-cc" and one not in serve_options.names()] == []
+    serve_options.check(named)
 
 
 @pytest.mark.parametrize(
@@ -381,10 +382,10 @@ def test_field_42_an_option_of_an_earlier_vllm_is_answered_with_what_to_do(optio
 )  # fmt: skip
 def test_field_42_no_hint_turns_a_switch_round(word: str) -> None:
     with pytest.raises(ValueError, match="did you mean") as raised:
-        options.check([word])
+        serve_options.check([word])
     meant = str(raised.value).partition("did you mean ")[2]
-    assert meant.startswith(options.OFF) is word.startswith(options.OFF)
-    options.check([meant.rstrip("?")])
+    assert meant.startswith(serve_options.OFF) is word.startswith(serve_options.OFF)
+    serve_options.check([meant.rstrip("?")])
 
 
 def test_field_42_an_option_is_left_to_a_vllm_whose_release_cannot_be_read(
@@ -393,12 +394,12 @@ def test_field_42_an_option_is_left_to_a_vllm_whose_release_cannot_be_read(
     """Sources that nobody has built have no ``_version.py``; from 0.33 on vLLM takes this option."""
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine/arg_utils.py").write_text('"--enable-log-requests"')
-    monkeypatch.setattr(options, "_sources", lambda: tmp_path)
-    monkeypatch.setattr(options, "names", options.names.__wrapped__)
-    options.check(["--disable-log-requests"])
+    monkeypatch.setattr(serve_options, "_sources", lambda: tmp_path)
+    monkeypatch.setattr(serve_options, "names", serve_options.names.__wrapped__)
+    serve_options.check(["--disable-log-requests"])
     (tmp_path / "_version.py").write_text("version = '0.32.0'")
     with pytest.raises(ValueError, match="no such option"):
-        options.check(["--disable-log-requests"])
+        serve_options.check(["--disable-log-requests"])
 
 
 def test_field_no_remedy_sends_a_reader_of_the_plan_to_the_plan() -> None:
@@ -455,8 +456,8 @@ def test_field_a_public_command_is_planned_right(tmp_path: Path, source: str) ->
     if name in made:
         (tmp_path / "config.json").write_text(json.dumps(made[name]))
         name = str(tmp_path)
-    options.check(line)
-    plan = issues.looked_up(plans.worker(arch, env).ask(model.find(name), line)[0])
+    serve_options.check(line)
+    plan = issues.with_known_issues(plans.worker(arch, env).ask(model.find(name), line)[0])
     assert {reason.code for reason in plan.reasons} == codes, plan.reasons
     assert (f"{plan.layers.engaged}/{plan.layers.mla}", plan.heads_per_rank) == (engaged, heads)
     assert [issue.id for issue in plan.known_issues] == known
@@ -482,7 +483,7 @@ def test_field_a_public_command_for_an_earlier_vllm_is_answered_with_what_to_cha
 
 
 def test_field_a_variable_of_an_earlier_vllm_is_answered_with_what_replaces_it() -> None:
-    for name, meant in options.GONE_VARIABLES.items():
+    for name, meant in serve_options.GONE_VARIABLES.items():
         assert not offline.has_variable(name), "this release has it"
         (warning,) = plans.made_up(f"{name}=1").warnings
         assert warning.endswith(meant)
@@ -492,5 +493,5 @@ def test_field_a_variable_of_an_earlier_vllm_is_answered_with_what_replaces_it()
 def test_field_29304_a_connector_that_hangs_is_said() -> None:
     pytest.importorskip("msgpack", reason="vLLM's MoRIIO needs it")
     line = ("-tp", "1", "-dp", "8", "--enable-expert-parallel", "--block-size", "1", "--kv-transfer-config", MORIIO)
-    plan = issues.looked_up(plans.worker("gfx942", ()).ask(model.find("deepseek-v3"), line)[0])
+    plan = issues.with_known_issues(plans.worker("gfx942", ()).ask(model.find("deepseek-v3"), line)[0])
     assert ("vllm#45749" in {issue.id for issue in plan.known_issues}, plan.outcome) == (True, "engaged")

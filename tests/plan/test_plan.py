@@ -18,7 +18,7 @@ from vllm_aiter_mla import admission
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.commands.plan import model, printout
+from vllm_aiter_mla.commands.plan import ask, model, printout
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 from vllm_aiter_mla.verify import cases
 
@@ -41,7 +41,7 @@ def some_slow(rows, quick):
 @pytest.fixture
 def shared(monkeypatch):
     """Let the command ask the process that answers for all tests, whatever the card."""
-    monkeypatch.setattr(model, "ask", plans.ask)
+    monkeypatch.setattr(ask, "plans", plans.ask)
 
 
 def invoke(*arguments):

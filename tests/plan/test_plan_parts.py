@@ -18,6 +18,7 @@ from tests.support.pages import ROOT
 from vllm_aiter_mla import admission
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.plan import answer, build, kernels, model
+from vllm_aiter_mla.commands.plan.record import NotKnownError
 from vllm_aiter_mla.kernels import formulas
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving.backends import candidates
@@ -181,7 +182,7 @@ def test_what_serves_does_not_import_what_is_made_up():
         for path in package.rglob("*.py")
         if any(name in path.read_text() for name in makers)
     }
-    assert found == {f"commands/{name}.py" for name in ("plan/answer", "plan/build", "plan/card", "plan/several")}
+    assert found == {f"commands/{name}.py" for name in ("plan/answer", "plan/build", "plan/card", "plan/child")}
 
 
 def test_a_library_that_is_missing_is_not_known_and_no_wrong_option():
@@ -189,14 +190,14 @@ def test_a_library_that_is_missing_is_not_known_and_no_wrong_option():
     try:
         import_module("a_library_that_nobody_has")
     except ImportError as error:
-        told = answer._refusal(error, ["--option"], is_option=True)
-    assert isinstance(told, model.NotKnownError)
+        told = answer._our_error(error, ["--option"], is_option=True)
+    assert isinstance(told, NotKnownError)
     assert "a_library_that_nobody_has" in str(told)
 
 
 def test_a_file_that_an_option_names_and_that_is_not_there_is_a_wrong_option():
-    told = answer._refusal(FileNotFoundError(2, "No such file", "no.yaml"), [], is_option=True)
-    assert not isinstance(told, model.NotKnownError)
+    told = answer._our_error(FileNotFoundError(2, "No such file", "no.yaml"), [], is_option=True)
+    assert not isinstance(told, NotKnownError)
     assert "no.yaml" in str(told)
 
 
@@ -205,18 +206,18 @@ def test_a_module_that_an_option_names_and_that_is_not_there_is_a_wrong_option()
         try:
             raise ModuleNotFoundError("No module named 'mine'", name="mine")
         except ModuleNotFoundError as error:
-            return answer._refusal(error, arguments, is_option=True)
+            return answer._our_error(error, arguments, is_option=True)
 
-    assert not isinstance(told(["-cc", '{"pass": "mine.ours"}']), model.NotKnownError)
+    assert not isinstance(told(["-cc", '{"pass": "mine.ours"}']), NotKnownError)
     for other in ('{"backend": "mine_high"}', '{"backend": "to.mine"}', "--nothing"):
-        assert isinstance(told([other]), model.NotKnownError)
+        assert isinstance(told([other]), NotKnownError)
 
 
 def test_an_error_of_another_library_whose_errors_are_no_method_is_a_wrong_option_in_its_words():
     class OtherError(Exception):
         errors = ("one", "another")
 
-    told = answer._refusal(OtherError("no such layer"), (), is_option=True)
+    told = answer._our_error(OtherError("no such layer"), (), is_option=True)
     assert (type(told), str(told)) == (ValueError, "no such layer")
 
 

@@ -16,17 +16,20 @@ from tests.sandbox.rehearsal_card import Scenario
 from tests.support.signals import heard
 from tests.support.waiting import happened
 from vllm_aiter_mla import files
-from vllm_aiter_mla.commands.check import engine, kernels, timing
+from vllm_aiter_mla.commands import process
+from vllm_aiter_mla.commands.check.engine.child import drive_engine
+from vllm_aiter_mla.commands.check.kernels.child import verify_back_end
 from vllm_aiter_mla.commands.check.record import CheckRun
-from vllm_aiter_mla.commands.plan import model
+from vllm_aiter_mla.commands.check.timing.child import time_kernels
+from vllm_aiter_mla.commands.plan.ask import make_plans
 
 pytestmark = [pytest.mark.rehearsal, pytest.mark.slow, pytest.mark.wide]
 MARK = "REHEARSED_SIGNAL"
 RUNS = {
-    "plan": (model.PLANS, 3, faults.plans_take_minutes),
-    "kernels": (f"{kernels.__name__}:run", 3, faults.aiter_compiles_for_minutes),
-    "timing": (f"{timing.__name__}:run", 3, faults.aiter_compiles_for_minutes),
-    "engine": (f"{engine.__name__}:answer", 6, faults.aiter_compiles_for_minutes),
+    "plan": (make_plans, 3, faults.plans_take_minutes),
+    "kernels": (verify_back_end, 3, faults.aiter_compiles_for_minutes),
+    "timing": (time_kernels, 3, faults.aiter_compiles_for_minutes),
+    "engine": (drive_engine, 6, faults.aiter_compiles_for_minutes),
 }
 """What a step calls in a process of its own, how many processes there are then, and what lets none of them end by
 itself: the command, the process and what waits for the command's end; of an engine also two ranks and what counts their
@@ -71,7 +74,7 @@ def test_signals_in_a_step_of_check_leave_no_process_and_no_folder(
         )  # fmt: skip
     try:
         runs = partial(happened, seconds=TIMEOUT_S)
-        assert runs(lambda: calls(function, marked(mark)) or check.poll() is not None), log.read_text()
+        assert runs(lambda: calls(process.name_of(function), marked(mark)) or check.poll() is not None), log.read_text()
         assert runs(lambda: len(marked(mark)) >= fewest or check.poll() is not None), log.read_text()
         assert check.poll() is None, log.read_text()
         check.send_signal(number)

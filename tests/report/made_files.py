@@ -13,7 +13,7 @@ from tests.support import plans
 from tests.support.statuses import record_of
 from vllm_aiter_mla import files, locks
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
-from vllm_aiter_mla.commands.check.timing import Measurement, row_of
+from vllm_aiter_mla.commands.check.timing.record import Measurement, row_of
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.report.serving_record import METRICS, Estimate, Row, Serving
 from vllm_aiter_mla.status import status_files

@@ -14,7 +14,7 @@ import pytest
 from tests.report.pages import Write, check_run, data_of, glances, rows_of, tables
 from tests.sandbox.rehearsal_card import RehearsalCard
 from vllm_aiter_mla import files as our_files
-from vllm_aiter_mla.commands.check.distance import PrefillRows
+from vllm_aiter_mla.commands.check.engine.distance import PrefillRows
 from vllm_aiter_mla.commands.check.record import Step
 from vllm_aiter_mla.commands.report.check_reader import GRAPHS, VERSIONS
 from vllm_aiter_mla.commands.report.page import html_of

@@ -15,9 +15,10 @@ from tests.sandbox import plugin, worker
 from tests.sandbox.model import TinyDeepseek, save_config
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import process
-from vllm_aiter_mla.commands.check import engine_steps, run, show, steps
+from vllm_aiter_mla.commands.check import run, show, steps
 from vllm_aiter_mla.commands.check.context import CheckOptions, Context
-from vllm_aiter_mla.commands.check.engine import SIDES, EngineAnswer, Side
+from vllm_aiter_mla.commands.check.engine import steps as engine_steps
+from vllm_aiter_mla.commands.check.engine.record import SIDES, EngineAnswer, Side
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.plan import model
 from vllm_aiter_mla.commands.report.page import html_of
@@ -66,7 +67,7 @@ def engines_on_this_cpu(variables: Mapping[str, str]) -> Iterator[None]:
     def compare_engines(asked: Context) -> Step:
         with engine_steps.engines(asked, asked.options.environment() | dict(variables)) as answer:
             asked.answers = both(answer)
-        return engine_steps.judge(asked)
+        return engine_steps.compare_tokens(asked)
 
     entry = replace(steps.STEPS["engine"], run=compare_engines)
     with mock.patch.dict(steps.STEPS, engine=entry):
@@ -92,7 +93,7 @@ def both(answer: Callable[[Side], EngineAnswer]) -> dict[Side, EngineAnswer]:
 def run_steps(asked: Context, what: str, *names: str) -> list[Step]:
     """Run some steps of ``check`` and name them by what they run over."""
     print(f"over {what}:", flush=True)
-    return [replace(step, name=f"{step.name}, {what}") for step in run.carried_out(asked, names)]
+    return [replace(step, name=f"{step.name}, {what}") for step in run.run_steps(asked, names)]
 
 
 def main(html: Path | None = None) -> int:
@@ -106,7 +107,7 @@ def main(html: Path | None = None) -> int:
         engines_on_this_cpu(environment(Path(work) / "inductor")),
     ):
         asked = context(Path(work) / "model")
-        found = list(run.carried_out(asked))
+        found = list(run.run_steps(asked))
         fp8 = with_arguments(asked, *FP8)
         found += run_steps(fp8, "fp8 cache", "plan", *ENGINE)
         # A plan of the passes would say the same of the same layers, and costs half a minute.

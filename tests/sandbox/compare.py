@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tests.sandbox.spec import EngineResult
-from vllm_aiter_mla.commands.check.distance import Figures, figures
+from vllm_aiter_mla.commands.check.engine.distance import Figures, figures
 
 # The op called, and the first argument: for ``auto_functionalized`` the op inside it.
 _CALL = re.compile(r"= call_function\[target=([^\]]+)\](?:\(args = \(([\w.]+))?")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.sandbox.spec import Emulation, EngineSpec, PluginOptions, VllmOptions, by_passes, flag_off
-from vllm_aiter_mla.commands.check import distance
+from vllm_aiter_mla.commands.check.engine import distance
 
 BF16_SCENARIOS = ("concurrent", "short", "mixed", "long", "chunked")
 # vLLM's chunked path over an fp8 cache needs a gather kernel that only GPU builds have.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from tests.sandbox.spec import LIMIT_REQUESTS
-from vllm_aiter_mla.commands.check import engine
+from vllm_aiter_mla.commands.check.engine import child as engine
 from vllm_aiter_mla.commands.compat.engine import Request
 
 
@@ -23,8 +23,10 @@ def prefixes() -> list[Request]:
 SCENARIOS: dict[str, list[Request]] = {
     **engine.SCENARIOS,
     # Prompts over the token budget, in chunks whose last piece lies below the limit, among decoding requests.
-    "chunked": engine.prompts(5, [150, 5, 133, 70], 12, [0, 1, 3, 5]),
+    "chunked": engine.random_requests(5, [150, 5, 133, 70], 12, [0, 1, 3, 5]),
     "prefixes": prefixes(),
     # More tokens than a small cache holds: requests are preempted and computed again.
-    "crowded": engine.prompts(7, [20 + i for i in range(LIMIT_REQUESTS)], 40, [i // 4 for i in range(LIMIT_REQUESTS)]),
+    "crowded": engine.random_requests(
+        7, [20 + i for i in range(LIMIT_REQUESTS)], 40, [i // 4 for i in range(LIMIT_REQUESTS)]
+    ),
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_aiter_mla.commands.check.engine import Side
+from vllm_aiter_mla.commands.check.engine.record import Side
 from vllm_aiter_mla.commands.compat.engine import TokenLogprobs
 
 Integration = Literal["module", "passes", "auto"]

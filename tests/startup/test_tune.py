@@ -20,10 +20,10 @@ from tests.support.opcalls import NAME
 from tests.support.statuses import record_with
 from tests.support.worker import Worker, layer_in, ours
 from vllm_aiter_mla import files
-from vllm_aiter_mla.commands import outputs
-from vllm_aiter_mla.commands.check import timing as command
-from vllm_aiter_mla.commands.check import tune as step
+from vllm_aiter_mla.commands import outputs, process
 from vllm_aiter_mla.commands.check.record import CheckRun
+from vllm_aiter_mla.commands.check.timing import tune as step
+from vllm_aiter_mla.commands.check.timing.child import shape_of
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.kernels import stopwatch
@@ -206,10 +206,10 @@ TOLD = ("kept in ", "fnuz cache:", f"{BEST}: 5.0", "bfloat16 cache:", f"{BEST}: 
 
 @pytest.mark.parametrize("told", range(len(TOLD)))
 def test_tune_whose_process_ends_fails_and_nothing_that_it_told_is_lost(card, monkeypatch, tmp_path, told):
-    in_process.install(monkeypatch, ends={f"{step.__name__}:{step.tune.__name__}": told})
+    in_process.install(monkeypatch, ends={process.name_of(step.tune): told})
     assert tune("--type", "both", "--json", str(tmp_path / "sent.json")).exit_code == outputs.FINDING
     (found,) = files.read(CheckRun, tmp_path / "sent.json").steps
-    assert (found.status, found.detail) == ("failed", in_process.ENDED.said())
+    assert (found.status, found.detail) == ("failed", in_process.ENDED.sentence())
     *lines, last = found.lines
     assert last == in_process.ENDED.lines[-1]
     assert [part in line for part, line in zip(TOLD[:told], lines, strict=True)] == [True] * told
@@ -242,7 +242,7 @@ def test_a_tuned_tile_that_fails_its_check_is_left_out_and_the_tables_serves(car
 @pytest.fixture
 def two_widths():
     """Calls of a target and of its draft, which have as many heads and other widths."""
-    shape = replace(command.shape_of(16, "bf16", "bf16"), device="meta")
+    shape = replace(shape_of(16, "bf16", "bf16"), device="meta")
     target, draft = (synthetic_inputs(replace(shape, nope_dim=nope)) for nope in (128, 192))
     return TritonBackend({tuning.key_of(target): ((1, 16, BEST),)}), target, draft
 
@@ -319,7 +319,7 @@ def test_every_tuned_tile_that_may_serve_is_tried_by_the_check(arch, lasts, data
     known = tiles.allowed(arch)
     firsts = [1, *(last + 1 for last in sorted(lasts)[:-1])]
     spans = [(a, b, data.draw(st.sampled_from([*known]))) for a, b in zip(firsts, sorted(lasts), strict=True)]
-    inputs = synthetic_inputs(replace(command.shape_of(16, "bf16", "bf16"), device="meta"), tokens=1)
+    inputs = synthetic_inputs(replace(shape_of(16, "bf16", "bf16"), device="meta"), tokens=1)
     backend = TritonBackend({tuning.key_of(inputs): tuple(spans)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TritonBackend, "arch", arch)

@@ -1,7 +1,6 @@
 """What a step would call in a process of its own, called in this one, where a test has made something up."""
 
 import os
-import pkgutil
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -28,17 +27,20 @@ def install(
 
     Args:
         monkeypatch: of the test.
-        noted: gets the name of each function that is called, and its variables.
-        ends: functions whose first call ends by ``ENDED`` once it has told so many values; 0: before it begins.
+        noted: gets ``process.name_of`` each function that is called, and its variables.
+        ends: names of functions whose first call ends by ``ENDED`` once it has told so many values; 0: before it
+            begins.
     """
     left = dict(ends)
 
     def call(
-        function: str, *arguments: Any, environment: Mapping[str, str] = os.environ, log: int | None = None,
-        heard: Callable[[Any], None] = lambda value: None,
+        function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] = os.environ,
+        log: int | None = None, heard: Callable[[Any], None] = lambda value: None,
+        raises: tuple[type[Exception], ...] = (),
     ) -> Any:  # fmt: skip
-        noted(function, environment)
-        most, told = left.pop(function, None), 0
+        name = process.name_of(function)
+        noted(name, environment)
+        most, told = left.pop(name, None), 0
 
         def hear(value: Any) -> None:
             nonlocal told
@@ -49,14 +51,14 @@ def install(
 
         if most == 0:
             raise ENDED
-        process._telling.append(hear)
+        process._listeners.append(hear)
         try:
-            answer = pkgutil.resolve_name(function)(*arguments)
+            returned = function(*arguments)
         except _End:
             raise ENDED from None
         finally:
-            process._telling.remove(hear)
-        assert most is None, f"{function} told {told} values and answered: nothing ended it after {most}"
-        return answer
+            process._listeners.remove(hear)
+        assert most is None, f"{name} told {told} values and returned: nothing ended it after {most}"
+        return returned
 
     monkeypatch.setattr(process, "call", call)

@@ -20,7 +20,7 @@ from unittest import mock
 from vllm_aiter_mla import gate
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands.compat import rocm_config
-from vllm_aiter_mla.commands.plan import answer, build, several
+from vllm_aiter_mla.commands.plan import answer, build, child
 from vllm_aiter_mla.commands.plan.record import Plan
 
 decisions: list[Any] = []
@@ -87,9 +87,9 @@ def planned(request: dict[str, Any], vllm: answer.LoadedVllm) -> tuple[Plan, dic
     """Return the plan with the gate's decision."""
     bug = BUGS.get(request.pop("bug"))
     with mock.patch.object(*bug) if bug else nullcontext():
-        made = answer.answer(Path(request["folder"]), request["arguments"])
+        made = answer.ask_vllm(Path(request["folder"]), request["arguments"])
         variables = {name: (value, origin) for name, (value, origin) in request["variables"].items()}
-        found = build.build(made, vllm, variables)
+        found = build.make_plan(made, vllm, variables)
     last = decisions[-1] if decisions else None
     skip = last.code if isinstance(last, Skip) else None
     return found, {"limit": getattr(last, "limit", None), "skip": skip}
@@ -101,7 +101,7 @@ def answered(request: dict[str, Any], vllm: answer.LoadedVllm) -> Any:
         return planned(request, vllm)
     except BaseException as error:  # without an answer the test would wait for ever
         traceback.print_exc()
-        return several.failure(error), {}
+        return child.that_can_be_pickled(error), {}
 
 
 def main(arch: str) -> None:
@@ -109,10 +109,10 @@ def main(arch: str) -> None:
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # vLLM logs to stdout
     gate.apply = applied
-    vllm = answer.load(arch)
-    several.warm()
+    vllm = answer.load_vllm(arch)
+    child.warm()
     for line in sys.stdin:
-        pickle.dump(several.forked(partial(answered, json.loads(line), vllm)), out)
+        pickle.dump(child.in_a_fork(partial(answered, json.loads(line), vllm)), out)
         out.flush()
 
 

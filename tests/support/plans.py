@@ -14,8 +14,9 @@ from typing import Any
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import ConfigView, LayerView
 from vllm_aiter_mla.commands.compat import offline, rocm_config
+from vllm_aiter_mla.commands.plan import ask as plan_ask
 from vllm_aiter_mla.commands.plan import build, model
-from vllm_aiter_mla.commands.plan.answer import Answer, EngineFacts, Given, LoadedVllm
+from vllm_aiter_mla.commands.plan.answer import Answer, EngineFacts, LoadedVllm, UserOptions
 from vllm_aiter_mla.commands.plan.record import Model, Options, Plan
 from vllm_aiter_mla.compat.config import GraphSizes
 from vllm_aiter_mla.settings import Settings
@@ -33,7 +34,7 @@ class Worker:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.plan_child", arch], stderr=subprocess.DEVNULL,
             # vLLM sets its logging up for each config, and nobody reads it.
-            env=model.child_environment(self.variables, self._cache.name) | {"VLLM_CONFIGURE_LOGGING": "0"},
+            env=plan_ask.child_environment(self.variables, self._cache.name) | {"VLLM_CONFIGURE_LOGGING": "0"},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         atexit.register(self.close)
@@ -47,7 +48,9 @@ class Worker:
             self._process.stdin.write(f"{json.dumps(request)}\n".encode())
             self._process.stdin.flush()
             found, decision = pickle.load(self._process.stdout)
-        return model.plan_of(source, found), decision
+        if isinstance(found, Exception):
+            raise found
+        return plan_ask.with_source(found, source), decision
 
     def close(self) -> None:
         self._process.kill()
@@ -72,7 +75,7 @@ def planned(name: str, *arguments: str, arch: str = ARCH, env: tuple[str, ...] =
 
 
 def ask(source: model.Source, asked: Any, arch: str, variables: Any, verbose: bool) -> tuple[Plan, ...]:
-    """Answer for ``model.ask`` by the process of all tests, whatever the card and the variables."""
+    """Answer for ``ask.plans`` of the step by the process of all tests, whatever the card and the variables."""
     return tuple(worker(ARCH, ENV).ask(source, tuple(arguments))[0] for arguments in asked)
 
 
@@ -82,7 +85,7 @@ def parsed(plan: dict[str, Any]) -> Plan:
 
 
 VLLM = LoadedVllm("gfx942", True, "0.32.0", dict.fromkeys(offline.VARIABLES, True))
-"""What ``answer.load`` may return."""
+"""What ``answer.load_vllm`` may return."""
 
 
 def made_up_answer(settings: Settings = Settings(), **changes: Any) -> Answer:  # noqa: B008  frozen
@@ -96,13 +99,12 @@ def made_up_answer(settings: Settings = Settings(), **changes: Any) -> Answer:  
     sizes = [1, 2, 256, 512]
     engine = EngineFacts(None, view, options, ((1, 4681), (4682, 16384)), GraphSizes(sizes[:-1], sizes))
     kind = rocm_config.LayerKind(LayerView(model_dtype="bfloat16"), "fp8", "Fp8LinearMethod", "", True, False)
-    given = Given(settings, None, None, [])
-    return Answer(given, facts, engine, [(kind, 61)])
+    return Answer(UserOptions(settings, None, None, []), facts, engine, [(kind, 61)])
 
 
 def made_up(*env: str, **changes: Any) -> Plan:
     """The plan of ``made_up_answer(**changes)`` under the variables ``env``."""
-    return build.build(made_up_answer(**changes), VLLM, model.environment(env, {}))
+    return build.make_plan(made_up_answer(**changes), VLLM, model.environment(env, {}))
 
 
 def codes(plan: dict[str, Any]) -> list[str]:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.sandbox.simulated_aiter import ROCM
-from vllm_aiter_mla.commands.check import timing
-from vllm_aiter_mla.commands.check.rivals import DecodeTileBackend, OneLaunchBackend, decode_tile
-from vllm_aiter_mla.commands.check.stand_in import StandInBackend
+from vllm_aiter_mla.commands.check.timing.record import RIVALS, VLLM
+from vllm_aiter_mla.commands.check.timing.rivals import DecodeTileBackend, OneLaunchBackend, decode_tile
+from vllm_aiter_mla.commands.check.timing.stand_in import StandInBackend
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import absorb, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
@@ -115,4 +115,4 @@ def test_rivals_are_named_by_no_option_and_never_serve():
     served = {name for kernel in KERNELS for name in candidates(Settings(kernel=kernel), MI300X)}
     names = {OneLaunchBackend.name, DecodeTileBackend(MI300X, 304, op=Mock()).name, StandInBackend.name}
     assert not names & (served | set(KERNELS))
-    assert names < set(timing.RIVALS)
+    assert names | {VLLM} == set(RIVALS)

@@ -12,7 +12,9 @@ from tests.sandbox import gpu_ops
 from tests.sandbox.rehearsal_card import RehearsalCard
 from tests.support import in_process
 from tests.support.made_up_clock import MadeUpClock, Named, costs, named_kernels
-from vllm_aiter_mla.commands.check import rivals, stand_in, timing
+from vllm_aiter_mla.commands import process
+from vllm_aiter_mla.commands.check.timing import child, rivals, stand_in, step
+from vllm_aiter_mla.commands.check.timing.record import Measurement
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import reference, stopwatch
@@ -78,7 +80,7 @@ def test_a_kernel_that_overflows_to_nan_is_timed_and_counts_as_none_of_ours(
 
 def test_a_rival_that_never_serves_is_timed_and_held_against_ours(card, monkeypatch, tmp_path):
     MadeUpClock(costs(aiter=8.0, triton=5.0, vllm=10.0, **{"aiter-one-launch": 6.0})).install(monkeypatch)
-    monkeypatch.setattr(rivals, "checked", lambda *_: {"aiter-one-launch": Named("aiter-one-launch")})
+    monkeypatch.setattr(rivals, "checked", lambda *_, **__: ({"aiter-one-launch": Named("aiter-one-launch")}, {}))
     assert run("--tokens", "1", "--type", "fp8", "--json", str(tmp_path / "check.json")).exit_code == 0
     (row,) = timed(tmp_path)["rows"]
     assert (row["us"]["aiter-one-launch"], row["ratio"]) == (6.0, 1.2)
@@ -104,10 +106,10 @@ def test_timing_on_a_card_without_vllms_kernels_times_a_stand_in_and_says_so(car
 
 def test_a_stand_in_that_fails_its_check_or_takes_no_such_weights_is_not_timed(card, monkeypatch):
     RehearsalCard().install(monkeypatch).arch = "sm90"
-    platform, shape = Platform("sm90", (9, 0)), timing.shape_of(2, "bf16", "fp8")
-    assert "fp8 weights" in rivals.checked(platform, shape, 8, False)["vllm-stand-in"]
+    platform, shape = Platform("sm90", (9, 0)), child.shape_of(2, "bf16", "fp8")
+    assert "fp8 weights" in rivals.checked(platform, shape, 8, False)[1]["vllm-stand-in"]
     monkeypatch.setattr(stand_in, "StandInBackend", lambda: Wrong("vllm-stand-in"))
-    assert "FAILED" in rivals.checked(platform, timing.shape_of(2, "bf16", "bf16"), 8, False)["vllm-stand-in"]
+    assert "FAILED" in rivals.checked(platform, child.shape_of(2, "bf16", "bf16"), 8, False)[1]["vllm-stand-in"]
 
 
 def only_codes(card, monkeypatch):
@@ -151,7 +153,7 @@ def test_vllm_numerics_are_no_reason_for_timing_to_call_vllm_wrong(card, tmp_pat
     found = timed(tmp_path)
     assert (done.exit_code, found["wrong"]) == (0, {}), done.output
     assert set(found["rows"][0]["us"]) == {"aiter", "triton", "vllm"}
-    inputs = synthetic_inputs(timing.shape_of(2, "bf16", "bf16"), 8)
+    inputs = synthetic_inputs(child.shape_of(2, "bf16", "bf16"), 8)
     assert card["vllm"].numerics(inputs) == reference.VLLM_KERNEL
 
 
@@ -166,13 +168,13 @@ def test_a_query_that_vllm_pads_is_timed_with_that_copy(card, monkeypatch, arch,
     pad = helper.get_mla_padded_q
     monkeypatch.setattr(helper, "get_mla_padded_q", lambda n, q: padded.append((n, q.shape[1])) or pad(n, q))
     MadeUpClock(costs(aiter=8.0, triton=5.0, vllm=10.0)).install(monkeypatch)
-    found = timing.run({"tokens": [2], "heads": [heads], "kinds": ["bf16"], "weights": "bf16", "nope": 192})
+    found = child.time_kernels(child.Request((2,), (heads,), ("bf16",), nope=192), {})
     assert (found.stopped, found.rows[0].ratio, padded) == ("", 2.0, [(8, 8)] if copied else [])
 
 
 def test_a_vllm_that_pads_no_heads_is_timed_without_padding(card, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.mla.rocm_aiter_mla", None)
-    assert timing.shape_of(8, "bf16", "bf16").out_heads == 0
+    assert child.shape_of(8, "bf16", "bf16").out_heads == 0
 
 
 def test_timing_does_not_time_a_wrong_kernel_and_exits_1(card, tmp_path):
@@ -204,9 +206,12 @@ def test_timing_keeps_what_was_timed_when_a_size_fails(card, monkeypatch):
 # rivals, and for each number of tokens of the timing and its row.
 
 
+NAME = process.name_of(child.time_kernels)
+
+
 def ends(monkeypatch, folder, told):
     """The process ends after it told so many values; return what was printed, and the step and its record."""
-    in_process.install(monkeypatch, ends={f"{timing.__name__}:run": told})
+    in_process.install(monkeypatch, ends={NAME: told})
     done = run("--tokens", "1", "--tokens", "64", "--type", "fp8", "--json", str(folder / "check.json"))
     assert done.exit_code == 1, done.output
     (step,) = json.loads((folder / "check.json").read_text())["steps"]
@@ -216,7 +221,7 @@ def ends(monkeypatch, folder, told):
 @pytest.mark.parametrize(("told", "kernel", "other"), [(2, "aiter", "triton"), (4, "triton", "aiter")])
 def test_timing_leaves_a_kernel_out_in_whose_check_its_process_ended(card, monkeypatch, tmp_path, told, kernel, other):
     status, _, found = ends(monkeypatch, tmp_path, told)
-    said = in_process.ENDED.said(f"the check of {kernel} at 2 heads, fp8")
+    said = in_process.ENDED.sentence(f"the check of {kernel} at 2 heads, fp8")
     assert (status, found["stopped"], found["wrong"]) == ("failed", "", {kernel: said})
     assert [set(row["us"]) for row in found["rows"]] == [{other, "vllm"}] * 2
     assert found["rows"][0]["untimed"][kernel] == said
@@ -232,18 +237,21 @@ def test_timing_leaves_a_kernel_out_in_whose_check_its_process_ended(card, monke
 )
 def test_timing_keeps_what_was_timed_when_its_process_ends(card, monkeypatch, tmp_path, told, doing, kept):
     status, detail, found = ends(monkeypatch, tmp_path, told)
-    assert (status, detail, found["stopped"]) == ("failed", *[in_process.ENDED.said(doing)] * 2)
+    assert (status, detail, found["stopped"]) == ("failed", *[in_process.ENDED.sentence(doing)] * 2)
     assert [row["tokens"] for row in found["rows"]] == kept
 
 
 def test_a_process_that_ends_is_said_in_one_sentence(card, monkeypatch):
-    in_process.install(monkeypatch, ends={f"{timing.__name__}:run": 0})
-    assert f"STOPPED: {in_process.ENDED.said('its start')}" in run("--tokens", "1").output
+    in_process.install(monkeypatch, ends={NAME: 0})
+    assert f"STOPPED: {in_process.ENDED.sentence('its start')}" in run("--tokens", "1").output
 
 
 @pytest.mark.mutation
 def test_mutation_timing_that_keeps_nothing_of_a_process_that_ended_is_caught(card, monkeypatch, tmp_path):
-    monkeypatch.setattr(timing, "replace", lambda record, **changes: replace(record, **changes | {"rows": ()}))
+    def without_rows(made, **changes):
+        return replace(made, **changes | ({"rows": ()} if isinstance(made, Measurement) else {}))
+
+    monkeypatch.setattr(step, "replace", without_rows)
     doing = "the timing of aiter, triton, vllm at 64 tokens, 2 heads, fp8"
     with pytest.raises(AssertionError, match=r"\[\] == \[1\]"):
         test_timing_keeps_what_was_timed_when_its_process_ends(card, monkeypatch, tmp_path, 9, doing, [1])

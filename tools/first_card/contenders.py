@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.commands.check import rivals
-from vllm_aiter_mla.commands.check.stand_in import StandInBackend
+from vllm_aiter_mla.commands.check.timing import rivals
+from vllm_aiter_mla.commands.check.timing.stand_in import StandInBackend
 from vllm_aiter_mla.kernels import absorb, formats
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation

@@ -38,7 +38,7 @@ class WithAliases(TyperGroup):
         if args and args[0] in ALIASES:
             old, (step, renamed) = args[0], ALIASES[args[0]]
             args = ["check", "--only", step, *(_renamed(word, renamed) for word in args[1:])]
-            typer.echo(outputs.line(f"vllm-aiter-mla {old} is now: vllm-aiter-mla {shlex.join(args)}"), err=True)
+            typer.echo(outputs.one_line(f"vllm-aiter-mla {old} is now: vllm-aiter-mla {shlex.join(args)}"), err=True)
         return super().parse_args(ctx, args)
 
 
@@ -84,13 +84,14 @@ for _name in COMMANDS:
 
 
 def main() -> None:
-    """Run the console script. Exit status 3 if a command lacks torch or vLLM.
+    """Run the console script.
 
-    128 + n if signal n ended it, as shells have it. 3 too if standard output takes no more.
+    Its exit status is 3 if torch or vLLM is not installed, or if standard output takes no more; and 128 + n if signal n
+    ended it.
     """
     try:
         with process.ended_by_signals():
-            _run()
+            _run_command()
     except process.SignalError as error:
         signal, *more = error.args
         typer.echo("; ".join((f"vllm-aiter-mla: ended by {signal.name}", *more)), err=True)
@@ -102,8 +103,8 @@ def main() -> None:
         sys.exit(outputs.NOT_LOOKED)
 
 
-def _run() -> None:
-    """Run the command, and say so in one line where its output ends on a full disk or in a closed pipe."""
+def _run_command() -> None:
+    """Run the command; end it with one line if standard output is on a full disk or the reader of a pipe has gone."""
     try:
         try:
             app()

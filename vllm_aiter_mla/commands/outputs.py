@@ -18,13 +18,11 @@ from rich.console import Console
 from vllm_aiter_mla import files
 
 FINE, FINDING, WRONG, NOT_LOOKED, NO_GAIN = range(5)
-"""Exit statuses of every command: all is well; something was found; an option or a file is wrong; nobody could look;
-and of ``check`` alone: vLLM's own kernels are the fastest.
-"""
+"""Exit statuses of every command, as ``EXIT_STATUSES`` explains them."""
 HOST = ("torch", "vllm", "triton", "numpy")
-"""Packages of a ROCm image that the plugin needs and never asks pip for."""
+"""Packages that the plugin needs and that come with a ROCm image: the plugin's metadata does not require them."""
 SIGNALS = 128
-"""A command that a signal ends has this exit status and the signal's number more."""
+"""The exit status of a command that a signal ended is this number plus the signal's."""
 EXIT_STATUSES = """\b
 Exit status of every command:
   0  all is well
@@ -34,17 +32,17 @@ Exit status of every command:
   4  check only: the flag gains nothing on this card
   128+n  signal n ended it (130: Ctrl-C, 143: SIGTERM)"""
 STDOUT = Path("-")
-WIDTH, NARROWEST, COLUMN = 80, 60, 32
-"""Columns where there is no terminal; of the narrowest that is looked at; where a line's last column starts at the
-latest.
-"""
+WIDTH, NARROWEST = 80, 60
+"""Characters in a line where there is no terminal, and the fewest that a narrow terminal gets."""
+LAST_COLUMN = 32
+"""The last column of a line that is aligned in columns begins before this character."""
 
 
 class Stdout(Console):
-    """rich's console on standard output; where nobody reads that, it raises, as ``print`` does."""
+    """rich's console on standard output. Like ``print`` it raises if the reader of a pipe has gone."""
 
     def on_broken_pipe(self) -> None:
-        """Let ``main`` say it; rich would end the command with 1."""
+        """Leave the error to ``main``. rich's own method ends the command with exit status 1."""
         raise
 
 
@@ -55,9 +53,9 @@ def width() -> int:
 
 @contextlib.contextmanager
 def text_apart(path: Path | None) -> Iterator[None]:
-    """Send what is printed to standard error where ``path`` is standard output, so that a program can read that.
+    """If ``path`` is standard output, send what is printed meanwhile to standard error: a program reads the JSON.
 
-    vLLM's log, a library and a compiler that it starts do not print through ``sys.stdout``: the descriptor moves too.
+    The descriptor is redirected too, because vLLM, libraries and compilers do not print through ``sys.stdout``.
     """
     if path != STDOUT:
         yield
@@ -75,9 +73,9 @@ def text_apart(path: Path | None) -> Iterator[None]:
 
 
 def write(command: str, path: Path, text: str, status: int = WRONG) -> None:
-    """Write a file of a command, and end it with one line if that fails; or to standard output where ``path`` is "-".
+    """Write a file of a command, or to standard output if ``path`` is "-".
 
-    ``status`` is the exit status of a command that ends so.
+    If the file cannot be written, the command ends with one line and the exit status ``status``.
 
     Raises:
         OSError: standard output takes no more.
@@ -92,7 +90,7 @@ def write(command: str, path: Path, text: str, status: int = WRONG) -> None:
 
 
 def why_not_writable(path: Path | None) -> str | None:
-    """Return why an option's file cannot be written, or None; its folder must exist."""
+    """Return why an option's file cannot be written, or None. The folder of the file must exist."""
     if path is None or path == STDOUT:
         return None
     if str(path).startswith("-"):
@@ -113,12 +111,12 @@ def why_not_writable(path: Path | None) -> str | None:
 
 def fail(message: str, status: int = WRONG) -> NoReturn:
     """End the command with one line on stderr and this exit status."""
-    typer.echo(line(message), err=True)
+    typer.echo(one_line(message), err=True)
     raise typer.Exit(status)
 
 
 def writable(context: typer.Context, option: typer.CallbackParam, path: Path | None) -> Path | None:
-    """End the command before its minutes of work if it could not write the option's file."""
+    """Return the path; end the command at once if the option's file cannot be written. For typer, as a callback."""
     if (why := why_not_writable(path)) is not None:
         fail(f"{context.info_name}: {option.opts[0]} {path}: {why}")
     return path
@@ -131,8 +129,8 @@ Json = Annotated[
 
 
 def printable(text: str) -> str:
-    """Return the text with control, format and unassigned characters written out (``\\x1b``), so that none of them
-    moves the cursor or turns the line round; line ends and tabs stay.
+    """Return the text with control, format and unassigned characters as escapes (``\\x1b``): none of them can move the
+    cursor or reverse the line. Line ends and tabs stay.
     """
     if text.isprintable():
         return text
@@ -143,12 +141,13 @@ def printable(text: str) -> str:
 
 
 def folded(text: str) -> str:
-    """Return the text in lines of ``width`` columns; what follows a line is indented as its last column is."""
-    return "\n".join("\n".join(_parts(each)) for each in text.splitlines())
+    """Return the text in lines of ``width`` characters. The rest of a long line is indented as its last column is."""
+    return "\n".join("\n".join(_fold(each)) for each in text.splitlines())
 
 
-def _parts(text: str) -> list[str]:
-    columns = re.match(r" *(\S.*  )?(- )?", text[:COLUMN])
+def _fold(text: str) -> list[str]:
+    """Return one line as several."""
+    columns = re.match(r" *(\S.*  )?(- )?", text[:LAST_COLUMN])
     indent = columns.end() if columns and columns.end() else 2
     fold = textwrap.TextWrapper(
         width(),
@@ -160,6 +159,6 @@ def _parts(text: str) -> list[str]:
     return fold.wrap(text) or [""]
 
 
-def line(text: str) -> str:
-    """Return ``printable(text)`` on one line."""
+def one_line(text: str) -> str:
+    """Return ``printable(text)`` on one line: a line end is shown as ``\\n``."""
     return printable(text).replace("\n", "\\n").replace("\t", " ")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process of its own: AITER's checks end a process by an abort, and vLLM keeps much of a platform and of a config.
+"""Call a function in a process of its own, because AITER's checks end a process by an abort, and vLLM keeps state.
 
-``python -m vllm_aiter_mla.commands.process MODULE:FUNCTION ASKED ANSWER TOLD LIFELINE FOLDER`` is such a process. It
-leads a group, to which vLLM's engine and workers belong. The group ends with its caller, however that ends: it would
-hold the cards.
+``call`` starts ``python -m vllm_aiter_mla.commands.process MODULE:FUNCTION ARGUMENTS OUTCOME TOLD LIFELINE FOLDER``.
+That process leads a group, to which vLLM's engine and workers belong. The group ends with its caller, however the
+caller ends: otherwise it would keep the cards.
 """
 
 import getpass
@@ -21,31 +21,38 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar, TypeVarTuple
 
-TIMEOUT_S = 3600  # without a word that it tells: a first start of AITER compiles for minutes
-GRACE_S = 60  # for a process that has answered and does not end
-LOOK_S = 0.5  # how often ``call`` looks for what its process tells
+TIMEOUT_S = 3600
+"""How long a process may tell nothing: a first start of AITER compiles for minutes."""
+GRACE_S = 60
+"""How long a process may run on that has written its outcome."""
+LOOK_S = 0.5
+"""How often ``call`` looks for the values that its process tells."""
 LAST_LINES = 12
+"""How many of its lines an error of a process has."""
 LONGEST_SOCKET_FOLDER = 70
-"""Characters of a folder in which vLLM can have a socket: it adds 37, and the path of one has at most 107."""
+"""Most characters of a folder for vLLM's sockets: vLLM adds 37, and the path of a socket has at most 107."""
+
+Arguments = TypeVarTuple("Arguments")
+Returned = TypeVar("Returned")
 
 _groups: set[int] = set()
-"""The groups of the calls that run. Of the process, as its signals are, which end them all."""
+"""The process groups of the calls that run now, in any thread. A signal to this process ends them all."""
 
 _folders: set[str] = set()
-"""That of ``workspace``, where one is entered."""
+"""The folder of ``workspace``, while its block runs."""
 
-_telling: list[Callable[[Any], None]] = []
-"""Where what this process tells goes; nowhere if nobody called it."""
+_listeners: list[Callable[[Any], None]] = []
+"""What takes each value that this process tells; empty if no ``call`` started this process."""
 
 
 class EndedError(RuntimeError):
-    """A process ended without an answer.
+    """A process ended without an outcome.
 
     Args:
         how: as in "was ended by SIGABRT".
-        lines: the last that it said.
+        lines: the last lines that the process wrote.
         who: the process in words.
     """
 
@@ -53,9 +60,9 @@ class EndedError(RuntimeError):
         super().__init__(how, *lines)
         self.how, self.lines, self.who = how, lines, who
 
-    def said(self, doing: str = "") -> str:
-        """Return in one sentence how it ended, while it was ``doing`` what, and its last line."""
-        return f"{self.who} {self.how}" + f" in {doing}" * bool(doing) + f": {self.lines[-1]}" * bool(self.lines)
+    def sentence(self, doing: str | None = None) -> str:
+        """Return how the process ended, what it was ``doing``, and its last line."""
+        return f"{self.who} {self.how}" + (f" in {doing}" if doing else "") + f": {self.lines[-1]}" * bool(self.lines)
 
 
 class SignalError(BaseException):
@@ -64,7 +71,7 @@ class SignalError(BaseException):
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let SIGINT, SIGTERM and SIGHUP end the calls that run and raise SignalError; one that is ignored stays so."""
+    """Let SIGINT, SIGTERM and SIGHUP end the calls that run and raise SignalError; an ignored signal stays ignored."""
     ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in ends}
     handled = [number for number, handler in before.items() if handler != signal.SIG_IGN]
@@ -95,8 +102,8 @@ def _kill(group: int) -> None:
 
 @contextmanager
 def workspace() -> Iterator[None]:
-    """Let temporary files, those of calls too, lie in one folder, which goes with the outermost such block."""
-    if tempfile.tempdir in _folders:
+    """Keep temporary files, those of calls too, in one folder during the block; remove it with the outermost block."""
+    if tempfile.tempdir in _folders:  # in the block of another call
         yield
         return
     before = tempfile.tempdir
@@ -112,43 +119,53 @@ def workspace() -> Iterator[None]:
 
 def tell(value: Any) -> None:
     """Hand a value to ``heard`` of the call that runs this process, now: it is kept if the process aborts later."""
-    for to in _telling:
-        to(value)
+    for listener in _listeners:
+        listener(value)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return "module:function", by which another process imports the function."""
+    return f"{function.__module__}:{function.__qualname__}"
 
 
 def call(
-    function: str, *arguments: Any, environment: Mapping[str, str] = os.environ, log: int | None = None,
-    heard: Callable[[Any], None] = lambda value: None,
-) -> Any:  # fmt: skip
-    """Return what "module:function" returns, called in a process of its own.
+    function: Callable[[*Arguments], Returned], *arguments: *Arguments, environment: Mapping[str, str] = os.environ,
+    log: int | None = None, heard: Callable[[Any], None] = lambda value: None,
+    raises: tuple[type[Exception], ...] = (),
+) -> Returned:  # fmt: skip
+    """Return what a function returns that is called in a process of its own.
 
     Args:
-        function: its module and name.
+        function: a function at the top of a module, which the process imports.
         arguments: its arguments, which are pickled.
         environment: the variables of the process.
         log: the descriptor that the process writes to; by default its last lines are kept for EndedError.
         heard: called with each value that the process tells, in order, before this returns or raises.
+        raises: errors of the function that are raised here too. Any other one ends the process.
 
     Raises:
-        EndedError: the process ended without an answer, by an exception or otherwise.
+        EndedError: the process ended without an outcome, by an exception or otherwise.
     """
     with tempfile.TemporaryDirectory(prefix="aiter-mla-") as work:
-        asked, answer, told, said = (Path(work) / name for name in ("asked", "answer", "told", "said"))
-        asked.write_bytes(pickle.dumps(arguments))
+        pickled, outcome, told, output = (Path(work) / name for name in ("arguments", "outcome", "told", "output"))
+        pickled.write_bytes(pickle.dumps((arguments, raises)))
         told.touch()
-        words, shared = (function, *map(str, (asked, answer, told))), tempfile.gettempdir()
+        words, shared = (name_of(function), *map(str, (pickled, outcome, told))), tempfile.gettempdir()
         folder = shared if shared in _folders else work
-        with said.open("wb") as out, told.open("rb") as values:
+        with output.open("wb") as out, told.open("rb") as values:
             where = out.fileno() if log is None else log
-            how = _run(words, folder, environment, where, lambda: _hear(values, heard), answer)
-        last = said.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
-        if answer.is_file():
-            return pickle.loads(answer.read_bytes())
-    raise EndedError(how, *last)
+            how = _run_to_its_end(words, folder, environment, where, lambda: _hear(values, heard), outcome)
+        last_lines = output.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+        if outcome.is_file():
+            returned, error = pickle.loads(outcome.read_bytes())
+            if error is not None:
+                raise error
+            return returned
+    raise EndedError(how, *last_lines)
 
 
 def _hear(values: BinaryIO, heard: Callable[[Any], None]) -> bool:
-    """Hand on each value that is whole by now, and return whether there was one."""
+    """Hand on each value that has been written completely; return whether there was one."""
     count = 0
     while True:
         at = values.tell()
@@ -161,15 +178,18 @@ def _hear(values: BinaryIO, heard: Callable[[Any], None]) -> bool:
         count += 1
 
 
-def _run(
+def _run_to_its_end(
     words: tuple[str, ...],
     folder: str,
     environment: Mapping[str, str],
     log: int,
     hear: Callable[[], bool],
-    answer: Path,
+    outcome: Path,
 ) -> str:
-    """Run the process to its end, and end what it leaves behind; return how it ended. ``hear`` runs now and then."""
+    """Run the process to its end, and end what it leaves behind; return how it ended.
+
+    ``hear`` runs every ``LOOK_S``; it returns whether the process told something.
+    """
     end, lifeline = os.pipe()
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", __name__, *words, str(end), folder], env=_with_folder(environment, folder),
@@ -177,17 +197,15 @@ def _run(
     )  # fmt: skip
     os.close(end)
     _groups.add(child.pid)
-    until, answered = time.monotonic() + TIMEOUT_S, False
+    until, has_outcome = time.monotonic() + TIMEOUT_S, False
     try:
-        while (code := _waited(child, min(LOOK_S, max(until - time.monotonic(), 0)))) is None:
-            if hear() and not answered:
+        while (code := _exit_status(child, min(LOOK_S, max(until - time.monotonic(), 0)))) is None:
+            if hear() and not has_outcome:
                 until = time.monotonic() + TIMEOUT_S
-            if not answered and answer.is_file():
-                answered, until = True, time.monotonic() + GRACE_S
+            if not has_outcome and outcome.is_file():
+                has_outcome, until = True, time.monotonic() + GRACE_S
             if time.monotonic() >= until:
-                return (
-                    f"was silent for {TIMEOUT_S} s" if not answered else f"had not ended {GRACE_S} s after its answer"
-                )
+                return f"had not ended {GRACE_S} s after its answer" if has_outcome else f"was silent for {TIMEOUT_S} s"
         hear()
     finally:
         _kill(child.pid)
@@ -197,8 +215,8 @@ def _run(
     return f"ended with status {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
 
 
-def _waited(child: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """Return a process's exit status, None if it runs for so long yet."""
+def _exit_status(child: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """Return a process's exit status; None if it still runs after so many seconds."""
     try:
         return child.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -206,9 +224,10 @@ def _waited(child: subprocess.Popen[bytes], seconds: float) -> int | None:
 
 
 def _with_folder(environment: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Return the variables with ``folder`` for temporary files, and torch's compile cache where it is without that.
+    """Return the variables with ``folder`` for temporary files.
 
-    vLLM's sockets lie where they do without that, too, if ``folder`` is too long for them.
+    torch's compile cache stays where it is without ``folder``; so do vLLM's sockets if the path of ``folder`` is too
+    long for them.
     """
     shared = tempfile.gettempdir()
     outside = Path(shared).parent if shared in _folders else shared
@@ -220,36 +239,40 @@ def _with_folder(environment: Mapping[str, str], folder: str) -> dict[str, str]:
     return variables
 
 
-def main(function: str, asked: str, answer: str, told: str, lifeline: str, folder: str) -> None:
-    """Call the function and write what it returns.
+def main(function: str, arguments: str, outcome: str, told: str, lifeline: str, folder: str) -> None:
+    """Call the function and write its outcome.
 
     Args:
-        function: as for ``call``.
-        asked: the file of its pickled arguments.
-        answer: the file for what it returns.
-        told: the file for what it tells before.
+        function: as ``name_of`` names it.
+        arguments: the file of its pickled arguments, and of the errors that the caller raises too.
+        outcome: the file for what it returns or raises.
+        told: the file for the values that it tells before.
         lifeline: a descriptor. Nothing comes from it; its end says that the caller is gone.
-        folder: the temporary files, which go then.
+        folder: the temporary files, which are removed then.
     """
     _end_with_caller(int(lifeline), folder)
     # This module is ``__main__`` here, and what it runs imports it by its name.
-    pkgutil.resolve_name("vllm_aiter_mla.commands.process:_telling").append(partial(_write, Path(told)))
-    arguments = pickle.loads(Path(asked).read_bytes())
-    whole = Path(f"{answer}.whole")
-    whole.write_bytes(pickle.dumps(pkgutil.resolve_name(function)(*arguments)))
-    whole.rename(answer)
+    pkgutil.resolve_name("vllm_aiter_mla.commands.process:_listeners").append(partial(_append, Path(told)))
+    values, raises = pickle.loads(Path(arguments).read_bytes())
+    try:
+        returned, error = pkgutil.resolve_name(function)(*values), None
+    except raises as raised:
+        returned, error = None, raised
+    whole = Path(f"{outcome}.whole")
+    whole.write_bytes(pickle.dumps((returned, error)))
+    whole.rename(outcome)
 
 
-def _write(told: Path, value: Any) -> None:
+def _append(told: Path, value: Any) -> None:
     with told.open("ab") as out:
         out.write(pickle.dumps(value))
 
 
 def _end_with_caller(lifeline: int, folder: str) -> None:
-    """Fork what ends this group, and removes the command's temporary files, once the caller is gone.
+    """Fork a process that ends this group, and removes the command's temporary files, once the caller is gone.
 
-    A process and no thread: code that holds Python's lock, or an abort, would keep a thread from it. Nothing has been
-    imported yet that a fork could hurt.
+    A thread would not do: code that holds Python's lock, or an abort, would stop it. Nothing has been imported yet that
+    a fork could harm.
     """
     group = os.getpid()
     if os.getpgrp() != group:

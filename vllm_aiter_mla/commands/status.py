@@ -45,7 +45,7 @@ ENDED = {
     False: "the engine has ended",
     True: "its front end has ended; the engine still runs and holds its cards: end VLLM::EngineCore and its workers",
 }
-"""What is said of an engine that no longer serves, by whether it lives."""
+"""The line of an engine that no longer serves, by whether its processes still run."""
 
 Layer = Annotated[
     str | None, typer.Option("--layer", metavar="NAME", help="Print what was decided for the layers of this name.")
@@ -85,7 +85,7 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
     if json is not None:
         outputs.write("status", json, files.text_of(Engines(engines, tuple(bad), code)))
     for why in bad:
-        typer.echo(outputs.line(f"status: {why}"), err=True)
+        typer.echo(outputs.one_line(f"status: {why}"), err=True)
     if not engines and not bad:
         outputs.fail(f"status: no server has written a status file to {folder}", code)
     raise typer.Exit(code)
@@ -98,8 +98,8 @@ def _exit_status(engines: Sequence[EngineLine]) -> int:
 
 
 def _print(engine: EngineLine, decisions: Sequence[str]) -> None:
-    """Print an engine's line, the remedies that it lacks, and the decisions about a layer that was asked for."""
-    typer.echo(outputs.line(f"run {engine.run}, {engine.model}, engine {engine.engine}: {engine.line}"))
+    """Print an engine's line, the remedies that the line lacks, and the decisions about the layer of --layer."""
+    typer.echo(outputs.one_line(f"run {engine.run}, {engine.model}, engine {engine.engine}: {engine.line}"))
     for code, remedy in engine.remedies.items():
         if remedy not in engine.line:
             typer.echo(outputs.folded(f"  {code} -> {remedy}"))
@@ -138,7 +138,7 @@ def _decisions(ranks: Sequence[RankStatus], layer: str) -> Iterator[str]:
 
 
 def _decision(decided: Decided, skip: Reason | None) -> Iterator[str]:
-    """Yield the lines that say what runs at how many tokens, and why each other kernel does not."""
+    """Yield a line for each range of tokens with the kernel that runs, and for each other kernel why it does not."""
     if skip is not None:
         yield f"    vLLM's own       {': '.join(skip)}"
     for first, last, kernel in () if skip is not None else decided.kernels:

@@ -93,7 +93,7 @@ def seen(recorder, inputs, plant):
 
 def stand_in_seen(recorder, inputs):
     """The launches of ``measure``'s stand-in for vLLM's kernels, but for the product, which is torch's."""
-    from vllm_aiter_mla.commands.check.stand_in import StandInBackend
+    from vllm_aiter_mla.commands.check.timing.stand_in import StandInBackend
 
     before = recorder.launches
     out = StandInBackend().prepare(inputs)

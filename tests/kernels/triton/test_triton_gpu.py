@@ -104,8 +104,8 @@ def test_triton_gpu_measure_finds_no_wrong_kernel_and_finishes():
     pytest.importorskip("vllm")
     from rich.console import Console
 
-    from vllm_aiter_mla.commands.check import timing
+    from vllm_aiter_mla.commands.check.timing import child, printout
 
-    found = timing.run({"tokens": [1, 8, 64, 256], "heads": [16], "kinds": ["fp8"], "weights": "bf16"})
-    timing.show(found, Console())
+    found = child.time_kernels(child.Request((1, 8, 64, 256), (16,), ("fp8",)), {})
+    printout.show(found, Console())
     assert (found.wrong, found.stopped) == ({}, "")

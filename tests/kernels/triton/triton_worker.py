@@ -24,7 +24,7 @@ from tests.kernels.triton.triton_mutations import MUTATIONS
 from tests.sandbox import interpreter
 from tests.support import triton_cases as cases
 from tests.support.aiter_results import LATENT, fp4_call, fp8_call, fused_call
-from vllm_aiter_mla.commands.check import stand_in
+from vllm_aiter_mla.commands.check.timing import stand_in
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.inputs import LayerShape
 from vllm_aiter_mla.kernels.triton import kernel, launcher

@@ -1,50 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-aiter-mla check [MODEL]``: every check of the fast path, or those named by ``--only``, in one run.
 
-``run`` goes through ``steps``. ``context`` is what they are asked and hand on, ``show`` what is printed, ``record``
-what is written.
+``options`` declares the options of the steps. ``run`` goes through ``steps``. ``context`` is what a step gets,
+``show`` what is printed, ``record`` what is written.
 """
 
+import inspect
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 
-from vllm_aiter_mla.commands import options, outputs, process
-from vllm_aiter_mla.commands.check import kernels, show, steps
-from vllm_aiter_mla.commands.check.context import (
-    Arch,
-    CheckOptions,
-    Context,
+from vllm_aiter_mla.commands import outputs, process, serve_options
+from vllm_aiter_mla.commands.cards import Arch
+from vllm_aiter_mla.commands.check import show, steps
+from vllm_aiter_mla.commands.check.context import CheckOptions, Context, WrongOptionError
+from vllm_aiter_mla.commands.check.kernels.printout import list_cases
+from vllm_aiter_mla.commands.check.options import (
     Device,
+    Group,
     KernelOptions,
-    Kind,
     LayerOptions,
     TimingOptions,
     Weights,
-    WrongOptionError,
+    from_typed,
+    parameters,
 )
 from vllm_aiter_mla.commands.check.run import Run, exit_status
-from vllm_aiter_mla.commands.check.timing import MOST_TOKENS
 from vllm_aiter_mla.commands.plan.model import deployments, environment, examples, find
 from vllm_aiter_mla.commands.report import renderer
-
-MOST_HEADS = 1024
-STEP_OPTIONS = {
-    ("plan",): ("--arch",),
-    ("issues",): ("--strict",),
-    ("kernels",): ("--backend", "--case", "--variant", "--data-seed", "--repeat", "--quick", "--small", "--emulated",
-                   "--limit", "--long-run", "--v", "--list"),
-    ("timing",): ("--tokens", "--type", "--tune"),
-    ("kernels", "timing"): ("--heads", "--nope", "--weights"),
-    ("engine",): ("--checkpoint",),
-}  # fmt: skip
-"""Options that only some steps take, by those steps."""
-LAYER_OPTIONS = ("--heads", "--nope", "--v", "--weights", "--type", "--small")
-"""Options that say of a layer what MODEL says of it."""
 
 
 class PassesOn(TyperCommand):
@@ -62,6 +49,24 @@ class PassesOn(TyperCommand):
         super().parse_args(ctx, ["--help" if word == "-h" else word for word in args[:end]])
         ctx.args += args[end:]
         return list(ctx.args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write a section of the help for MODEL, one for the command's options, and one for each ``Group``."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            group = group_of(param)
+            title = f"Options of {group}" if group else "Options" if isinstance(param, TyperOption) else "Arguments"
+            if (entry := param.get_help_record(ctx)) is not None:
+                sections.setdefault(title, []).append(entry)
+        for title, entries in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(entries)
+
+
+def group_of(param: Any) -> Group | None:
+    """Return the group of an option of this command; None for MODEL, and for an option that no step has alone."""
+    group = getattr(param, "rich_help_panel", None)
+    return group if isinstance(group, Group) else None
 
 
 COMMAND: dict[str, Any] = {
@@ -91,67 +96,40 @@ def check(
         list[str] | None,
         typer.Option(metavar="STEP,...", help=f"Steps to run: {', '.join(steps.STEPS)}.", autocompletion=_step_names),
     ] = None,
-    arch: Annotated[
-        Arch | None, typer.Option(help="Card to plan for: this machine's, or gfx942 where there is none.")
-    ] = None,
     env: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE: one of vLLM's environment variables; may be repeated.")
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="A known issue is a failure.")] = False,
     require_all: Annotated[
         bool, typer.Option("--require-all", help="For a gate: exit status 3 if a step was skipped.")
     ] = False,
     device: Annotated[Device, typer.Option(help="cpu: run on a CPU what a CPU can run.")] = Device.gpu,
-    checkpoint: Annotated[
-        bool, typer.Option("--checkpoint", help="Run the engine over MODEL's own weights, not over random ones.")
-    ] = False,
     json: outputs.Json = None,
     html: Annotated[
         Path | None, typer.Option(callback=outputs.writable, help="Write the page of `report` to this file.")
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's own log on stderr.")] = False,
-    backend: Annotated[
-        list[str] | None, typer.Option(help="kernels: back end; may be repeated. Default: all here.")
+    arch: Annotated[
+        Arch | None,
+        typer.Option(
+            rich_help_panel=Group.PLAN, help="Card to plan for: this machine's, or gfx942 where there is none."
+        ),
     ] = None,
-    case: Annotated[
-        list[str] | None, typer.Option(help="kernels: a case, or a part of its name; may be repeated.")
-    ] = None,
-    variant: Annotated[
-        list[str] | None, typer.Option(help="kernels: fp8, bf16, fp8-cache, ...; may be repeated.")
-    ] = None,
-    data_seed: Annotated[int, typer.Option(help="kernels: seed of the data.")] = 0,
-    repeat: Annotated[int, typer.Option(min=1, help="kernels: rounds, each with the next seed.")] = 1,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="kernels: two variants, fewer cases, short long runs. MODEL implies it.")
+    strict: Annotated[
+        bool, typer.Option("--strict", rich_help_panel=Group.ISSUES, help="A known issue is a failure.")
     ] = False,
-    small: Annotated[
-        bool, typer.Option("--small", help="kernels: the quick cases at sizes that an emulator finishes, with digests.")
+    checkpoint: Annotated[
+        bool,
+        typer.Option(
+            "--checkpoint",
+            rich_help_panel=Group.ENGINE,
+            help="Run the engine over MODEL's own weights, not over random ones.",
+        ),
     ] = False,
-    emulated: Annotated[
-        bool, typer.Option("--emulated", help="kernels: note in the JSON that the card is an emulator's.")
-    ] = False,
-    limit: Annotated[int | None, typer.Option(help="kernels: last capture size, in tokens: 8 to 8192.")] = None,
-    long_run: Annotated[int | None, typer.Option(min=4, help="kernels: replays of a long run.")] = None,
     listing: Annotated[
-        bool, typer.Option("--list", help="kernels: print the cases and the oracles, and run nothing.")
+        bool,
+        typer.Option("--list", rich_help_panel=Group.KERNELS, help="Print the cases and the oracles, and run nothing."),
     ] = False,
-    tokens: Annotated[
-        list[int] | None, typer.Option(min=1, max=MOST_TOKENS, help="timing: tokens; may be repeated.")
-    ] = None,
-    kind: Annotated[Kind, typer.Option("--type", help="timing: type of the query and the cache.")] = Kind.both,
-    tune: Annotated[
-        bool, typer.Option("--tune", help="timing: time the Triton kernel's tiles; starts take the fastest.")
-    ] = False,
-    heads: Annotated[
-        list[int] | None,
-        typer.Option(min=1, max=MOST_HEADS, help="Query heads of a rank, without MODEL; timing takes several."),
-    ] = None,
-    nope: Annotated[int | None, typer.Option(min=1, max=4096, help="Un-rotated width of a query head.")] = None,
-    v: Annotated[int | None, typer.Option("--v", min=1, max=4096, help="Width of a value head.")] = None,
-    weights: Annotated[
-        Weights | None,
-        typer.Option(help="Format of the absorb weights; by default several, of timing bf16."),
-    ] = None,
+    **of_steps: Any,
 ) -> None:
     """Check one model on this card, or single steps by --only.
 
@@ -172,41 +150,46 @@ def check(
         names = tuple(name.strip() for words in only or () for name in words.split(","))
         chosen = steps.chosen(names, model is not None)
         _check_words(model, context, chosen)
-        _check_options(context, chosen, model)
+        _check_groups(context, chosen, model)
         if listing:
-            kernels.list_cases(outputs.Stdout(highlight=False))
+            list_cases(outputs.Stdout(highlight=False))
             return
-        given = CheckOptions(
+        check_options = CheckOptions(
             source=find(model) if model else None,
             arguments=tuple(context.args),
-            arch=arch.architecture if arch else "",
+            arch=arch.architecture if arch else None,
             variables=environment(env or [], os.environ),
             on_cpu=device is Device.cpu,
             strict=strict,
             verbose=verbose,
             checkpoint=checkpoint,
             only=names,
-            layer=LayerOptions(heads=tuple(heads or ()), nope=nope, v=v, weights=weights),
-            kernels=KernelOptions(
-                backend=tuple(backend or ()), case=tuple(case or ()), variant=tuple(variant or ()), seed=data_seed,
-                repeat=repeat, quick=quick, small=small, emulated=emulated, limit=limit, replays=long_run,
-            ),
-            timing=TimingOptions(tokens=tuple(tokens or ()), kind=kind, tune=tune),
-        )  # fmt: skip
-        _check_values(given, chosen)
+            layer=from_typed(LayerOptions, of_steps),
+            kernels=from_typed(KernelOptions, of_steps),
+            timing=from_typed(TimingOptions, of_steps),
+        )
+        _check_values(check_options, chosen)
     except (LookupError, ValueError) as error:
         outputs.fail(f"check: {error}")
-    run = Run(Context(given), chosen, model, json)
+    run = Run(Context(check_options), chosen, model, json)
     try:
         with outputs.text_apart(json), process.workspace():
             run.carry_out()
     except WrongOptionError as error:
         outputs.fail(f"check: {error}")
-    status = exit_status(run.ended, given.on_cpu, require_all or bool(names))
+    status = exit_status(run.ended, check_options.on_cpu, require_all or bool(names))
     with outputs.text_apart(json):
         show.table(model, run.ended, show.last_line(run.ended, status))
     run.write(status, html, html_of)
     raise typer.Exit(status)
+
+
+# Typer reads the options of the steps from the signature.
+_signature = inspect.signature(check)
+_own = [param for param in _signature.parameters.values() if param.kind is not inspect.Parameter.VAR_KEYWORD]
+check.__signature__ = _signature.replace(  # type: ignore[attr-defined]
+    parameters=[*_own, *parameters(KernelOptions, TimingOptions, LayerOptions)]
+)
 
 
 def _check_words(model: str | None, context: typer.Context, chosen: Sequence[str]) -> None:
@@ -217,7 +200,7 @@ def _check_words(model: str | None, context: typer.Context, chosen: Sequence[str
             vLLM's options; an option is misspelt; or several deployments are asked for and more than their plans.
     """
     arguments, own = context.args, [name for option in context.command.params for name in option.opts]
-    options.check([*([model] if model else []), *arguments], own)
+    serve_options.check([*([model] if model else []), *arguments], own)
     if model is None:
         if arguments:
             raise WrongOptionError(f"{arguments[0]}: an option of vLLM's needs MODEL, which comes first")
@@ -234,24 +217,20 @@ def _check_words(model: str | None, context: typer.Context, chosen: Sequence[str
         raise WrongOptionError(f"-tp {','.join(sizes)}: several sizes work only with --only plan")
 
 
-def _check_options(context: typer.Context, chosen: Sequence[str], model: str | None) -> None:
-    """Raise WrongOptionError for an option of a step that does not run, or of a layer that MODEL has."""
-    typed = {
-        own.opts[0]: context.params.get(own.name or "") for own in context.command.params
-        if getattr(context.get_parameter_source(own.name or ""), "name", "") == "COMMANDLINE"
-    }  # fmt: skip
-    for takers, names in STEP_OPTIONS.items():
-        for name in names:
-            if name in typed and not set(takers) & set(chosen):
-                raise WrongOptionError(
-                    f"{_shown(name, typed[name])}: only the step {' or '.join(takers)} takes this option"
-                )
-    for name in LAYER_OPTIONS:
-        if name in typed and model is not None:
-            raise WrongOptionError(f"{_shown(name, typed[name])}: the sizes are those of MODEL {model}; leave one out")
+def _check_groups(context: typer.Context, chosen: Sequence[str], model: str | None) -> None:
+    """Raise WrongOptionError for an option of a step that does not run, or one that says what MODEL says."""
+    for param in context.command.params:
+        source, group = context.get_parameter_source(param.name or ""), group_of(param)
+        if group is None or source is None or source.name != "COMMANDLINE":
+            continue
+        as_typed = _as_typed(param.opts[0], context.params[param.name or ""])
+        if not set(group.steps) & set(chosen):
+            raise WrongOptionError(f"{as_typed}: only the step {' or '.join(group.steps)} takes this option")
+        if group.is_without_model and model is not None:
+            raise WrongOptionError(f"{as_typed}: the sizes are those of MODEL {model}; leave one out")
 
 
-def _check_values(options: CheckOptions, chosen: Sequence[str]) -> None:
+def _check_values(check_options: CheckOptions, chosen: Sequence[str]) -> None:
     """Check the values of which only the steps ``kernels`` and ``timing`` know what they may be.
 
     Without torch nobody knows, and these steps are skipped.
@@ -259,11 +238,11 @@ def _check_values(options: CheckOptions, chosen: Sequence[str]) -> None:
     Raises:
         ValueError: one is wrong; names option and value.
     """
-    layer, asked = options.layer, options.kernels
+    layer, of_kernels = check_options.layer, check_options.kernels
     if "kernels" in chosen and len(layer.heads) > 1:
-        raise WrongOptionError(f"{_shown('--heads', layer.heads)}: the step kernels takes one number of heads")
-    if (layer, asked) == (LayerOptions(), KernelOptions()):
-        return  # all of it is our own, and the import takes seconds
+        raise WrongOptionError(f"{_as_typed('--heads', layer.heads)}: the step kernels takes one number of heads")
+    if (layer, of_kernels) == (LayerOptions(), KernelOptions()):
+        return  # every value is a default of ours, and the import takes seconds
     try:
         from vllm_aiter_mla.kernels.formats import MXFP4_GROUP
         from vllm_aiter_mla.verify.cases import LIMITS
@@ -273,13 +252,15 @@ def _check_values(options: CheckOptions, chosen: Sequence[str]) -> None:
     if layer.weights is Weights.mxfp4 and layer.nope is not None and layer.nope % MXFP4_GROUP:
         raise WrongOptionError(f"--weights mxfp4 --nope {layer.nope}: a multiple of {MXFP4_GROUP} expected")
     if "kernels" in chosen:
-        limit, quick = LIMITS[0] if asked.limit is None else asked.limit, asked.quick or asked.small
-        one_format = layer.weights is not None or (options.source is not None and not options.on_cpu)
-        weight = ("plain",) if one_format else None  # which of them changes no name
-        select(asked.backend, asked.case, asked.variant, limit, quick, not options.on_cpu, weight)
+        limit = LIMITS[0] if of_kernels.limit is None else of_kernels.limit
+        one_format = layer.weights is not None or (check_options.source is not None and not check_options.on_cpu)
+        select(
+            of_kernels.backend, of_kernels.case, of_kernels.variant, limit, of_kernels.quick or of_kernels.small,
+            not check_options.on_cpu, ("plain",) if one_format else None,  # which format it is changes no name
+        )  # fmt: skip
 
 
-def _shown(name: str, value: Any) -> str:
+def _as_typed(name: str, value: Any) -> str:
     """Return an option as it was typed."""
     values = value if isinstance(value, (list, tuple)) else [value]
     return name if value is True else " ".join((name, *map(str, values)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the cards are idle: another check or a server on them spoils times, and leaves an engine no memory."""
+"""Check that the cards are idle: another check or a server on them would spoil times and leave an engine no memory."""
 
 import os
 import re
@@ -8,13 +8,16 @@ from contextlib import suppress
 from pathlib import Path
 
 MOST_IN_USE = 0.05
-"""Share of a card's memory. A driver takes less than a hundredth; vLLM asks for 0.9 of it all."""
+"""Largest share of an idle card's memory that is in use: a driver takes less than a hundredth, and vLLM 0.9."""
 DEVICE_FILES = re.compile(r"/dev/(kfd|nvidia\d+)$")
 GIB = 1 << 30
 
 
-def why_not(needed: int) -> str:
-    """Return which of the first ``needed`` cards is in use, and who has one open, or "". For a process of its own."""
+def why_not(needed: int) -> str | None:
+    """Return which of the first ``needed`` cards is in use, and who has one open; None if all are idle.
+
+    For a process of its own.
+    """
     from vllm_aiter_mla.kernels.device import card
 
     try:
@@ -26,13 +29,13 @@ def why_not(needed: int) -> str:
             who = ", ".join(holders()) or "none that can be seen from here"
             sizes = f"{used / GIB:.0f} of {total / GIB:.0f} GiB are in use"
             return f"card {number} is not idle: {sizes}; processes that have a card open: {who}"
-    return ""
+    return None
 
 
 def holders() -> Iterator[str]:
-    """Yield the processes that have a card's device file open, but for this one and the one that called it.
+    """Yield the processes that have the device file of a card open, except this one and its caller.
 
-    On AMD all cards have one such file.
+    All AMD cards share one device file.
     """
     own = {str(os.getpid()), str(os.getppid())}
     for path in Path("/proc").glob("[0-9]*"):

@@ -13,20 +13,20 @@ Status = Literal["passed", "failed", "warning", "skipped", "unknown", "no gain",
 class Step:
     """How one step ended."""
 
-    name: str = field(default="", kw_only=True)  # filled in by ``run``
+    name: str = field(default="", kw_only=True)  # set by ``run``
     # "failed" if the fast path must not be used as it is; "no gain" if nothing is wrong and vLLM's own kernels run;
-    # "skipped" if the step could not run here; "unknown" if it could not tell; "cut off" if it had not ended
+    # "skipped" if the step could not run here; "unknown" if it ran without a result; "cut off" if it had not ended
     status: Status
     detail: str  # the finding in one line
     lines: tuple[str, ...] = ()  # more lines for the reader
-    # In a file as ``files.plain`` makes it. That of `plan`, `kernels` and `timing` is a record of its own
+    # JSON of any layout; of the steps `plan`, `kernels` and `timing` a record with a stamp of its own
     data: Any = None
-    seconds: float = field(default=0.0, kw_only=True)  # filled in by ``run``
+    seconds: float = field(default=0.0, kw_only=True)  # how long the step took; set by ``run``
 
 
 @dataclass(frozen=True)
 class CheckRun:
-    """Every step of a run."""
+    """A run of ``check``, as it is written to the file of --json."""
 
     model: str | None  # as given
     exit: int | None  # the exit status; None if the run was cut off

@@ -14,23 +14,28 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_aiter_mla.commands import outputs
-from vllm_aiter_mla.commands.check import kernels, steps, timing
+from vllm_aiter_mla.commands.check import steps
+from vllm_aiter_mla.commands.check.kernels import printout as kernels_printout
 from vllm_aiter_mla.commands.check.record import Step
-from vllm_aiter_mla.commands.check.timing import Measurement
-from vllm_aiter_mla.commands.plan import printout
+from vllm_aiter_mla.commands.check.timing import printout as timing_printout
+from vllm_aiter_mla.commands.check.timing.record import Measurement
+from vllm_aiter_mla.commands.plan import printout as plan_printout
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.verify.results import Verification
 
 HEARTBEAT_S = 30
-"""Where there is no terminal, a line says so often what a long step does."""
+"""Where stderr is no terminal, a line every so many seconds says what a long step does."""
 IN_A_FILE = 200
-"""Columns of a table that nobody looks at in a terminal."""
+"""Characters in a line of a table that goes to a file."""
 STYLES = {"passed": "green", "failed": "bold red", "warning": "yellow", "skipped": "yellow", "unknown": "yellow"}
 
 
 @contextmanager
 def progress(name: str, number: int, of: int) -> Iterator[Callable[[str], None]]:
-    """Say that a step begins, and while it runs what it does; give what takes its words."""
+    """Print on stderr that a step begins, and what it does while the block runs.
+
+    Gives a function that takes the words for what the step does now.
+    """
     _say(f"{number}/{of} {name} ...")
     with _in_a_terminal(name) if in_a_terminal() else _by_lines(name) as doing:
         yield doing
@@ -41,7 +46,7 @@ def _in_a_terminal(name: str) -> Iterator[Callable[[str], None]]:
     columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
         task = shown.add_task(name)
-        yield lambda what: shown.update(task, description=f"{name}: {outputs.line(what)}")
+        yield lambda what: shown.update(task, description=f"{name}: {outputs.one_line(what)}")
 
 
 @contextmanager
@@ -50,7 +55,7 @@ def _by_lines(name: str) -> Iterator[Callable[[str], None]]:
 
     def now_doing(what: str) -> None:
         nonlocal doing
-        doing = f": {outputs.line(what)}"
+        doing = f": {outputs.one_line(what)}"
 
     def beat() -> None:
         while not ended.wait(HEARTBEAT_S):
@@ -66,47 +71,47 @@ def _by_lines(name: str) -> Iterator[Callable[[str], None]]:
 
 
 def in_a_terminal() -> bool:
-    """Return whether somebody looks at stderr."""
+    """Return whether stderr is a terminal."""
     return sys.stderr.isatty()
 
 
 def _say(text: str) -> None:
-    """Print on stderr; nobody may read it."""
+    """Print on stderr. It does not matter if its reader has gone."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
-def ended(step: Step, whole: bool) -> None:
-    """Print what a step found: its lines, or ``whole`` its record as the step alone would be read."""
-    # In a file no figure is cut.
+def findings(step: Step, whole: bool) -> None:
+    """Print what a step found: its lines, or the ``whole`` record as text and tables, for a step that --only names."""
+    # In a file no figure is cut off.
     console = outputs.Stdout(highlight=False, width=None if sys.stdout.isatty() else IN_A_FILE)
     if whole and isinstance(step.data, Verification):
-        kernels.show(step.data, console)
+        kernels_printout.show(step.data, console)
     elif whole and isinstance(step.data, Measurement):
-        timing.show(step.data, console)
+        timing_printout.show(step.data, console)
     elif whole and isinstance(step.data, Plan):
-        print(outputs.folded(printout.text(step.data)))
+        print(outputs.folded(plan_printout.text(step.data)))
     elif isinstance(step.data, tuple) and all(isinstance(plan, Plan) for plan in step.data) and step.data:
-        print(outputs.folded(printout.table(step.data)))
+        print(outputs.folded(plan_printout.table(step.data)))
     else:
         for text in step.lines:
-            print(outputs.folded(f"  {outputs.line(text)}"))
+            print(outputs.folded(f"  {outputs.one_line(text)}"))
 
 
 def table(model: str | None, ended: Sequence[Step], last: str) -> None:
     """Print the table of the steps and the last line."""
     console = outputs.Stdout(markup=False, highlight=False, width=outputs.width())
-    title = f"check {outputs.line(model)}" if model else "check"
+    title = f"check {outputs.one_line(model)}" if model else "check"
     table = Table("step", "outcome", "s", "finding", title=title, title_justify="left", box=box.ASCII)
     for step in ended:
         outcome = Text(step.status, STYLES.get(step.status, ""))
-        table.add_row(step.name, outcome, f"{step.seconds:.0f}", outputs.line(step.detail))
+        table.add_row(step.name, outcome, f"{step.seconds:.0f}", outputs.one_line(step.detail))
     console.print(table)
     print(outputs.folded(f"check: {last}"))
 
 
 def last_line(ended: Sequence[Step], status: int) -> str:
-    """Return what a reader takes away."""
+    """Return in one line what the run as a whole showed, and what to do."""
     count = sum(step.status == "skipped" for step in ended)
     if status == outputs.FINDING:
         return "FAILED: do not switch the fast path on before the steps above pass"

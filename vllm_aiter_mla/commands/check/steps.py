@@ -11,42 +11,41 @@ from dataclasses import dataclass
 from vllm_aiter_mla.admission import REMEDIES
 from vllm_aiter_mla.commands import machine, process
 from vllm_aiter_mla.commands.check.context import Context, WrongOptionError
-from vllm_aiter_mla.commands.check.engine_steps import (
+from vllm_aiter_mla.commands.check.engine.steps import (
     compare_decode_with_prefill,
     compare_engines,
     compare_launches,
     compare_prefill_rows,
 )
-from vllm_aiter_mla.commands.check.kernels import verify_kernels
+from vllm_aiter_mla.commands.check.kernels.step import verify_kernels
 from vllm_aiter_mla.commands.check.record import Status, Step
-from vllm_aiter_mla.commands.check.timing import time_kernels
-from vllm_aiter_mla.commands.plan import model
-from vllm_aiter_mla.commands.plan.issues import without_a_shape
-from vllm_aiter_mla.commands.plan.record import Plan
+from vllm_aiter_mla.commands.check.timing.step import time_kernels
+from vllm_aiter_mla.commands.plan import ask, model
+from vllm_aiter_mla.commands.plan.issues import why_no_shape
+from vllm_aiter_mla.commands.plan.record import NotKnownError, Plan
 
 NO_PLAN = "there is no plan"
 
 
 def look_at_machine(context: Context) -> Step:
-    """Look at the machine. A problem fails; what cannot be told from here does not.
+    """Look at the machine. The step fails if a check finds a problem.
 
-    In a process of its own: with vLLM loaded this one would take seconds to end at a signal.
+    If --only names the step, a check without a result makes it "unknown". In a whole run the later steps find out.
+    The checks run in a process of their own: with vLLM loaded this one would take seconds to end at a signal.
     """
     env = context.options.environment(assumed=False)
-    examine = f"{machine.__name__}:{machine.examine.__name__}"
-    checks: tuple[machine.Check, ...] = process.call(examine, env, environment=env)
+    checks = process.call(machine.examine, env, environment=env)
     by_name = "machine" in context.options.only
     counts = Counter(check.status for check in checks)
     detail = ", ".join(f"{counts[name]} {name}" for name in ("ok", "warning", "problem", "unknown"))
     problems = tuple(f"{check.name}: {check.detail} -> {check.remedy}" for check in checks if check.status == "problem")
     lines = tuple(machine.lines(checks)) if by_name else problems
-    # Of a whole check the later steps tell what is unknown here.
     unknown = by_name and counts["unknown"]
     return Step("failed" if problems else "unknown" if unknown else "passed", detail, lines, checks)
 
 
 def plan_model(context: Context) -> Step:
-    """Plan the model. It fails if no layer would engage, or not each.
+    """Plan the model. The step fails unless every MLA layer would engage.
 
     With several sizes of tensor parallelism, as in ``-tp 1,2,4,8``, each is planned.
 
@@ -57,34 +56,34 @@ def plan_model(context: Context) -> Step:
     assert options.source is not None, "there is a model"
     sizes, deployments = model.deployments(options.arguments)
     try:
-        plans = model.ask(options.source, deployments, options.arch, options.variables, options.verbose)
+        plans = ask.plans(options.source, deployments, options.arch, options.variables, options.verbose)
     except ValueError as error:
         raise WrongOptionError(str(error)) from error
-    except model.NotKnownError as error:
+    except NotKnownError as error:
         return Step("unknown", str(error))
     if len(plans) > 1:
         detail = ", ".join(
             f"-tp {size}: {plan.layers.engaged}/{plan.layers.mla}" for size, plan in zip(sizes, plans, strict=True)
         )
-        return Step(_planned({plan.outcome for plan in plans}), detail, data=plans)
+        return Step(_status_of_plans({plan.outcome for plan in plans}), detail, data=plans)
     context.plan = plan = plans[0]
     detail = f"{plan.layers.engaged}/{plan.layers.mla} MLA layers would engage on {plan.arch}"
     if plan.outcome == "unknown":
         detail = f"not known whether layers would engage on {plan.arch}"
     lines = tuple(f"{reason.code}: {reason.message} -> {REMEDIES[reason.code]}" for reason in plan.reasons)
-    return Step(_planned({plan.outcome}), detail, lines, plan)
+    return Step(_status_of_plans({plan.outcome}), detail, lines, plan)
 
 
-def _planned(outcomes: set[str]) -> Status:
-    """Return the status of a step with plans of these outcomes: of the worst."""
+def _status_of_plans(outcomes: set[str]) -> Status:
+    """Return the status of the step whose plans have these outcomes: that of the worst."""
     if "skipped" in outcomes or "some" in outcomes:
         return "failed"
     return "unknown" if "unknown" in outcomes else "passed"
 
 
 def look_up_issues(context: Context) -> Step:
-    """Say which known faults concern this shape, which are not the plugin's."""
-    if why := why_without_a_shape(context.plan):
+    """Name the known faults of AITER and vLLM that concern this shape."""
+    if (why := why_without_a_shape(context.plan)) is not None:
         return Step("skipped", f"not looked up: {why}")
     assert context.plan is not None, "there is a shape"
     issues = context.plan.known_issues
@@ -99,11 +98,11 @@ class Entry:
     """A step, and what it needs."""
 
     run: Callable[[Context], Step]
-    needs: tuple[str, ...] = ("plan",)  # steps that run before it, where there is a model
+    needs: tuple[str, ...] = ("plan",)  # steps that run before this one, where there is a model
     needs_model: bool = True
-    needs_shape: bool = False  # of a layer, from the plan
-    is_on_card: bool = False  # it says something about the card
-    needs_idle_cards: bool = False  # another process on them would spoil it
+    needs_shape: bool = False  # the plan must know the shape of a layer
+    is_on_card: bool = False  # the step says something about the card
+    needs_idle_cards: bool = False  # another process on the cards would spoil the step
 
 
 STEPS: dict[str, Entry] = {
@@ -130,16 +129,16 @@ def chosen(only: Sequence[str], with_model: bool) -> tuple[str, ...]:
     wanted = set(only or STEPS)
     if not with_model and (without := [name for name in STEPS if name in wanted and STEPS[name].needs_model]):
         able = ",".join(name for name, entry in STEPS.items() if not entry.needs_model)
-        asked = f"--only {without[0]} needs MODEL" if only else "MODEL is missing"
-        raise WrongOptionError(f"{asked}; without one there is --only {able}")
+        problem = f"--only {without[0]} needs MODEL" if only else "MODEL is missing"
+        raise WrongOptionError(f"{problem}; without one there is --only {able}")
     if with_model:
         wanted |= {needed for name in wanted for needed in STEPS[name].needs}
     return tuple(name for name in STEPS if name in wanted)
 
 
-def why_without_a_shape(plan: Plan | None) -> str:
-    """Return why a step that needs a layer's shape cannot run, or ""."""
-    return NO_PLAN if plan is None else without_a_shape(plan)
+def why_without_a_shape(plan: Plan | None) -> str | None:
+    """Return why a step that needs a layer's shape cannot run, or None."""
+    return NO_PLAN if plan is None else why_no_shape(plan)
 
 
 def ran_on_the_card(ended: Sequence[Step]) -> bool:

@@ -24,8 +24,8 @@ DEPLOYMENT = frozenset({
     "kv_events_config", "kv_offloading_size", "kv_offloading_backend", "ec_transfer_config", "ec_manager_config",
     "weight_transfer_config", "otlp_traces_endpoint", "collect_detailed_traces", "tokens_only", "worker_extension_cls",
 })  # fmt: skip
-"""Options that need other machines, other engines or a front end, besides those of data parallelism; and one that this
-engine sets itself."""
+"""Options that need other machines, other engines or a front end, and one that this engine sets itself. The options of
+data parallelism are left out too, by their prefix."""
 MOST_DECODED = 64
 """Tokens that a request of ``decoding`` generates at most: each step takes one, or more with drafts."""
 
@@ -69,18 +69,16 @@ def fill(name: str, tensor: torch.Tensor) -> None:
 
 
 def leave_out(parsed: Any) -> list[str]:
-    """Set back what one engine in this process cannot honour: ``DEPLOYMENT``, the API server's, and a tokenizer's.
+    """Set back the options that one engine in this process cannot honour: of ``DEPLOYMENT``, a server, a tokenizer.
 
     Returns:
-        The options that were given, as typed.
+        The options that had another value, as typed.
     """
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name for field in fields(EngineArgs)} | {"model_tag"}
     others = DEPLOYMENT | set(offline.TOKENIZER_OPTIONS)
-    return offline.leave_out(
-        parsed, lambda name: name.startswith("data_parallel_") or name in others or name not in known
-    )
+    return offline.reset(parsed, lambda name: name.startswith("data_parallel_") or name in others or name not in known)
 
 
 def with_layers(args: Any, layers: int) -> dict[str, Any]:
@@ -90,10 +88,10 @@ def with_layers(args: Any, layers: int) -> dict[str, Any]:
     config = get_config(
         args.hf_config_path or args.model, args.trust_remote_code, args.revision, args.code_revision, args.config_format
     )
-    text, given = get_hf_text_config(config), dict(args.hf_overrides or {})
+    text, overrides = get_hf_text_config(config), dict(args.hf_overrides or {})
     count = {text.attribute_map.get("num_hidden_layers", "num_hidden_layers"): layers}
     part = next((name for name, value in vars(config).items() if value is text), None)
-    return given | (count if part is None else {part: given.get(part, {}) | count})
+    return overrides | (count if part is None else {part: overrides.get(part, {}) | count})
 
 
 def start(parsed: Any, random_layers: int | None) -> Any:
@@ -144,33 +142,33 @@ def prompt_logprobs(engine: Any, texts: Sequence[list[int]]) -> list[list[float]
 
 
 def seconds_of_prefill(engine: Any, texts: Sequence[list[int]]) -> float:
-    """Return how long texts that arrive together take to their first tokens, the last one's."""
+    """Return the seconds until each of the texts, which arrive together, has its first token."""
     begin = time.perf_counter()
     _prefill(engine, texts)
     return time.perf_counter() - begin
 
 
-def _prefill(engine: Any, texts: Sequence[list[int]], **asked: Any) -> list[Any]:
-    """Return vLLM's output for each text and one more token; other requests go on."""
+def _prefill(engine: Any, texts: Sequence[list[int]], **sampling: Any) -> list[Any]:
+    """Return vLLM's output for each text and one more token. Requests that run before go on meanwhile."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, **asked)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, **sampling)
     waiting = {f"prefill-{number}": text for number, text in enumerate(texts)}
     for request_id, text in waiting.items():
         engine.add_request(request_id, {"prompt_token_ids": text}, params)
-    found: dict[str, Any] = {}
-    while len(found) < len(texts) and engine.has_unfinished_requests():
+    outputs: dict[str, Any] = {}
+    while len(outputs) < len(texts) and engine.has_unfinished_requests():
         ended = [output for output in engine.step() if output.finished]
-        found |= {output.request_id: output for output in ended if output.request_id in waiting}
-    return [found[request_id] for request_id in waiting]
+        outputs |= {output.request_id: output for output in ended if output.request_id in waiting}
+    return [outputs[request_id] for request_id in waiting]
 
 
 @contextmanager
 def decoding(engine: Any, requests: Sequence[Request]) -> Iterator[None]:
     """Let these requests decode during a block, for at most ``MOST_DECODED`` tokens each; then end them.
 
-    The block begins once as many as run at once have their first tokens, so that steps in it have no prefill rows. If
-    one ends before that, the budget of tokens holds no such step, and the block begins then.
+    The block begins once every request that runs at the same time has its first token: no step in it has a prefill row.
+    If a request ends before that, the budget of tokens is too small for such a step, and the block begins at once.
     """
     from vllm import SamplingParams
 

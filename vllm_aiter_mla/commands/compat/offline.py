@@ -100,15 +100,15 @@ def _check_config(action: argparse.Action, value: Any, arguments: Sequence[str])
     vLLM uses the last way only. Its parser makes JSON of a table in the file of --config, and one of all NAME=VALUE by
     the same spelling.
     """
-    given = getattr(action, "spelled", ())
-    if given and not isinstance(value, (dict, type(None))) and _reads_any_json(action):
+    spelled = getattr(action, "spelled", ())
+    if spelled and not isinstance(value, (dict, type(None))) and _reads_any_json(action):
         _refuse(f"{action.option_strings[0]} {json.dumps(value)}: a JSON object expected")
-    if len(given) < 2 or not (isinstance(value, dict) or is_dataclass(value)):
+    if len(spelled) < 2 or not (isinstance(value, dict) or is_dataclass(value)):
         return
     dotted = {word.partition(".")[0].replace("_", "-") for word in arguments if "." in word.partition("=")[0]}
     # vLLM's parser appends what it makes of NAME=VALUE, so that is the last one of its spelling.
-    ways = [f"{name}{'.NAME=VALUE' * (name in dotted and name not in given[number:])}"
-            for number, name in enumerate(given, 1)]  # fmt: skip
+    ways = [f"{name}{'.NAME=VALUE' * (name in dotted and name not in spelled[number:])}"
+            for number, name in enumerate(spelled, 1)]  # fmt: skip
     file = " (the file of --config counts too)" * ("--config" in arguments)
     _refuse(f"{action.option_strings[0]}: given as {' and as '.join(ways)}{file}; vLLM would use the last one only")
 
@@ -121,13 +121,13 @@ def _reads_any_json(action: Any) -> bool:
         return False
 
 
-def leave_out(parsed: Any, concerns: Callable[[str], bool]) -> list[str]:
-    """Set the options whose name ``concerns`` back to vLLM's default; return those that were given, as typed."""
+def reset(parsed: Any, concerns: Callable[[str], bool]) -> list[str]:
+    """Set the options whose name ``concerns`` back to vLLM's default; return those that had another value, as typed."""
     defaults = vars(serve_parser().parse_args([]))
-    given = [name for name, value in vars(parsed).items() if concerns(name) and value != defaults.get(name)]
-    for name in given:
+    changed = [name for name, value in vars(parsed).items() if concerns(name) and value != defaults.get(name)]
+    for name in changed:
         setattr(parsed, name, defaults.get(name))
-    return ["--" + name.replace("_", "-") for name in given]
+    return ["--" + name.replace("_", "-") for name in changed]
 
 
 def _refuse(message: str) -> NoReturn:
@@ -136,44 +136,27 @@ def _refuse(message: str) -> NoReturn:
 
 
 def engine_args(parsed: Any, folder: Path) -> tuple[Any, list[str]]:
-    """Return vLLM's ``AsyncEngineArgs`` of parsed options, and how the config in ``folder`` is read if not as usual.
+    """Return vLLM's ``AsyncEngineArgs`` of parsed options, and notes on how the config in ``folder`` is read.
 
-    A config whose class is Python code of a checkpoint that is not here is read by its fields.
+    There is a note if vLLM would not read the config of a checkpoint so: if it comes as ``params.json``, or if its
+    class is Python code of the checkpoint that is not here. Such a config is read by its fields.
     """
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.transformers_utils import config as configs
-    from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
-    args = AsyncEngineArgs.from_cli_args(parsed)
-    if not (fields := config_of(folder)):
+    args, fields = AsyncEngineArgs.from_cli_args(parsed), config_of(folder)
+    if not fields:
         if args.config_format != "auto":
             return args, []
         args.config_format = "mistral"  # vLLM takes it by the names of the checkpoint's files
         return args, ["params.json is read as by --config-format mistral"]
-    place = str((fields.get("auto_map") or {}).get("AutoConfig", "")).partition(".")[0]
-    if args.trust_remote_code and place and (folder / f"{place}.py").is_file():
+    python_file = str((fields.get("auto_map") or {}).get("AutoConfig", "")).partition(".")[0]
+    if args.trust_remote_code and python_file and (folder / f"{python_file}.py").is_file():
         return args, []
-    kind, args.trust_remote_code = fields.get("model_type"), False
-    if kind in configs._CONFIG_REGISTRY or kind in CONFIG_MAPPING or args.config_format != "auto":
+    args.trust_remote_code = False
+    kind = fields.get("model_type")
+    if _has_config_class(kind) or args.config_format != "auto":
         return args, []
-
-    # transformers asks for numbers of the config, such as its positions, before it has set them.
-    numbers = {
-        name: value for name, value in fields.items()
-        if isinstance(value, (int, float)) and not hasattr(PreTrainedConfig, name)
-    }  # fmt: skip
-    stands_in: Any = type(PreTrainedConfig.__name__, (PreTrainedConfig,), numbers | {STANDS_IN: True})
-
-    class AsItStands(ConfigParserBase):
-        def parse(self, model: Any, *_: Any, **__: Any) -> tuple[dict[str, Any], Any]:
-            try:
-                return dict(fields), stands_in.from_dict(dict(fields))
-            except Exception as error:
-                raise StandInError(kind, error) from error
-
-    configs.register_config_parser("aiter_mla_as_it_stands")(AsItStands)
-    args.config_format = "aiter_mla_as_it_stands"
+    args.config_format = _register_parser_of_fields(kind, fields)
     note = (
         f"neither vLLM nor transformers has a config class for {kind!r}: its fields were read as they stand; the "
         "checkpoint's own Python files, in the same folder, say more"
@@ -181,22 +164,55 @@ def engine_args(parsed: Any, folder: Path) -> tuple[Any, list[str]]:
     return args, [note]
 
 
-STANDS_IN = "aiter_mla_stands_in"
+def _has_config_class(kind: Any) -> bool:
+    """Return whether vLLM or transformers has a class for the configs of this ``model_type``."""
+    from transformers import CONFIG_MAPPING
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    return kind in _CONFIG_REGISTRY or kind in CONFIG_MAPPING
 
 
-class StandInError(RuntimeError):
-    """The config of a checkpoint whose Python files are not here cannot be read as it stands: no fault of vLLM's."""
+def _register_parser_of_fields(kind: Any, fields: dict[str, Any]) -> str:
+    """Let vLLM read a config by its ``fields``; return the ``config_format`` for that."""
+    from transformers import PreTrainedConfig
+    from vllm.transformers_utils import config as configs
+    from vllm.transformers_utils.config_parser_base import ConfigParserBase
+
+    # transformers asks for numbers of the config, such as its positions, before it has set them.
+    numbers = {
+        name: value for name, value in fields.items()
+        if isinstance(value, (int, float)) and not hasattr(PreTrainedConfig, name)
+    }  # fmt: skip
+    config_class: Any = type(PreTrainedConfig.__name__, (PreTrainedConfig,), numbers | {WITHOUT_CLASS: True})
+
+    class ReadsFields(ConfigParserBase):
+        def parse(self, model: Any, *_: Any, **__: Any) -> tuple[dict[str, Any], Any]:
+            try:
+                return dict(fields), config_class.from_dict(dict(fields))
+            except Exception as error:
+                raise ConfigClassError(kind, error) from error
+
+    configs.register_config_parser("aiter_mla_as_it_stands")(ReadsFields)
+    return "aiter_mla_as_it_stands"
+
+
+WITHOUT_CLASS = "aiter_mla_without_class"
+"""An attribute of configs that were read by their fields, because their class is not here."""
+
+
+class ConfigClassError(RuntimeError):
+    """The config of a checkpoint whose Python files are not here cannot be read by its fields: vLLM is not at fault."""
 
     def __init__(self, kind: Any, error: BaseException) -> None:
-        said = f"{type(error).__name__}: {error}"
-        super().__init__(f"the config class of {kind!r} is not here, and its fields are not enough: {said}")
+        problem = f"{type(error).__name__}: {error}"
+        super().__init__(f"the config class of {kind!r} is not here, and its fields are not enough: {problem}")
 
 
-def stand_ins(error: BaseException) -> StandInError | None:
-    """Return the error to show, if vLLM has asked a config that was read as it stands for a field that it lacks."""
-    asked = getattr(error, "obj", None)
-    if isinstance(error, AttributeError) and hasattr(type(asked), STANDS_IN):
-        return StandInError(getattr(asked, "model_type", ""), error)
+def missing_field_error(error: BaseException) -> ConfigClassError | None:
+    """Return the error to show if vLLM wants a field that a config without its class lacks; None for other errors."""
+    config = getattr(error, "obj", None)
+    if isinstance(error, AttributeError) and hasattr(type(config), WITHOUT_CLASS):
+        return ConfigClassError(getattr(config, "model_type", ""), error)
     return None
 
 

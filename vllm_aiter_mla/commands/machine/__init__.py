@@ -17,15 +17,15 @@ from vllm_aiter_mla.commands.machine.checks import CHECKS, Check, CheckFunction,
 
 def examine(env: Env) -> tuple[Check, ...]:
     """Run every check on this machine, for a server with these variables."""
-    logging.disable(logging.WARNING)  # vLLM warns of what the checks say
+    logging.disable(logging.WARNING)  # vLLM's warnings would repeat what the checks find
     try:
         with aiter_not_importable():
-            return run(CHECKS, env)
+            return run_checks(CHECKS, env)
     finally:
         logging.disable(logging.NOTSET)
 
 
-def run(checks: Iterable[CheckFunction], env: Env) -> tuple[Check, ...]:
+def run_checks(checks: Iterable[CheckFunction], env: Env) -> tuple[Check, ...]:
     """Run every check. One that raises is "unknown" and stops no other."""
     results = []
     for check in checks:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the machine, the packages on it, and vLLM's variables; each is named like its function."""
 
-import importlib
 import importlib.metadata
 import importlib.util
 import mmap
@@ -9,12 +8,13 @@ import platform
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import REMEDIES
+from vllm_aiter_mla.commands.cards import ARCHITECTURES, sold_as
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.compat import release
 from vllm_aiter_mla.kernels.aiter import op
@@ -33,14 +33,13 @@ class Check:
     status: Status
     detail: str  # the finding, with the figures
     remedy: str = ""  # what to do; empty if there is nothing to do
-    name: str = ""  # of the check; filled in by ``run``
+    name: str = ""  # of the check; filled in by ``run_checks``
 
 
 Env = Mapping[str, str]
 """Environment variables."""
 CheckFunction = Callable[[Env], Check]
 
-ARCHITECTURES = {"gfx942": "MI300X, MI325X", "gfx950": "MI350X, MI355X"}
 OLDEST_ROCM = 7
 # Paths that a test replaces.
 ROCM_VERSION = Path("/opt/rocm/.info/version")
@@ -62,17 +61,18 @@ SWITCHES = {
 
 def torch(env: Env) -> Check:
     """Check that torch is there, and what it was built for."""
-    imported = imported_or_error("torch")
-    if isinstance(imported, Exception):
-        return Check("problem", f"not importable: {imported}", "install the ROCm build of torch; vLLM needs it too")
+    try:
+        module = import_module("torch")
+    except Exception as error:
+        return Check("problem", f"not importable: {error}", "install the ROCm build of torch; vLLM needs it too")
     built_for = card().built_for
     if built_for.startswith("ROCm"):
-        return Check("ok", f"{imported.__version__} for {built_for}")
+        return Check("ok", f"{module.__version__} for {built_for}")
     kind = f"for {built_for}" if built_for else "a CPU build"
     if gpu_arch() is not None:
-        said = f"{imported.__version__}, {kind}: the fast path needs ROCm"
-        return Check("problem", said, "use the ROCm build of torch")
-    return Check("warning", f"{imported.__version__}, {kind}: the plan and tests run, nothing else", SEE_GPU)
+        detail = f"{module.__version__}, {kind}: the fast path needs ROCm"
+        return Check("problem", detail, "use the ROCm build of torch")
+    return Check("warning", f"{module.__version__}, {kind}: the plan and tests run, nothing else", SEE_GPU)
 
 
 def rocm(env: Env) -> Check:
@@ -91,7 +91,7 @@ def gpu(env: Env) -> Check:
     if arch is None:
         return Check("unknown", f"no GPU is visible here (platform): {CONDITIONS}", REMEDIES["platform"])
     if arch in ARCHITECTURES:
-        return Check("ok", f"{arch} ({ARCHITECTURES[arch]}){unmeasured(arch)}")
+        return Check("ok", f"{arch} ({sold_as(arch)}){unmeasured(arch)}")
     if arch.startswith("gfx"):
         return Check("problem", f"{arch} (platform): {CONDITIONS}", REMEDIES["platform"])
     return Check("problem", f"{arch} (platform): not an AMD card, and {CONDITIONS}", REMEDIES["platform"])
@@ -99,13 +99,13 @@ def gpu(env: Env) -> Check:
 
 def triton(env: Env) -> Check:
     """Check for Triton, whose kernel is the only one of ours that ``kernel=auto`` runs over an fp8 KV cache."""
-    imported = imported_or_error("triton")
-    if not isinstance(imported, Exception):
-        return Check("ok", f"triton {imported.__version__}")
-    if files.missing_package(imported) == "triton":
-        problem, remedy = "not installed", "install the Triton that belongs to your torch"
-    else:
-        problem, remedy = f"cannot be imported: {imported}", "reinstall the Triton that belongs to your torch"
+    try:
+        return Check("ok", f"triton {import_module('triton').__version__}")
+    except Exception as error:
+        if files.missing_package(error) == "triton":
+            problem, remedy = "not installed", "install the Triton that belongs to your torch"
+        else:
+            problem, remedy = f"cannot be imported: {error}", "reinstall the Triton that belongs to your torch"
     return Check("warning", f"{problem}: kernel=triton is not available, so none of ours for an fp8 KV cache", remedy)
 
 
@@ -274,24 +274,19 @@ CHECKS = (
     switches, torch, rocm, gpu, triton, hip_python, vllm, plugin, surface, patches, aiter, code_objects,
     verified, atom,
 )  # fmt: skip
-"""The switch that most often is forgotten comes first."""
+"""In the order in which they run. ``switches`` comes first: its variables are forgotten most often."""
 
 
-# -- what they ask
-
-
-def imported_or_error(name: str) -> ModuleType | Exception:
-    """Return the imported module, or the exception of the attempt."""
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        return error
+# -- what the checks look at
 
 
 def card() -> Any:
     """Return the installed ``Device``; None if torch cannot be imported."""
-    device = imported_or_error("vllm_aiter_mla.kernels.device")
-    return None if isinstance(device, Exception) else device.card()
+    try:
+        from vllm_aiter_mla.kernels import device
+    except Exception:
+        return None
+    return device.card()
 
 
 def rocm_version() -> str | None:

@@ -3,8 +3,8 @@
 
 Nothing here needs a GPU, weights or a network. In the order in which they run:
 
-- ``model`` finds the config, and starts a process of its own, which ``several`` answers in: a plan for each set of
-  options.
+- ``model`` finds the config.
+- ``ask`` starts a process of its own, in which ``child`` makes a plan for each set of options.
 - ``answer`` asks vLLM what it decides, over a ``card`` that is made up where there is no ROCm.
 - ``build`` decides what would engage and why not: it asks admission for every reason, ``kernels`` for the back ends,
   and ``formulas`` of the package ``kernels`` for bytes and launches.

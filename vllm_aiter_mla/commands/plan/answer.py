@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from vllm_aiter_mla.admission import REMEDIES, ConfigView, Skip
-from vllm_aiter_mla.commands import options
+from vllm_aiter_mla.commands import serve_options
 from vllm_aiter_mla.commands.compat import offline, rocm_config
 from vllm_aiter_mla.commands.plan import card
-from vllm_aiter_mla.commands.plan.model import NotKnownError, looked_up
-from vllm_aiter_mla.commands.plan.record import Model, Options
+from vllm_aiter_mla.commands.plan.model import cached_config
+from vllm_aiter_mla.commands.plan.record import Model, NotKnownError, Options
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import release
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE, Settings, near_misses
@@ -46,8 +46,8 @@ class LoadedVllm:
 
 
 @dataclass(frozen=True)
-class Given:
-    """What was asked for, None where vLLM's default counts; ``notes`` say how the model's config was read."""
+class UserOptions:
+    """What the user asks for, None where vLLM's default counts; ``notes`` say how the model's config was read."""
 
     settings: Settings
     max_num_seqs: int | None
@@ -78,15 +78,15 @@ class EngineFacts:
 class Answer:
     """What vLLM decides for one model and one set of options."""
 
-    given: Given
+    user_options: UserOptions
     model: Model  # with what ``model_facts`` knows
     engine: EngineFacts
     layers: list[tuple[rocm_config.LayerKind, int]]  # counted, the most frequent first; empty without MLA
     skip: Skip | None = None  # the error that the layers raise
 
 
-def load(asked: str) -> LoadedVllm:
-    """Load vLLM with the plugin, on this machine's card, or on one made up: ``asked``, or torch's card, or gfx942.
+def load_vllm(arch: str | None) -> LoadedVllm:
+    """Load vLLM with the plugin, on this machine's card, or on one made up: of ``arch``, else as torch's, else gfx942.
 
     Raises:
         ValueError: this machine has another card, or vLLM cannot read one of its variables.
@@ -96,18 +96,18 @@ def load(asked: str) -> LoadedVllm:
     here = device.card()
     # vLLM finds AMD's cards through amdsmi only.
     if is_made_up := here.rocm is None or importlib.util.find_spec("amdsmi") is None:
-        arch = asked or (here.arch if here.arch in card.CARDS else "gfx942")
-        card.pretend_rocm(arch)
+        seen = arch or (here.arch if here.arch in card.CARDS else "gfx942")
+        card.pretend_rocm(seen)
     else:
-        arch = rocm_config.card_of_driver()
-        if asked not in ("", arch):
-            raise ValueError(f"--arch {asked}: this machine has a {arch}; a plan makes nothing up where a card is")
+        seen = rocm_config.card_of_driver()
+        if arch not in (None, seen):
+            raise ValueError(f"--arch {arch}: this machine has a {seen}; a plan makes nothing up where a card is")
     offline.load_plugins()
     rocm_config.inspect_in_process()
-    return LoadedVllm(arch, is_made_up, str(release.vllm_version()), offline.switches())
+    return LoadedVllm(seen, is_made_up, str(release.vllm_version()), offline.switches())
 
 
-def engine_args(folder: Path, arguments: Sequence[str]) -> tuple[Any, Given]:
+def engine_args(folder: Path, arguments: Sequence[str]) -> tuple[Any, UserOptions]:
     """Return vLLM's ``AsyncEngineArgs`` with the plugin switched on, for a config without a tokenizer.
 
     Raises:
@@ -122,11 +122,11 @@ def engine_args(folder: Path, arguments: Sequence[str]) -> tuple[Any, Given]:
     own = dict((parsed.additional_config or {}).get(NAMESPACE, {})) | {"enabled": True, "strict": False}
     parsed.additional_config = {**(parsed.additional_config or {}), NAMESPACE: own}
     _check_what_is_named(parsed, folder)
-    left_out = offline.leave_out(parsed, offline.TOKENIZER_OPTIONS.__contains__)
+    without_tokenizer = offline.reset(parsed, offline.TOKENIZER_OPTIONS.__contains__)
     parsed.model, parsed.skip_tokenizer_init, parsed.tokenizer = str(folder), True, None
     args, notes = offline.engine_args(parsed, folder)
-    if left_out:
-        notes.append(f"{', '.join(left_out)}: not looked at, because a plan has no tokenizer")
+    if without_tokenizer:
+        notes.append(f"{', '.join(without_tokenizer)}: not looked at, because a plan has no tokenizer")
     notes += [
         f"pass_config.{name} matches nothing on MLA and adds a compile range (vllm#55720)"
         for name in FUSIONS_WITHOUT_MLA
@@ -134,7 +134,7 @@ def engine_args(folder: Path, arguments: Sequence[str]) -> tuple[Any, Given]:
     ]
     for key in near_misses(parsed.additional_config):
         notes.append(f"additional_config.{key} is not read by this plugin, whose key is {NAMESPACE}")
-    return args, Given(settings, parsed.max_num_seqs, parsed.max_num_batched_tokens, notes)
+    return args, UserOptions(settings, parsed.max_num_seqs, parsed.max_num_batched_tokens, notes)
 
 
 def _check_what_is_named(parsed: Any, folder: Path) -> None:
@@ -151,40 +151,45 @@ def _check_what_is_named(parsed: Any, folder: Path) -> None:
         ("the draft's verifier", verifier.get("name_or_path"), None),
         ("--hf-config-path", parsed.hf_config_path, parsed.revision),
     ):
-        if name and not Path(str(name)).exists() and isinstance(looked_up(str(name), revision), str):
-            raise ValueError(f"{what} {name} is not in the local cache; give a folder")
+        if not name or Path(str(name)).exists():
+            continue
+        try:
+            cached_config(str(name), revision)
+        except LookupError as error:
+            raise ValueError(f"{what} {name} is not in the local cache; give a folder") from error
 
 
-def answer(folder: Path, arguments: Sequence[str]) -> Answer:
+def ask_vllm(folder: Path, arguments: Sequence[str]) -> Answer:
     """Return what vLLM decides for the config in ``folder`` and these options, with the plugin switched on.
 
     Raises:
         ValueError: vLLM does not take the model or an option.
         NotKnownError: vLLM raises an error of its own before it is configured.
     """
-    given, engine, layers = None, None, []
+    user_options, engine = None, None
     try:
-        args, given = engine_args(folder, arguments)
+        args, user_options = engine_args(folder, arguments)
         config = rocm_config.finished_config(args)
-        model, engine = model_facts(config.model_config), engine_facts(config, given.settings)
+        model, engine = model_facts(config.model_config), engine_facts(config, user_options.settings)
         layers = rocm_config.mla_layers(config) if model.is_mla else []
         # Building the layers sets the size of a block.
         engine = replace(engine, options=replace(engine.options, block_size=config.cache_config.block_size))
     except (Exception, SystemExit) as error:
-        if given is None or engine is None:
-            raise _refusal(error, arguments, is_option=given is None) from error
-        ours = offline.stand_ins(error)
+        if user_options is None or engine is None:
+            raise _our_error(error, arguments, is_option=user_options is None) from error
+        ours = offline.missing_field_error(error)
         skip = Skip("config_class", str(ours)) if ours else Skip("not_known", _with_its_line(error))
-        return Answer(given, model, engine, [], skip)
-    return Answer(given, model, engine, layers)
+        return Answer(user_options, model, engine, [], skip)
+    return Answer(user_options, model, engine, layers)
 
 
-def _refusal(error: BaseException, arguments: Sequence[str], is_option: bool) -> Exception:
-    """Return the error of ours, in one line, that an error of vLLM's amounts to.
+def _our_error(error: BaseException, arguments: Sequence[str], is_option: bool) -> Exception:
+    """Return our own error, with a message of one line, for an error of vLLM's.
 
-    A file, repository or module that an option names and that is not there is the option's fault.
+    It is a ValueError if the model or an option is wrong: also if the option names a file, a repository or a module
+    that is not there. Otherwise it is a NotKnownError.
     """
-    if ours := offline.stand_ins(error) or next(_led_to(error, (offline.StandInError,)), None):
+    if ours := offline.missing_field_error(error) or next(_led_to(error, (offline.ConfigClassError,)), None):
         return NotKnownError(f"not known: {ours} -> {REMEDIES['config_class']}")
     lacks = next(_led_to(error, (ImportError,) if is_option else (ImportError, OSError)), None)
     if lacks is not None and not _is_named(getattr(lacks, "name", None), arguments):
@@ -205,9 +210,11 @@ def _message(error: BaseException) -> str:
         for finding in findings():
             option = ".".join(map(str, finding["loc"])).replace("_", "-")
             named.append(f"--{option} {finding['input']}: {finding['msg']}" if option else finding["msg"])
-    said = " ".join("; ".join(named).replace("Value error, ", "").split()) or " ".join(str(error).split())
-    said = re.sub(r" \[type=\w+, input_value=.*?\]( For further information visit \S+)?", "", said)
-    return _first_sentence(re.sub(r"<function loads at 0x[0-9a-f]+>", "JSON", said) + options.renamed(said))
+    message = " ".join("; ".join(named).replace("Value error, ", "").split()) or " ".join(str(error).split())
+    message = re.sub(r" \[type=\w+, input_value=.*?\]( For further information visit \S+)?", "", message)
+    return _first_sentence(
+        re.sub(r"<function loads at 0x[0-9a-f]+>", "JSON", message) + serve_options.renamed_fields(message)
+    )
 
 
 def _led_to(error: BaseException, kinds: tuple[type[BaseException], ...]) -> Iterator[BaseException]:
@@ -226,13 +233,13 @@ def _is_named(module: str | None, arguments: Sequence[str]) -> bool:
     return bool(module) and any(re.search(rf"(?<![\w.]){re.escape(str(module))}(?!\w)", text) for text in arguments)
 
 
-def _first_sentence(said: str) -> str:
+def _first_sentence(message: str) -> str:
     """Return a message that fits a screen: its first sentence, where there is more; the log has the whole one."""
-    if len(said) <= LONGEST_MESSAGE:
-        return said
-    print(said, file=sys.stderr)  # seen with --verbose
+    if len(message) <= LONGEST_MESSAGE:
+        return message
+    print(message, file=sys.stderr)  # seen with --verbose
     return (
-        textwrap.shorten(re.split(r"[.;] ", said)[0], LONGEST_MESSAGE, placeholder=" ...")
+        textwrap.shorten(re.split(r"[.;] ", message)[0], LONGEST_MESSAGE, placeholder=" ...")
         + " (--verbose shows the rest)"
     )
 
@@ -240,8 +247,8 @@ def _first_sentence(said: str) -> str:
 def _with_its_line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     at = next((frame for frame in reversed(frames) if f"{os.sep}vllm{os.sep}" in frame.filename), frames[-1])
-    said = _first_sentence(" ".join(str(error).split()))
-    return f"{type(error).__name__}: {said} ({Path(at.filename).name}:{at.lineno} in {at.name})"
+    sentence = _first_sentence(" ".join(str(error).split()))
+    return f"{type(error).__name__}: {sentence} ({Path(at.filename).name}:{at.lineno} in {at.name})"
 
 
 def model_facts(model: Any) -> Model:

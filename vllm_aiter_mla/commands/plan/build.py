@@ -2,19 +2,20 @@
 """Decide what would engage, and why the rest would not: the record of a plan, from what vLLM answers."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
 from vllm_aiter_mla import __version__, admission
 from vllm_aiter_mla.admission import Skip, integration_of, why_not_passes
-from vllm_aiter_mla.commands import options
+from vllm_aiter_mla.commands import serve_options
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.compat.offline import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
 from vllm_aiter_mla.commands.compat.rocm_config import LayerKind
 from vllm_aiter_mla.commands.plan import kernels, record
 from vllm_aiter_mla.commands.plan.answer import Answer, EngineFacts, LoadedVllm
+from vllm_aiter_mla.commands.plan.model import Variables
 from vllm_aiter_mla.kernels import formulas, vllm_own
 from vllm_aiter_mla.kernels.absorb import FORMATS
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings
@@ -22,27 +23,25 @@ from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings
 # What the matcher says of a layer without RoPE (passes/match.py): it reads graphs, and a plan has none.
 NO_ROPE = Skip("no_rope", "no rotary embedding is applied to q")
 UNKNOWN = {"not_known", "config_class"}  # codes with which nobody can tell what a server would do
-# Past these the sizes that a plan forms leave 64 bits.
+# Above these the sizes that a plan computes do not fit 64 bits.
 MOST = {"max_num_seqs": 2**20, "max_num_batched_tokens": 2**30, "block_size": 2**16, "num_drafts": 2**10,
         LIMIT_FIELD: 2**30}  # fmt: skip
 
 
-def build(answer: Answer, vllm: LoadedVllm, variables: Mapping[str, tuple[str, str]]) -> record.Plan:
+def make_plan(answer: Answer, vllm: LoadedVllm, variables: Variables) -> record.Plan:
     """Return the plan. Kernels and figures are those of the most frequent kind of layer.
-
-    ``variables`` has value and origin of each that is set.
 
     Raises:
         ValueError: a number that no engine comes near.
     """
-    settings, model, engine = answer.given.settings, answer.model, answer.engine
+    settings, model, engine = answer.user_options.settings, answer.model, answer.engine
     numbers = {LIMIT_FIELD: settings.max_token_num, **vars(engine.options)}
     for name, most in MOST.items():
         if (number := numbers[name] or 0) > most:
             raise ValueError(f"--{name.replace('_', '-')} {number}: a number up to {most} expected")
     # Where the gate declines, the limit that it would have set.
-    asked = engine.options.max_num_seqs, engine.options.num_drafts or 0, settings.max_token_num
-    limit = engine.gate.limit if engine.gate else admission.decode_limit(*asked)
+    sizes = engine.options.max_num_seqs, engine.options.num_drafts or 0, settings.max_token_num
+    limit = engine.gate.limit if engine.gate else admission.decode_limit(*sizes)
     kinds = [_PlannedKind(vllm.arch, settings, engine, *layer, limit) for layer in answer.layers]
     main = kinds[0] if kinds else None
     total = sum(kind.count for kind in kinds) or model.listed_layers
@@ -61,7 +60,7 @@ def build(answer: Answer, vllm: LoadedVllm, variables: Mapping[str, tuple[str, s
     return record.Plan(
         plugin=__version__,
         vllm=vllm.version,
-        model=replace(model, notes=tuple(answer.given.notes), kinds=tuple(kind.sizes() for kind in kinds)),
+        model=replace(model, notes=tuple(answer.user_options.notes), kinds=tuple(kind.sizes() for kind in kinds)),
         arch=vllm.arch,
         options=engine.options,
         environment={name: (str(int(on)), "default") for name, on in vllm.switches.items()} | dict(variables),
@@ -69,7 +68,7 @@ def build(answer: Answer, vllm: LoadedVllm, variables: Mapping[str, tuple[str, s
         absorb_weight=main.built.format if main else None,
         absorb_weights=dict(formats),
         limit=limit,
-        **_graph(engine, answer.given.settings, limit),
+        **_graph(engine, answer.user_options.settings, limit),
         outcome=_outcome(reasons, engaged, total),
         layers=record.Layers(total, drafts, model.layers, engaged),
         reasons=tuple(record.Reason(level(reason.code), reason.code, reason.message) for reason in reasons),
@@ -102,7 +101,7 @@ class _PlannedKind:
         self.reasons += [self.decision.skip] if self.decision.skip else []
 
     def sizes(self) -> record.Kind:
-        """Return the layer's sizes, with its heads over all ranks."""
+        """Return how many such layers there are and their sizes, with the heads of all ranks."""
         built, (heads, nope, rope, latent, v) = self.built, self.view.sizes
         return record.Kind(
             self.count, heads * self.tp, self.view.is_sparse, nope, rope, latent, v, built.has_rope, built.method,
@@ -116,7 +115,7 @@ def engine_reasons(answer: Answer) -> list[Skip]:
     # Eager mode sets the compilation mode, which is no reason of its own.
     every = [
         skip
-        for skip in admission.config_skips(view, answer.given.settings)
+        for skip in admission.config_skips(view, answer.user_options.settings)
         if not view.enforce_eager or skip.code != "compilation_mode"
     ]
     # Where AITER is off, what vLLM raises without it comes after.
@@ -186,6 +185,7 @@ def _graph(engine: EngineFacts, settings: Settings, limit: int) -> dict[str, Any
 
 
 def _figures(model: record.Model, planned: _PlannedKind, limit: int, eager: bool) -> record.Figures:
+    """Return launches and bytes by formula at 1 and 64 tokens and at the decode limit, for this kind of layer."""
     stored = 1 if planned.fp8_cache else formulas.ACT
     heads, nope, rope, latent, _ = planned.view.sizes
     table: dict[int, dict[str, record.Cost]] = {}
@@ -205,48 +205,53 @@ def _figures(model: record.Model, planned: _PlannedKind, limit: int, eager: bool
     )
 
 
-def _assumptions(
-    answer: Answer, vllm: LoadedVllm, variables: Mapping[str, tuple[str, str]], main: _PlannedKind | None
-) -> list[str]:
-    """Return what vLLM took by default, and what it would take from a card that is not here, as sentences."""
-    arch, engine, settings = vllm.arch, answer.engine, answer.given.settings
-    heads, pp, has_mla = main.view.num_heads if main else 0, engine.options.pp, answer.model.is_mla
-    notes = (
-        (vllm.is_made_up, f"this machine has no ROCm: vLLM ran with a driver, cards and libraries made up for {arch}"),
-        *((True, default) for default in _defaults(answer, vllm, variables)),
-        (has_mla and not settings.enabled, f"pass_config.{FLAG_FIELD} is not given: planned as if it were true"),
-        (has_mla, "ROCm 7 or newer, an AITER with the 15-argument op: `vllm-aiter-mla check --only machine` looks"),
-        *((name not in VARIABLES and (offline.has_variable(name) or not name.startswith("VLLM_")),
-           f"{name}={value} is passed on to vLLM: the plan does not look at it")
-          for name, (value, _) in variables.items()),
-        (main and vllm_own.may_take_parts(arch, heads, main.fp8_cache), f"vLLM may decode {heads} heads by Gluon (a "
-         "layer's cache up to 2 GiB), which needs no concat: vLLM then has a launch less than the figures say"),
-        (has_mla and _integration(engine, settings) == "module",
-         "each layer's rotary embedding has a known class, and start-up's trial finds that it rotates by its table"),
-        (pp > 1, f"figures are for all layers; with --pipeline-parallel-size {pp} a rank holds its share"),
-        *((True, note) for note in answer.given.notes),
-    )  # fmt: skip
-    return [note for holds, note in notes if holds]
+def _assumptions(answer: Answer, vllm: LoadedVllm, variables: Variables, main: _PlannedKind | None) -> Iterator[str]:
+    """Yield as sentences what vLLM took by default, and what it would take from a card that is not here.
+
+    ``main`` is the most frequent kind of layer; None without MLA.
+    """
+    arch, engine, settings = vllm.arch, answer.engine, answer.user_options.settings
+    if vllm.is_made_up:
+        yield f"this machine has no ROCm: vLLM ran with a driver, cards and libraries made up for {arch}"
+    yield from _defaults(answer, vllm, variables)
+    if answer.model.is_mla and not settings.enabled:
+        yield f"pass_config.{FLAG_FIELD} is not given: planned as if it were true"
+    if answer.model.is_mla:
+        yield "ROCm 7 or newer, an AITER with the 15-argument op: `vllm-aiter-mla check --only machine` looks"
+    for name, (value, _) in variables.items():
+        if name not in VARIABLES and (offline.has_variable(name) or not name.startswith("VLLM_")):
+            yield f"{name}={value} is passed on to vLLM: the plan does not look at it"
+    heads = main.view.num_heads if main else 0
+    if main and vllm_own.may_take_parts(arch, heads, main.fp8_cache):
+        yield (
+            f"vLLM may decode {heads} heads by Gluon (a layer's cache up to 2 GiB), which needs no concat: vLLM then "
+            "has a launch less than the figures say"
+        )
+    if answer.model.is_mla and _integration(engine, settings) == "module":
+        yield "each layer's rotary embedding has a known class, and start-up's trial finds that it rotates by its table"
+    if (stages := engine.options.pp) > 1:
+        yield f"figures are for all layers; with --pipeline-parallel-size {stages} a rank holds its share"
+    yield from answer.user_options.notes
 
 
-def _misspelt(variables: Mapping[str, tuple[str, str]], version: str) -> Iterator[str]:
+def _misspelt(variables: Variables, version: str) -> Iterator[str]:
     """Yield a sentence for each of vLLM's variables that this release does not have."""
     for name, (value, _) in variables.items():
         if name.startswith("VLLM_") and name not in VARIABLES and not offline.has_variable(name):
-            similar = get_close_matches(name, offline.variables(), 1, options.SIMILAR_VARIABLE)
+            similar = get_close_matches(name, offline.variables(), 1, serve_options.SIMILAR_VARIABLE)
             meant = f"; did you mean {similar[0]}?" if similar else ""
-            if name in options.GONE_VARIABLES:
-                meant = f": {options.GONE_VARIABLES[name]}"
+            if name in serve_options.GONE_VARIABLES:
+                meant = f": {serve_options.GONE_VARIABLES[name]}"
             yield f"{name}={value}: vLLM {version} has no variable of that name{meant}"
 
 
-def _defaults(answer: Answer, vllm: LoadedVllm, variables: Mapping[str, tuple[str, str]]) -> Iterator[str]:
+def _defaults(answer: Answer, vllm: LoadedVllm, variables: Variables) -> Iterator[str]:
     """Yield a sentence for each option and variable that is not given and has a default of the installed vLLM."""
     arch, release = vllm.arch, vllm.version
     batch = {"max_num_seqs": f"the API server's default in vLLM {release} on {arch}",
              "max_num_batched_tokens": "that server's default"}  # fmt: skip
     for name, whose in batch.items():
-        if getattr(answer.given, name) is None:
+        if getattr(answer.user_options, name) is None:
             yield f"--{name.replace('_', '-')} is not given: {getattr(answer.engine.options, name)}, {whose}"
     if variables[USE_AITER][1] == "default":
         yield f"{USE_AITER}=1 is assumed; vLLM's default is 0: export it"

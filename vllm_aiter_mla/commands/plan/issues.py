@@ -17,21 +17,21 @@ from vllm_aiter_mla.commands.plan.record import KnownIssue, Plan
 KNOWN_ISSUES = Path(__file__).parent / "known_issues.json"
 
 
-def looked_up(plan: Plan) -> Plan:
+def with_known_issues(plan: Plan) -> Plan:
     """Return the plan with the known issues that concern it."""
-    known = json.loads(KNOWN_ISSUES.read_text(encoding="utf-8")) if not without_a_shape(plan) else ()
+    known = json.loads(KNOWN_ISSUES.read_text(encoding="utf-8")) if why_no_shape(plan) is None else ()
     concerned = (issue for issue in known if applies(issue, plan))
     return replace(plan, known_issues=tuple(
         KnownIssue(**{name: issue[name] for name in ("id", "effect", "state", "remedy", "link")}) for issue in concerned
     ))  # fmt: skip
 
 
-def without_a_shape(plan: Plan) -> str:
-    """Return why no layer's shape was planned, or ""; an unknown shape is not one without faults."""
+def why_no_shape(plan: Plan) -> str | None:
+    """Return why no layer's shape was planned, or None; an unknown shape is not one without faults."""
     if plan.model.kinds:
-        return "" if plan.absorb_weight else "the format of the absorb weights is not known"
-    known = not plan.layers.mla and plan.outcome != "unknown"
-    return "the model has no MLA layer" if known else "the plan is not known"
+        return None if plan.absorb_weight else "the format of the absorb weights is not known"
+    is_without_mla = not plan.layers.mla and plan.outcome != "unknown"
+    return "the model has no MLA layer" if is_without_mla else "the plan is not known"
 
 
 def has_fp8_cache(plan: Plan) -> bool:

@@ -1,35 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find a model's config, and ask vLLM about it in a process of its own."""
+"""Find a model's config, and read what the command line says about its deployment."""
 
 import json
-import os
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.compat.offline import USE_AITER, VARIABLES
-from vllm_aiter_mla.commands.plan import issues
-from vllm_aiter_mla.commands.plan.record import Plan
-from vllm_aiter_mla.settings import NAMESPACE
 
 EXAMPLES = Path(__file__).parent / "models"
-PLANS = "vllm_aiter_mla.commands.plan.several:plans"
 CONFIGS = ("config.json", "params.json")
 """Names of a model's config: the second is Mistral's."""
-# The plan makes no connection, leaves no file, and sees the plugin where VLLM_PLUGINS leaves it out.
-QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-         "PYTHONSAFEPATH": "1"}  # fmt: skip
-
-
-class NotKnownError(RuntimeError):
-    """vLLM could not be asked on this machine: no option is wrong."""
+Variables = Mapping[str, tuple[str, str]]
+"""Value and origin ("--env", "environment" or "default") of each environment variable that is set for the plan."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +29,7 @@ class Source:
     basis: str = ""  # for a bundled example, what its fields rest on; else empty
     assumed: tuple[str, ...] = ()  # for a bundled example, what is assumed in it
 
-    def _whole(self) -> dict[str, Any]:
+    def _read(self) -> dict[str, Any]:
         if not isinstance(self.config, Path):
             return self.config
         try:
@@ -60,13 +47,13 @@ class Source:
         Raises:
             ValueError: the file is not a JSON object.
         """
-        config = self._whole()
+        config = self._read()
         if isinstance(self.config, Path) and self.config.name in CONFIGS:
             yield self.config.parent
             return
-        with tempfile.TemporaryDirectory() as made:
-            (Path(made) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-            yield Path(made)
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+            yield Path(folder)
 
 
 def examples() -> dict[str, dict[str, Any]]:
@@ -97,9 +84,10 @@ def find(name: str) -> Source:
     bundled = examples()
     if name.lower() in bundled:
         return _from_example(name, bundled[name.lower()])
-    cached = looked_up(name)
-    if isinstance(cached, Path):
-        return Source(name, "local Hugging Face cache", cached)
+    try:
+        return Source(name, "local Hugging Face cache", cached_config(name))
+    except LookupError as error:
+        why_not_cached = str(error)
     for entry in bundled.values():
         if entry["example"]["hub_name"].lower() == name.lower():
             return _from_example(name, entry)
@@ -109,7 +97,7 @@ def find(name: str) -> Source:
     similar = begins[-1:] or get_close_matches(tail, bundled, 1)
     meant = f"Did you mean {similar[0]}?" if similar else f"Or one of: {', '.join(bundled)}"
     raise LookupError(
-        f"{name}: no such folder or file, no bundled example of that name, and {cached}; "
+        f"{name}: no such folder or file, no bundled example of that name, and {why_not_cached}; "
         f"nothing is downloaded. Give the path of a config.json. {meant}"
     )
 
@@ -132,34 +120,40 @@ def _local_file(name: str) -> Path | None:
     return file
 
 
-def looked_up(name: str, revision: str | None = None) -> Path | str:
-    """Return the config of a hub name in the local Hugging Face cache, or why there is none."""
+def cached_config(name: str, revision: str | None = None) -> Path:
+    """Return the config of a hub name in the local Hugging Face cache.
+
+    Raises:
+        LookupError: the cache has none, or could not be searched; the message says which.
+    """
     try:
         from huggingface_hub import try_to_load_from_cache
     except Exception as error:
-        return f"the local Hugging Face cache was not searched ({type(error).__name__}: {error})"
+        problem = f"the local Hugging Face cache was not searched ({type(error).__name__}: {error})"
+        raise LookupError(problem) from error
     try:
         cached = [try_to_load_from_cache(name, config, revision=revision) for config in CONFIGS]
         file = next((path for path in cached if isinstance(path, str)), None)
     except Exception:  # the name is not a repository name
         file = None
-    return "not in the local Hugging Face cache" if file is None else Path(file)
+    if file is None:
+        raise LookupError("not in the local Hugging Face cache")
+    return Path(file)
 
 
-def environment(given: Sequence[str], process: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Return value and origin ("--env", "environment" or "default") of each variable that is set for the plan.
+def environment(entries: Sequence[str], environ: Mapping[str, str]) -> Variables:
+    """Return the variables of the plan, from the ``entries`` of --env and this process's environment.
 
-    VLLM_ROCM_USE_AITER is 1 where it is unset: nothing can engage without it.
-
-    A variable that no plan depends on is passed on to vLLM too.
+    VLLM_ROCM_USE_AITER is 1 where it is unset: nothing can engage without it. A variable of --env that no plan depends
+    on is passed on to vLLM too.
 
     Raises:
-        ValueError: an entry without a name or without ``=``.
+        ValueError: an entry has no name or no ``=``.
     """
     variables = {USE_AITER: ("1", "default")} | {
-        name: (process[name], "environment") for name in VARIABLES if name in process
+        name: (environ[name], "environment") for name in VARIABLES if name in environ
     }
-    for entry in given:
+    for entry in entries:
         name, equals, value = entry.partition("=")
         if not equals or not name:
             raise ValueError(f"--env {entry}: NAME=VALUE expected")
@@ -185,45 +179,3 @@ def deployments(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, ..
         if len(sizes) > 1 and all(map(str.isdecimal, sizes)):  # otherwise vLLM says what is wrong
             return sizes, [(*arguments[:index], option, size, *arguments[index + rest :]) for size in sizes]
     return [""], [tuple(arguments)]
-
-
-def ask(
-    source: Source, asked: Sequence[Sequence[str]], arch: str, variables: Mapping[str, Any], verbose: bool
-) -> tuple[Plan, ...]:
-    """Return the plans of ``source`` with each of the options ``asked``, made by vLLM in a process of its own.
-
-    ``arch`` is the card to plan for, "" for this machine's. ``variables`` has value and origin of each that is set.
-
-    Raises:
-        ModuleNotFoundError: torch or vLLM is not installed.
-        ValueError: the source is not a config, an option is wrong, or vLLM does not say enough for a plan.
-        NotKnownError: vLLM could not be asked on this machine.
-        RuntimeError: vLLM ends, or raises something else.
-    """
-    for package in ("torch", "vllm"):
-        if find_spec(package) is None:
-            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-    with process.workspace(), source.folder() as folder, tempfile.TemporaryDirectory() as cache:
-        try:
-            made = process.call(
-                PLANS, folder, asked, arch, variables, environment=child_environment(variables, cache),
-                log=2 if verbose else subprocess.DEVNULL,  # 2 is stderr
-            )  # fmt: skip
-        except process.EndedError as error:
-            raise RuntimeError(f"vLLM {error.how}; --verbose shows its log") from error
-    return tuple(issues.looked_up(plan_of(source, plan)) for plan in made)
-
-
-def plan_of(source: Source, made: Plan | Exception) -> Plan:
-    """Return a process's answer with the place of its config, or raise what it failed with."""
-    if isinstance(made, Exception):
-        raise made
-    place = {name: getattr(source, name) for name in ("name", "source", "basis", "assumed")}
-    return replace(made, model=replace(made.model, **place))
-
-
-def child_environment(variables: Mapping[str, Any], cache: str) -> dict[str, str]:
-    """Return the environment of the process: quiet, with the variables, and vLLM's cache in a folder of its own."""
-    given = {**os.environ, **{name: value for name, (value, _) in variables.items()}, **QUIET}
-    plugins = {name: f"{given[name]},{NAMESPACE}" for name in ("VLLM_PLUGINS",) if name in given}
-    return given | plugins | {"VLLM_CACHE_ROOT": cache}

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from vllm_aiter_mla.admission import REMEDIES, UNSUPPORTED
-from vllm_aiter_mla.commands.outputs import line
-from vllm_aiter_mla.commands.plan.issues import without_a_shape
+from vllm_aiter_mla.commands.outputs import one_line
+from vllm_aiter_mla.commands.plan.issues import why_no_shape
 from vllm_aiter_mla.commands.plan.record import Plan
 
 FEW = 6
@@ -20,7 +20,7 @@ WEIGHTS = {
 
 def text(plan: Plan) -> str:
     """Return the whole page. A text from a model's config is one line, without control characters."""
-    return "\n".join(map(line, _lines(plan)))
+    return "\n".join(map(one_line, _lines(plan)))
 
 
 def table(plans: Sequence[Plan]) -> str:
@@ -35,11 +35,11 @@ def table(plans: Sequence[Plan]) -> str:
         size, heads, limit = plan.options.tp, plan.heads_per_rank, plan.limit
         rows.append((str(size), str(heads), str(limit), engaged + why, plan.integration, ", ".join(spans) or "-"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    said = [f"{first.model.name} on {first.arch}, vLLM {first.vllm}, {first.options.kv_cache_dtype} cache"]
-    said += [f"WARNING: {text}" for text in first.warnings]
+    lines = [f"{first.model.name} on {first.arch}, vLLM {first.vllm}, {first.options.kv_cache_dtype} cache"]
+    lines += [f"WARNING: {text}" for text in first.warnings]
     for *cells, last in rows:
-        said.append("  ".join((*(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)), last)))
-    return "\n".join(map(line, said))
+        lines.append("  ".join((*(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)), last)))
+    return "\n".join(map(one_line, lines))
 
 
 def _lines(plan: Plan) -> Iterator[str]:
@@ -97,15 +97,15 @@ def _model(plan: Plan) -> Iterator[str]:
 def _graph_lines(plan: Plan) -> Iterator[str]:
     """Yield the decode limit, the integration, compile ranges and captured sizes."""
     options, ranges, captures = plan.options, plan.compile_ranges, plan.captures
-    given = options.settings.max_token_num
+    by_hand = options.settings.max_token_num
     origin = f"max_num_seqs {options.max_num_seqs} x (1 + {options.num_drafts} drafts)"
-    yield f"Decode limit: {plan.limit} ({f'given as {given}' if given is not None else origin})"
+    yield f"Decode limit: {plan.limit} ({f'given as {by_hand}' if by_hand is not None else origin})"
     because = plan.why_not_passes
     why = f" (the passes cannot run: {because.code})" if because and plan.integration == "module" else ""
     yield f"  integration          {plan.integration}{why}"
     shown = [f"({a}, {b}){'*' if i < ranges.inside else ''}" for i, (a, b) in enumerate(ranges.ranges)]
-    told = f"{' '.join(shown)}{'  * rewritten' if ranges.inside else ''}" if shown else ranges.note
-    yield f"  compile ranges       {told}"
+    footnote = "  * rewritten" if ranges.inside else ""
+    yield f"  compile ranges       {' '.join(shown) + footnote if shown else ranges.note}"
     yield f"  captured inside      {_sizes(captures.inside) or captures.note or 'none'}"
     if captures.full != captures.inside:
         yield f"  as full graphs       {_sizes(captures.full) or 'none'}"
@@ -118,7 +118,7 @@ def _graph_lines(plan: Plan) -> Iterator[str]:
 
 def _issues(plan: Plan) -> Iterator[str]:
     """Yield the known faults beside the plugin: their effect is there with the flag off too."""
-    why = without_a_shape(plan)
+    why = why_no_shape(plan)
     yield f"Known issues beside the plugin{f': not looked up: {why}' if why else '' if plan.known_issues else ': none'}"
     for issue in plan.known_issues:
         yield f"  {issue.id:<11}  {issue.effect} ({issue.state})"
@@ -142,7 +142,7 @@ def _kernels(plan: Plan) -> Iterator[str]:
         yield "  With measure=false, untimed:"
     if not plan.kernels:
         yield "  none"
-    said = set[str]()
+    reasons_above = set[str]()
     for span in plan.kernels or ():
         where = f"{span.first}..{span.last} tokens"
         detail = f": {span.detail}" if span.detail else ""
@@ -151,9 +151,9 @@ def _kernels(plan: Plan) -> Iterator[str]:
         for name, reason in span.skips:
             names.setdefault(reason, []).append(name)
         for reason, passed_over in names.items():
-            if reason not in said:
+            if reason not in reasons_above:
                 yield f"{'':<21}not {', '.join(passed_over)}: {reason}"
-        said |= names.keys()
+        reasons_above |= names.keys()
 
 
 def _figures(plan: Plan) -> Iterator[str]:

@@ -11,6 +11,10 @@ from vllm_aiter_mla.kernels.formulas import Launch
 from vllm_aiter_mla.settings import Settings
 
 
+class NotKnownError(RuntimeError):
+    """There is no plan, because vLLM could not be asked on this machine: no option is wrong."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """Layers of one kind, with their heads over all ranks."""

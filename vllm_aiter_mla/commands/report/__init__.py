@@ -38,8 +38,8 @@ def report(
     except OSError as error:
         outputs.fail(f"report: {error.filename or out}: {error.strerror or error}")
     # The page may have gone to stdout.
-    said = f"report written to {out} ({len(text.encode()) // 1024} KiB)"
-    typer.echo(outputs.line(said), err=out == outputs.STDOUT or files.is_device(out))
+    done = f"report written to {out} ({len(text.encode()) // 1024} KiB)"
+    typer.echo(outputs.one_line(done), err=out == outputs.STDOUT or files.is_device(out))
 
 
 def renderer() -> Callable[[Sequence[Path]], str]:

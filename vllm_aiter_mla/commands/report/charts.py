@@ -77,7 +77,7 @@ def strips(
                 drawn.setdefault(word, bar)
             axes.text(parts[0][0], row - 0.25, name, va="bottom")
         axes.set(xlabel=unit, yticks=(), ylim=(len(rows) - 0.6, -0.8))
-        if drawn.keys() - rows.keys():
+        if drawn.keys() - rows.keys():  # a word that is the name of a strip needs no legend
             axes.figure.legend(
                 drawn.values(), drawn, loc="outside upper left", ncols=1 + 2 * (max(map(len, drawn)) < 14)
             )

@@ -13,7 +13,7 @@ from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import OVERFLOW, REMEDIES
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.check.steps import ran_on_the_card
-from vllm_aiter_mla.commands.check.timing import STAND_IN, Measurement
+from vllm_aiter_mla.commands.check.timing.record import STAND_IN, Measurement
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.commands.report import charts
 from vllm_aiter_mla.commands.report.blocks import NO_CARD, NOTHING_RAN, ON_CPU, ON_EMULATOR, Glance, Page
@@ -46,8 +46,7 @@ def check(page: Page, run: CheckRun) -> Glance:
     Raises:
         ValueError: the run contradicts itself, or a record in it is of another version.
     """
-    if why := _contradiction(run):
-        raise ValueError(why)
+    _check_that_it_agrees(run)
     shown = [(show, record) for step in run.steps for show, record in _records(step)]
     records = [record for _, record in shown]
     is_emulated = any(isinstance(record, Verification) and record.emulated for record in records)
@@ -64,14 +63,13 @@ def check(page: Page, run: CheckRun) -> Glance:
     return _glance(run, records, passed)
 
 
-def _contradiction(run: CheckRun) -> str:
-    """Return where a run says what no run of ours does, or "": it must not look as if everything had passed."""
+def _check_that_it_agrees(run: CheckRun) -> None:
+    """Raise ValueError where a run says what no run of ours does: it must not look as if everything had passed."""
     amiss = [f"{step.name} {step.status}" for step in run.steps if step.status not in ("passed", "warning", "skipped")]
     if run.exit == 0 and (amiss or not run.steps):
-        return f"exit status 0, and {', '.join(amiss) or 'no step'}"
+        raise ValueError(f"exit status 0, and {', '.join(amiss) or 'no step'}")
     if run.on_a_card is None and ran_on_the_card(run.steps):
-        return "on_a_card is null, and a step ran that can run on a card"
-    return ""
+        raise ValueError("on_a_card is null, and a step ran that can run on a card")
 
 
 def _kind(step: Step) -> str:
@@ -117,9 +115,9 @@ def _outcome(run: CheckRun, plans: Sequence[Plan], passed: str) -> tuple[str, st
 
 def _promise(plans: Sequence[Plan]) -> str:
     """Return what plans alone mean."""
-    if any(made.outcome == "unknown" for made in plans):
+    if any(record.outcome == "unknown" for record in plans):
         return "nothing was run, and vLLM could not say whether layers would engage"
-    layers = ", ".join(f"{made.layers.engaged}/{made.layers.mla} at TP {made.options.tp}" for made in plans)
+    layers = ", ".join(f"{record.layers.engaged}/{record.layers.mla} at TP {record.options.tp}" for record in plans)
     return f"nothing was run: by vLLM's own config these MLA layers would engage: {layers}"
 
 
@@ -138,7 +136,7 @@ def _glance(run: CheckRun, records: Sequence[Any], passed: str) -> Glance:
     versions = {head: here[name] for name, head in (("torch", "torch"), ("rocm", "ROCm")) if name in here}
     versions |= {head: used[name] for name, head in VERSIONS.items() if used.get(name)}
     left = [f"{step.name}: {step.detail}" for step in run.steps if step.status in ("skipped", "unknown")]
-    reasons = (reason for made in plans for reason in made.reasons)
+    reasons = (reason for record in plans for reason in record.reasons)
     left += [f"{reason.code}: {reason.message} -> {REMEDIES.get(reason.code, '')}" for reason in reasons]
     left += [f"{backend}: {why}" for record in verifications for backend, why in record.missing.items()]
     card = "emulated: " * (passed == ON_EMULATOR) + card

@@ -58,7 +58,11 @@ def _shown(value: Any) -> Any:
 
 
 def _records(paths: Sequence[Path]) -> Iterator[tuple[Path, str, Any]]:
-    """Yield each file, its name on the page, and its record; raise ValueError for one of another kind or version."""
+    """Yield each file, its name on the page, and its record.
+
+    Raises:
+        ValueError: a file is of another kind or version.
+    """
     names = Counter[str]()
     for path, name, schema, data in _files(paths):
         if schema not in READERS:

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_aiter_mla.commands.check.timing.record import STAND_IN
 from vllm_aiter_mla.kernels import formats
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
@@ -83,7 +84,7 @@ class StandInBackend(KernelBackend):
         formats: of weights; AITER's GEMMs for others than plain ones must be there.
     """
 
-    name = "vllm-stand-in"
+    name = STAND_IN
 
     def __init__(self, formats: tuple[str, ...] = ("plain",)) -> None:
         self._formats = formats

@@ -14,10 +14,10 @@ from pathlib import Path
 
 SOURCES = ("engine/arg_utils.py", "entrypoints/**/cli_args.py")
 OPPOSITES = (("--no-", "--"), ("--disable-", "--enable-"), ("--enable-", "--disable-"))
-"""How vLLM's parser turns a switch round; the last two from 0.33 on."""
+"""Prefixes by which vLLM's parser makes the opposite of a switch; the last two from 0.33 on."""
 OFF = ("--no-", "--disable-")
 SIMILAR = 0.75
-"""Of two names, as difflib counts it: an option that is like no other is left to vLLM's parser."""
+"""Least likeness of two names, as difflib counts it. An option that is like no other is left to vLLM's parser."""
 DROP = "vLLM no longer has it, drop it"
 GONE = {
     "--disable-log-requests": "vLLM no longer logs requests by default, drop it",
@@ -45,7 +45,7 @@ GONE = {
          "--disable-frontend-multiprocessing", "--quantization-param-path", "--enable-lora-bias"), DROP,
     ),
 }  # fmt: skip
-"""Options of earlier releases, in scripts that are still passed on. A release that has one takes it."""
+"""Options of earlier releases, which scripts still have. A release that has one of them takes it."""
 GONE_FIELDS = {
     "full_cuda_graph": "cudagraph_mode", "use_cudagraph": "cudagraph_mode", "level": "mode", "use_inductor": "mode",
     "enable_fusion": "fuse_norm_quant", "enable_attn_fusion": "fuse_attn_quant", "enable_noop": "eliminate_noops",
@@ -63,7 +63,7 @@ GONE_VARIABLES = {
 """Variables of earlier releases."""
 SIMILAR_VARIABLE = 0.85
 TURNED_BY_DISABLE = (0, 33)
-"""The release from which ``--disable-X`` turns ``--enable-X`` round."""
+"""The release from which ``--disable-X`` is the opposite of ``--enable-X``."""
 
 
 def check(words: Sequence[str], own: Iterable[str] = ()) -> None:
@@ -73,35 +73,35 @@ def check(words: Sequence[str], own: Iterable[str] = ()) -> None:
         ValueError: an option is neither vLLM's nor the command's, and is one of ``GONE`` or looks like one that there
             is; names both.
     """
-    asked = [word for word in (words[: words.index("--")] if "--" in words else words) if word.startswith("--")]
-    if not asked:
+    before_end = words[: words.index("--")] if "--" in words else words
+    long_options = [word for word in before_end if word.startswith("--")]
+    if not long_options:
         return
     known = {*names(), *own}
-    for word in asked:
-        given = word.partition("=")[0].partition(".")[0].replace("_", "-")
-        if not re.match(r"--[a-z]", given) or any(name.startswith(given) for name in known):
-            continue
-        turned = any(given.startswith(to) and of + given.removeprefix(to) in known for to, of in OPPOSITES)
+    for word in long_options:
         typed = word.partition("=")[0]
-        if names() and given in GONE and not (turned and _release() >= TURNED_BY_DISABLE):
-            raise ValueError(f"{typed}: no such option: {GONE[given]}")
-        if turned:
+        option = typed.partition(".")[0].replace("_", "-")
+        if not re.match(r"--[a-z]", option) or any(name.startswith(option) for name in known):
             continue
-        if similar := get_close_matches(given, sorted(_of_its_sense(given, known)), 1, SIMILAR):
+        is_opposite = any(option.startswith(to) and of + option.removeprefix(to) in known for to, of in OPPOSITES)
+        if names() and option in GONE and not (is_opposite and _release() >= TURNED_BY_DISABLE):
+            raise ValueError(f"{typed}: no such option: {GONE[option]}")
+        if is_opposite:
+            continue
+        if similar := get_close_matches(option, sorted(_of_the_same_kind(option, known)), 1, SIMILAR):
             raise ValueError(f"{typed}: no such option; did you mean {similar[0]}?")
 
 
-def _of_its_sense(given: str, known: Iterable[str]) -> set[str]:
-    """Return the options that switch something off if ``given`` does, and else the others."""
-    turned = {to + name.removeprefix(of) for name in known for to, of in OPPOSITES if name.startswith(of)}
-    return {name for name in {*known, *turned} - GONE.keys() if name.startswith(OFF) == given.startswith(OFF)}
+def _of_the_same_kind(option: str, known: Iterable[str]) -> set[str]:
+    """Return the options that switch something off if ``option`` does, and else the others."""
+    opposites = {to + name.removeprefix(of) for name in known for to, of in OPPOSITES if name.startswith(of)}
+    return {name for name in {*known, *opposites} - GONE.keys() if name.startswith(OFF) == option.startswith(OFF)}
 
 
 @cache
 def names() -> frozenset[str]:
-    """Return more names than vLLM has: each literal that begins with a dash, and each field of a class, as an option.
-
-    None where vLLM is not installed.
+    """Return the names of vLLM's options, and some more: each literal of its sources that begins with a dash, and
+    each field of a class. The set is empty where vLLM is not installed.
     """
     root, names = _sources(), set[str]()
     if root is None:
@@ -114,9 +114,9 @@ def names() -> frozenset[str]:
 
 
 def _sources() -> Path | None:
-    """Return the folder of the installed vLLM, without importing it."""
-    found = find_spec("vllm")
-    return Path(found.origin).parent if found is not None and found.origin is not None else None
+    """Return the folder of the installed vLLM, without importing it; None if it is not installed."""
+    spec = find_spec("vllm")
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
 
 
 def _release() -> tuple[int, ...]:
@@ -129,7 +129,7 @@ def _release() -> tuple[int, ...]:
     return tuple(map(int, version.groups())) if version else (2**9,)
 
 
-def renamed(said: str) -> str:
-    """Return what replaces the fields of an earlier release that pydantic does not know, as an end of its message."""
-    fields = re.findall(r"(\w+):? (?:Unexpected keyword argument|Extra inputs are not permitted)", said)
+def renamed_fields(message: str) -> str:
+    """Return an end for a message of pydantic's: what replaces the fields of an earlier release that it refuses."""
+    fields = re.findall(r"(\w+):? (?:Unexpected keyword argument|Extra inputs are not permitted)", message)
     return "".join(f"; {field} is now {GONE_FIELDS[field]}" for field in fields if field in GONE_FIELDS)

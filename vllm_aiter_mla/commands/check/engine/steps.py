@@ -1,26 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps ``engine``, ``prefill``, ``decode`` and ``launches``: vLLM's engine with the flag off and on, compared.
-
-``engine`` runs both sides, and the others look at what these answered.
-"""
+"""The step ``engine`` runs both sides; ``prefill``, ``decode`` and ``launches`` look at what these answered."""
 
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import VLLM_FASTER
-from vllm_aiter_mla.commands.check import distance, engine
+from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check.context import NO_GPU, Context
-from vllm_aiter_mla.commands.check.engine import EngineAnswer, Side
+from vllm_aiter_mla.commands.check.engine import distance
+from vllm_aiter_mla.commands.check.engine.record import PREFILLS, SIDES, EngineAnswer, Side
 from vllm_aiter_mla.commands.check.record import Step
 from vllm_aiter_mla.commands.plan.issues import has_fp8_cache
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.kernels import formulas
+from vllm_aiter_mla.status import status_files
 from vllm_aiter_mla.status.line import status_line
 from vllm_aiter_mla.status.record import add_silent
+
+if TYPE_CHECKING:
+    from vllm_aiter_mla.commands.check.engine.child import EngineOptions
 
 RANDOM_LAYERS = 4
 RANDOM_ARGUMENTS = ("--max-model-len", "512")
@@ -37,17 +43,19 @@ def compare_engines(context: Context) -> Step:
     if not context.options.on_a_card:
         return Step("skipped", NO_GPU)
     assert context.plan is not None, "there is a shape"
-    if too_few := _too_few_gpus(context.plan):
+    if (too_few := _why_too_few_gpus(context.plan)) is not None:
         return Step("skipped", too_few)
-    with engines(context, context.options.environment()) as run:
+    with engines(context, context.options.environment()) as run_side:
         # A GPU holds one engine at a time. What is new is the first to fail.
-        context.answers = {side: run(side) for side in reversed(engine.SIDES)}
-    return judge(context)
+        context.answers = {side: run_side(side) for side in reversed(SIDES)}
+    return compare_tokens(context)
 
 
 @contextmanager
 def engines(context: Context, environment: Mapping[str, str]) -> Iterator[Callable[[Side], EngineAnswer]]:
     """Give what runs one side over the model: its checkpoint, or a few layers of random weights."""
+    from vllm_aiter_mla.commands.check.engine.child import EngineOptions
+
     options, plan = context.options, context.plan
     assert plan is not None, "there is a shape"
     assert options.source is not None, "there is a model"
@@ -56,11 +64,46 @@ def engines(context: Context, environment: Mapping[str, str]) -> Iterator[Callab
     arguments = (*options.arguments, *(() if options.checkpoint else RANDOM_ARGUMENTS))
     with options.source.folder() as folder:
 
-        def run(side: Side) -> EngineAnswer:
+        def run_side(side: Side) -> EngineAnswer:
             context.progress.doing(f"vLLM's engine, flag {side}")  # each takes a minute or more
-            return engine.run(folder, arguments, side, environment, random_layers, plan.limit)
+            return run_engine(EngineOptions(str(folder), arguments, side, random_layers, plan.limit), environment)
 
-        yield run
+        yield run_side
+
+
+def run_engine(options: EngineOptions, environment: Mapping[str, str]) -> EngineAnswer:
+    """Run one engine in a process of its own, which has these environment variables; return its answer.
+
+    Raises:
+        EndedError: the engine's process ended without an answer.
+        RuntimeError: a status file cannot be read.
+    """
+    from vllm_aiter_mla.commands.check.engine import child
+
+    with tempfile.TemporaryDirectory(prefix="aiter-mla-check-") as work:
+        # A status file of another server must not be taken for this one's, and no graph of a broken run be kept.
+        cache = Path(work)
+        _share_model_notes(cache, environment)
+        variables = {**environment, "VLLM_CACHE_ROOT": str(cache), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        variables.pop(status_files.RUN, None)
+        try:
+            answer = process.call(child.drive_engine, options, environment=variables)
+        except process.EndedError as error:
+            who = f"vLLM's engine with the flag {options.side}"
+            raise process.EndedError(error.how, *error.lines, who=who) from error
+        unreadable = list[str]()
+        ranks = status_files.read_all(cache / "aiter_mla", "*", unreadable.append)
+    if unreadable:
+        raise RuntimeError("; ".join(unreadable))
+    return replace(answer, ranks=tuple(ranks))
+
+
+def _share_model_notes(cache: Path, environment: Mapping[str, str]) -> None:
+    """Let an engine find vLLM's notes on model classes: without them it spends ten seconds on inspecting one."""
+    notes = files.cache_folder(environment).with_name("modelinfos")
+    with suppress(OSError):  # a home that takes no file: the engine inspects for itself
+        notes.mkdir(parents=True, exist_ok=True)
+        (cache / notes.name).symlink_to(notes.resolve(), target_is_directory=True)
 
 
 def cards_of(plan: Plan) -> int:
@@ -68,34 +111,33 @@ def cards_of(plan: Plan) -> int:
     return math.prod(getattr(plan.options, size) for size in ("tp", "pp", "pcp"))
 
 
-def _too_few_gpus(plan: Plan) -> str:
-    """Return why this machine cannot hold one engine of the plan, or ""."""
+def _why_too_few_gpus(plan: Plan) -> str | None:
+    """Return why this machine cannot hold one engine of the plan, or None."""
     from vllm_aiter_mla.kernels.device import card
 
     needed, here = cards_of(plan), card().count()
-    return f"one engine needs {needed} GPUs; this machine has {here}" if here < needed else ""
+    return f"one engine needs {needed} GPUs; this machine has {here}" if here < needed else None
 
 
-def judge(context: Context) -> Step:
+def compare_tokens(context: Context) -> Step:
     """Compare the tokens with the flag off and on, and look at which layers engaged."""
     plan = context.plan
     assert plan is not None, "there is a shape"
-    off, on = (context.answers[side] for side in engine.SIDES)
-    figures = {name: distance.figures(requests, on.generated[name]) for name, requests in off.generated.items()}
-    lines = [f"{name}: {_shown(of_scenario)}" for name, of_scenario in figures.items()]
+    off, on = (context.answers[side] for side in SIDES)
+    by_scenario = {name: distance.figures(requests, on.generated[name]) for name, requests in off.generated.items()}
+    lines = [f"{name}: {_in_words(figures)}" for name, figures in by_scenario.items()]
     if on.left_out:
         lines.append(f"left out of these engines, which serve nobody: {', '.join(on.left_out)}")
     lines += map(status_line, on.ranks)
-    data = {"distances": {name: of_scenario.as_dict() for name, of_scenario in figures.items()}}
-    noise = distance.decode_against_prefill(off) if has_fp8_cache(plan) else 0.0
-    apart = [name for name, of_scenario in figures.items() if not distance.explained(of_scenario, noise)]
-    wrong = _why_not_engaged(on) or (f"off and on are apart in {', '.join(apart)}" if apart else "")
-    if wrong and plan.known_issues:
-        names = ", ".join(issue.id for issue in plan.known_issues)
-        wrong += f"; known faults outside the plugin may be the cause: {names}"
-    if wrong:
+    data = {"distances": {name: figures.as_dict() for name, figures in by_scenario.items()}}
+    if (wrong := _why_not_engaged(on) or _why_apart(by_scenario, off, plan)) is not None:
+        if plan.known_issues:
+            names = ", ".join(issue.id for issue in plan.known_issues)
+            wrong += f"; known faults outside the plugin may be the cause: {names}"
         return Step("failed", wrong, tuple(lines), data)
-    equal, tokens = (sum(getattr(each, name) for each in figures.values()) for name in ("tokens_equal", "tokens"))
+    equal, tokens = (
+        sum(getattr(figures, name) for figures in by_scenario.values()) for name in ("tokens_equal", "tokens")
+    )
     detail = f"{equal} of {tokens} tokens are equal, flag off and on"
     if not any(rank.engaged for rank in on.ranks):
         return Step("no gain", f"{detail}; vLLM's own kernels were the fastest for every layer", tuple(lines), data)
@@ -104,8 +146,15 @@ def judge(context: Context) -> Step:
     return Step("passed", f"{detail}; every MLA layer engaged{but}", tuple(lines), data)
 
 
-def _why_not_engaged(on: EngineAnswer) -> str:
-    """Return why not every layer of every rank runs the fast path or is faster with vLLM's own kernels, or ""."""
+def _why_apart(by_scenario: Mapping[str, distance.Figures], off: EngineAnswer, plan: Plan) -> str | None:
+    """Return in which scenarios the tokens are further apart than rounding explains, or None."""
+    noise = distance.decode_against_prefill(off) if has_fp8_cache(plan) else 0.0
+    apart = [name for name, figures in by_scenario.items() if not distance.is_explained(figures, noise)]
+    return f"off and on are apart in {', '.join(apart)}" if apart else None
+
+
+def _why_not_engaged(on: EngineAnswer) -> str | None:
+    """Return why not every layer of every rank runs the fast path or is faster with vLLM's own kernels, or None."""
     explained = [
         len(rank.engaged) + sum(code == VLLM_FASTER for code, _ in rank.skipped.values()) == rank.total > 0
         for rank in on.ranks
@@ -113,10 +162,10 @@ def _why_not_engaged(on: EngineAnswer) -> str:
     if not explained or not all(explained):
         return "not every MLA layer engaged"
     silent = add_silent(on.ranks).count(None)
-    return f"{silent} of {silent + len(on.ranks)} ranks wrote no status" if silent else ""
+    return f"{silent} of {silent + len(on.ranks)} ranks wrote no status" if silent else None
 
 
-def _shown(figures: distance.Figures) -> str:
+def _in_words(figures: distance.Figures) -> str:
     """Return one scenario's figures in one line."""
     return (
         f"{figures.tokens_equal} of {figures.tokens} tokens equal, top-1 {figures.top1_agreement:.1%}, "
@@ -131,13 +180,13 @@ def compare_prefill_rows(context: Context) -> Step:
     """
     if not context.answers:
         return Step("skipped", DID_NOT_RUN)
-    by_kind = {name: distance.prefill_rows(context.answers, name) for name in engine.PREFILLS}
+    by_kind = {name: distance.prefill_rows(context.answers, name) for name in PREFILLS}
     compared = {name: rows for name, rows in by_kind.items() if rows is not None}
     if not compared:
         return Step("skipped", "no such step fits")
     lines = tuple(f"{name}: {rows.shown()}" for name, rows in compared.items())
     data = {name: asdict(rows) for name, rows in compared.items()}
-    if apart := [name for name, rows in compared.items() if not rows.explained]:
+    if apart := [name for name, rows in compared.items() if not rows.is_explained]:
         return Step("failed", f"one rounding of RoPE does not explain what differs: {', '.join(apart)}", lines, data)
     slower = [f"{name} ({rows.ratio:.3f})" for name, rows in compared.items() if rows.ratio > distance.SLOWER]
     if slower and context.options.on_a_card:  # a CPU's times say nothing about a card
@@ -153,7 +202,7 @@ def compare_decode_with_prefill(context: Context) -> Step:
     """
     if not context.answers:
         return Step("skipped", DID_NOT_RUN)
-    means = {side: distance.decode_against_prefill(context.answers[side]) for side in engine.SIDES}
+    means = {side: distance.decode_against_prefill(context.answers[side]) for side in SIDES}
     detail = ", ".join(f"{side}: {mean:.2g}" for side, mean in means.items()) + " on average"
     wrong = [side for side, mean in means.items() if not mean <= distance.DECODE_AGAINST_PREFILL]
     if not wrong:
@@ -168,7 +217,7 @@ def compare_launches(context: Context) -> Step:
         return Step("skipped", NO_GPU)
     if not context.answers:
         return Step("skipped", DID_NOT_RUN)
-    counts = {side: context.answers[side].launches for side in engine.SIDES}
+    counts = {side: context.answers[side].launches for side in SIDES}
     if 0 in counts.values():
         return Step("failed", "torch's profiler saw no kernel", data=counts)
     planned, saved = _planned_savings(context), counts["off"] - counts["on"]
@@ -197,7 +246,9 @@ def _planned_savings(context: Context) -> int:
 
 def _counted_tokens(plan: Plan) -> int:
     """Return the tokens of the step whose kernels are counted: a captured size, where one holds its rows."""
-    requests = min(len(engine.SCENARIOS["concurrent"]), plan.options.max_num_seqs)
+    from vllm_aiter_mla.commands.check.engine.child import SCENARIOS
+
+    requests = min(len(SCENARIOS["concurrent"]), plan.options.max_num_seqs)
     rows = requests * (1 + (plan.options.num_drafts or 0))
     captures = plan.captures
     sizes = (*captures.full, *captures.inside, *captures.outside)  # full graphs first, as vLLM replays them

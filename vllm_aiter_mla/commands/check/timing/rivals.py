@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from vllm_aiter_mla.commands.check.timing.record import DECODE_TILE, ONE_LAUNCH, STAND_IN
 from vllm_aiter_mla.kernels import formats
 from vllm_aiter_mla.kernels.absorb import FP8_GROUP
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
@@ -48,38 +49,64 @@ def load() -> Ops:
         raise AiterUnavailableError(f"{MODULE}: {type(error).__name__}: {error}") from error
 
 
-def checked(platform: Platform, shape: LayerShape, most: int, vllm_is_here: bool) -> dict[str, KernelBackend | str]:
-    """Return the rivals by name, each checked with up to ``most`` rows, or why it is not timed on this shape."""
-    tile, one_launch = "aiter-decode-tile", "aiter-one-launch"
-    if platform.arch not in ARCHITECTURES:
-        stand_in = {} if vllm_is_here else {"vllm-stand-in": _stand_in(shape, most)}
-        return {**stand_in, **dict.fromkeys((tile, one_launch), "it is for gfx942 and gfx950")}
-    # The single launch scales no query and clamps no overflow, so it is checked in 16 bits.
-    plain = replace(shape, out_dtype=shape.act, cache_dtype=shape.act)
-    backends: dict[str, KernelBackend | str] = {}
-    for name, make, its_shape, rows in (
-        (tile, lambda scaled: DecodeTileBackend(platform), shape, min(most, MOST_ROWS)),
-        (one_launch, lambda scaled: OneLaunchBackend(platform, unit_scale=not scaled), plain, most),
-    ):
+class NotTimedError(RuntimeError):
+    """A rival cannot be timed on a shape; the message says why."""
+
+
+def checked(
+    platform: Platform, shape: LayerShape, most: int, vllm_is_here: bool
+) -> tuple[dict[str, KernelBackend], dict[str, str]]:
+    """Check the rivals of this card with up to ``most`` rows.
+
+    Returns:
+        The rivals that can be timed on this shape, and why the others cannot, by name.
+    """
+    able, untimed = dict[str, KernelBackend](), dict[str, str]()
+    makers: dict[str, Callable[[], KernelBackend]] = {}
+    if platform.arch in ARCHITECTURES:
+        makers[DECODE_TILE] = lambda: _decode_tile_backend(platform, shape, most)
+        makers[ONE_LAUNCH] = lambda: _one_launch_backend(platform, shape, most)
+    else:
+        untimed |= dict.fromkeys((DECODE_TILE, ONE_LAUNCH), f"it is for {' and '.join(ARCHITECTURES)}")
+        if not vllm_is_here:
+            makers[STAND_IN] = lambda: _stand_in_backend(shape, most)
+    for name, make in makers.items():
         try:
-            result = checks.self_check(name, make(scaled=True), its_shape, (), rows)
-            backends[name] = make(scaled=False) if result.ok else result.message
-        except AiterUnavailableError as error:
-            backends[name] = str(error)
-    return backends
+            able[name] = make()
+        except (AiterUnavailableError, NotTimedError) as error:
+            untimed[name] = str(error)
+    return able, untimed
 
 
-def _stand_in(shape: LayerShape, most: int) -> KernelBackend | str:
-    """Return what takes the place of vLLM's kernels, or why it is not timed."""
+def _check(backend: KernelBackend, shape: LayerShape, rows: int) -> None:
+    """Raise NotTimedError if a rival differs from the reference."""
+    result = checks.self_check(backend.name, backend, shape, (), rows)
+    if not result.ok:
+        raise NotTimedError(result.message)
+
+
+def _decode_tile_backend(platform: Platform, shape: LayerShape, most: int) -> KernelBackend:
+    backend = DecodeTileBackend(platform)
+    _check(backend, shape, min(most, MOST_ROWS))
+    return backend
+
+
+def _one_launch_backend(platform: Platform, shape: LayerShape, most: int) -> KernelBackend:
+    # The single launch scales no query and clamps no overflow, so it is checked in 16 bits.
+    _check(OneLaunchBackend(platform), replace(shape, out_dtype=shape.act, cache_dtype=shape.act), most)
+    return OneLaunchBackend(platform, unit_scale=True)
+
+
+def _stand_in_backend(shape: LayerShape, most: int) -> KernelBackend:
     try:
-        from vllm_aiter_mla.commands.check.stand_in import StandInBackend
+        from vllm_aiter_mla.commands.check.timing.stand_in import StandInBackend
     except ImportError as error:  # no Triton
-        return str(error)
+        raise NotTimedError(str(error)) from error
     backend = StandInBackend()
     if (why := backend.refuse(meta_inputs(shape))) is not None:
-        return why
-    result = checks.self_check(backend.name, backend, shape, (), most)
-    return backend if result.ok else result.message
+        raise NotTimedError(why)
+    _check(backend, shape, most)
+    return backend
 
 
 class DecodeTileBackend(AiterBackend):
@@ -99,7 +126,7 @@ class DecodeTileBackend(AiterBackend):
 
     def __init__(self, platform: Platform, units: int = 0, op: Op | None = None) -> None:
         super().__init__(platform, op)
-        self.name = "aiter-decode-tile"
+        self.name = DECODE_TILE
         self._units = units or card().units()
 
     def bind(self, inputs: DecodeInputs) -> Binding | str:
@@ -140,7 +167,7 @@ class OneLaunchBackend(KernelBackend):
         AiterUnavailableError: no ``ops`` were given and AITER has none.
     """
 
-    name = "aiter-one-launch"
+    name = ONE_LAUNCH
     bounds = OWN_BMM
 
     def __init__(self, platform: Platform, ops: Ops | None = None, unit_scale: bool = False) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_aiter_mla.commands.check.engine import SIDES, EngineAnswer, Side
+from vllm_aiter_mla.commands.check.engine.record import SIDES, EngineAnswer, Side
 
 if TYPE_CHECKING:
     from vllm_aiter_mla.commands.compat.engine import TokenLogprobs
@@ -59,26 +59,26 @@ class Figures:
 
 def figures(base: Sequence[Sequence[TokenLogprobs]], other: Sequence[Sequence[TokenLogprobs]]) -> Figures:
     """Compare the requests of one scenario with those of the baseline."""
-    made = Figures()
+    result = Figures()
     for base_tokens, other_tokens in zip(base, other, strict=True):
         total, entries = 0.0, 0
-        made.tokens += len(base_tokens)
+        result.tokens += len(base_tokens)
         for (base_token, base_probs), (other_token, probs) in zip(base_tokens, other_tokens, strict=True):
             common = base_probs.keys() & probs.keys()
             differences = [distance(base_probs[token], probs[token]) for token in common] or [math.inf]
-            made.compared += 1
-            made.max_abs_dlogprob = max([made.max_abs_dlogprob, *differences])
+            result.compared += 1
+            result.max_abs_dlogprob = max([result.max_abs_dlogprob, *differences])
             total, entries = total + sum(differences), entries + len(differences)
             if base_token != other_token:
                 break  # from here on the two runs answer different questions
-            made.agreed += 1
-            made.tokens_equal += 1
-        made.mean_abs_dlogprob = max(made.mean_abs_dlogprob, total / entries if entries else 0.0)
-    return made
+            result.agreed += 1
+            result.tokens_equal += 1
+        result.mean_abs_dlogprob = max(result.mean_abs_dlogprob, total / entries if entries else 0.0)
+    return result
 
 
-def explained(figures: Figures, noise: float = 0.0) -> bool:
-    """Return whether rounding explains what is apart.
+def is_explained(figures: Figures, noise: float = 0.0) -> bool:
+    """Return whether rounding explains how far apart the two runs are.
 
     Over an fp8 cache another kernel's rounding before the cast moves a value by a step of fp8. There each request's
     mean difference must stay below ``noise``: what the cast does to vLLM's own decode, see ``decode_against_prefill``.
@@ -117,7 +117,7 @@ class PrefillRows:
     on_ms: float
 
     @property
-    def explained(self) -> bool:
+    def is_explained(self) -> bool:
         """Return whether one rounding of q_pe and k_pe, or vLLM's own noise, explains what differs."""
         unequal, noise = self.prompts - self.equal, self.prompts - self.repeated
         return unequal <= MOST_UNEQUAL * self.prompts + noise and self.max_abs_dlogprob <= MAX_DLOGPROB

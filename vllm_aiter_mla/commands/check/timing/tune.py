@@ -2,16 +2,15 @@
 """The step ``timing`` with ``--tune``: time the tiles of the Triton kernel, and keep the fastest for its starts."""
 
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
-from typing import Any
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import process
+from vllm_aiter_mla.commands.check.timing.child import Request
 from vllm_aiter_mla.commands.compat.offline import load_plugins
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.kernels import stopwatch
@@ -26,56 +25,62 @@ LIMIT = 1024
 """Up to how many tokens tiles are timed, unless the user names the counts."""
 
 
-def tune(asked: Mapping[str, Any]) -> tuple[tuning.TunedTiles, str]:
-    """Tune what ``timing`` asks for, as it names it; see ``tune_shapes``."""
-    from vllm_aiter_mla.commands.check.timing import shape_of
-
-    given = dict(asked)
-    tokens, heads, kinds, weights = (given.pop(name) for name in ("tokens", "heads", "kinds", "weights"))
-    return tune_shapes(tokens, (shape_of(count, kind, weights, **given) for kind, count in product(kinds, heads)))
-
-
-def tune_shapes(tokens: Sequence[int], shapes: Iterable[LayerShape]) -> tuple[tuning.TunedTiles, str]:
-    """Tune each shape, keep its tiles at once and tell a line for each range; return the record and what is wrong.
+def tune(request: Request) -> tuple[tuning.TunedTiles, str | None]:
+    """Tune the tiles for each layer, keep them at once and tell a line for each range of tokens.
 
     A shape that raises ends the run. What was tuned before is kept, next to what earlier runs have tuned. Without
-    ``tokens`` powers of two are timed.
+    ``request.tokens`` powers of two are timed.
+
+    Returns:
+        The record, and what is wrong; None if every tile is right.
 
     Raises:
         OSError: the file cannot be kept.
     """
     load_plugins()  # as in a server: they may bring the platform
-    machine, counts = stopwatch.machine(), sorted(set(tokens or stopwatch.token_counts(LIMIT)))
+    machine, counts = stopwatch.machine(), sorted(set(request.tokens or stopwatch.token_counts(LIMIT)))
     record = tuning.TunedTiles(machine["card"], machine["triton"], {}, {})
-    wrong, stopped = list[str](), ""
+    wrong, stopped = list[str](), None
     with compat_config.as_current():
-        for shape in shapes:
-            key, base = tuning.key_of(meta_inputs(shape)), partial(default, heads=shape.heads)
+        for layer in request.layers():
+            shape = request.shape(*layer)
+            key, tile_of_table = tuning.key_of(meta_inputs(shape)), partial(default, heads=shape.heads)
             try:
                 rounds = timed(shape, key, counts, wrong)
             except Exception as error:  # out of memory for a large size, or Triton is absent
-                stopped = f"{key}: {type(error).__name__}: {error}"
+                stopped = f"stopped: {key}: {type(error).__name__}: {error}"
                 break
             # Below the smallest count the table may have tiles that were not compared: these stay.
-            borders = [tokens for tokens in range(1, counts[0]) if base(tokens) != base(tokens + 1)]
-            points: stopwatch.Rounds = {**{tokens: {} for tokens in borders}, **rounds}
-            us, ranges = stopwatch.medians(rounds), decision.ranges(points, [*tiles.allowed(card().arch)], base)
+            borders = [count for count in range(1, counts[0]) if tile_of_table(count) != tile_of_table(count + 1)]
+            points: stopwatch.Rounds = {**{count: {} for count in borders}, **rounds}
+            us, ranges = (
+                stopwatch.medians(rounds),
+                decision.ranges(points, [*tiles.allowed(card().arch)], tile_of_table),
+            )
             path = keep(replace(record, chosen={key: ranges}, us={key: us}))
             if not record.chosen:
                 process.tell(f"kept in {path}; the next start checks these tiles and names them in its status line")
             record = replace(record, chosen=record.chosen | {key: ranges}, us=record.us | {key: us})
-            process.tell(f"{key}:")
-            for first, last, label in ranges:
-                if last not in us:
-                    process.tell(f"  {first}..{last} tokens  {label}: not timed, the table's")
-                    continue
-                table = base(last)
-                beaten = f"; the table's {table} {us[last][table]:.2f}" if label != table else ", the table's"
-                process.tell(f"  {first}..{last} tokens  {label}: {us[last][label]:.2f} us{beaten}")
+            for line in _lines(key, ranges, us, tile_of_table):
+                process.tell(line)
             card().give_back()
     for why in wrong:
         process.tell(f"WRONG, not timed: {why}")
-    return record, f"stopped: {stopped}" if stopped else "a tile is wrong" if wrong else ""
+    return record, stopped or ("a tile is wrong" if wrong else None)
+
+
+def _lines(
+    key: str, ranges: stopwatch.Ranges, us: Mapping[int, Mapping[str, float]], tile_of_table: Callable[[int], str]
+) -> Iterator[str]:
+    """Yield a line for each range of tokens: the tile that was chosen, its time, and that of the table's tile."""
+    yield f"{key}:"
+    for first, last, label in ranges:
+        if last not in us:
+            yield f"  {first}..{last} tokens  {label}: not timed, the table's"
+            continue
+        table = tile_of_table(last)
+        beaten = f"; the table's {table} {us[last][table]:.2f}" if label != table else ", the table's"
+        yield f"  {first}..{last} tokens  {label}: {us[last][label]:.2f} us{beaten}"
 
 
 def default(tokens: int, heads: int) -> str:

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of the step ``timing`` as a table, and what the table cannot say."""
+
+from rich.console import Console
+from rich.table import Table
+
+from vllm_aiter_mla.admission import OVERFLOW
+from vllm_aiter_mla.commands.check.timing.record import STAND_IN, Measurement
+
+
+def show(record: Measurement, console: Console) -> None:
+    """Print the table, and why kernels were not timed."""
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    rows, wrong = record.rows, record.wrong
+    names = list(dict.fromkeys(name for row in rows for name in row.us))
+    title = "; ".join(filter(None, (", ".join(record.machine.values()), f"{record.weights} weights")))
+    rival = "stand-in" if STAND_IN in names else "rival"
+    table = Table("T", "N", "type", *(f"{name}, us" for name in names), f"{rival} / ours", title=title)
+    for row in rows:
+        us = [f"{row.us[name]:.2f}" if name in row.us else "-" for name in names]
+        ratio = "-" if row.ratio is None else f"{row.ratio:.2f}{' (slower)' if row.ratio < 1 else ''}"
+        table.add_row(str(row.tokens), str(row.heads), row.kind, *us, ratio)
+    console.print(table)
+    if STAND_IN in names:
+        say(f"{STAND_IN}: in the place of vLLM's kernels, which are not here: as many launches, other code")
+    for name, why in dict.fromkeys(untimed for row in rows for untimed in row.untimed.items()):
+        if name not in wrong:
+            say(f"{name}: not timed: {why}")
+    for name in dict.fromkeys(name for row in rows for name in row.left_out):
+        say(f"{name}: it {OVERFLOW}; kernel=auto leaves it out, and the last column too")
+    for name, why in wrong.items():
+        say(f"WRONG, not timed: {name}: {why}")
+    if record.stopped:
+        say(f"STOPPED: {record.stopped}")

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time the kernels in a process of its own, keep what it tells, and decide how the step ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vllm_aiter_mla.commands import process
+from vllm_aiter_mla.commands.check.context import NO_GPU, Context
+from vllm_aiter_mla.commands.check.kernels.step import planned_weights
+from vllm_aiter_mla.commands.check.options import Kind, Weights
+from vllm_aiter_mla.commands.check.record import Step
+from vllm_aiter_mla.commands.check.timing.record import MOST_TOKENS, Measurement
+from vllm_aiter_mla.commands.plan.issues import has_fp8_cache
+
+if TYPE_CHECKING:
+    from vllm_aiter_mla.commands.check.timing.child import Doing, Request
+    from vllm_aiter_mla.commands.check.timing.record import Row
+
+TOKENS, HEADS = (1, 8, 64, 256, 512), (8, 16, 128)
+"""What is timed without a model, unless options say otherwise."""
+TOKENS_OF_A_MODEL = (1, 8, 64, 256)
+"""Those below a model's decode limit, and the limit itself, are timed for the model."""
+
+
+def time_kernels(context: Context) -> Step:
+    """Time every kernel and rival on this card: of a model its layer, else DeepSeek's at several numbers of heads.
+
+    It fails if a kernel is wrong, or if nothing of ours was timed for the model. What has nothing to be compared with
+    is unknown. With ``tune`` the Triton kernel's tiles are timed, and the fastest are kept for its starts.
+    """
+    if not context.options.on_a_card:
+        return Step("skipped", NO_GPU)
+    request = _request(context)
+    if context.options.timing.tune:
+        return _tuned(context, request)
+    left_out = dict[str, str]()
+    while True:
+        try:
+            return _judged(context, _measured(context, request, left_out))
+        except EndedInCheckError as error:
+            left_out[error.kernel] = str(error)
+
+
+class EndedInCheckError(RuntimeError):
+    """The process ended in the check of ``kernel``, and is started again without that kernel."""
+
+    def __init__(self, kernel: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.kernel = kernel
+
+
+def _request(context: Context) -> Request:
+    """Return what is timed: the plan's layer where there is a plan."""
+    from vllm_aiter_mla.commands.check.timing.child import Request
+
+    options, layer, plan = context.options.timing, context.options.layer, context.plan
+    tokens: tuple[int, ...]
+    if plan is None:
+        kinds = (Kind.fp8, Kind.bf16) if options.kind is Kind.both else (options.kind,)
+        tokens, weights = TOKENS, layer.weights or Weights.bf16
+        request = Request((), layer.heads or HEADS, tuple(kind.value for kind in kinds), weights.value)
+        request = request if layer.nope is None else replace(request, nope=layer.nope)
+    else:
+        sizes, kind = plan.model.kinds[0], "fp8" if has_fp8_cache(plan) else "bf16"
+        tokens = (*(count for count in TOKENS_OF_A_MODEL if count < plan.limit), min(plan.limit, MOST_TOKENS))
+        request = Request(
+            (), (plan.heads_per_rank,), (kind,), planned_weights(plan).value, sizes.nope, sizes.rope, sizes.latent,
+            plan.model.dtype,
+        )  # fmt: skip
+    return replace(request, tokens=options.tokens or (() if options.tune else tokens))
+
+
+def _measured(context: Context, request: Request, left_out: dict[str, str]) -> Measurement:
+    """Return the record of the process, or what the process had told when it ended early.
+
+    Raises:
+        EndedInCheckError: the process ended in the check of a kernel.
+    """
+    from vllm_aiter_mla.commands.check.timing import child
+
+    record = Measurement({}, request.weights, (), dict(left_out), "")
+    doing = child.Doing(None, "its start")
+
+    def heard(told: Measurement | Row | Doing) -> None:
+        nonlocal record, doing
+        if isinstance(told, Measurement):  # what its rows share
+            record = told
+        elif isinstance(told, child.Doing):
+            doing = told
+            context.progress.doing(told.text)
+        else:
+            record = replace(record, rows=(*record.rows, told))
+            so_far = replace(record, stopped="cut off")
+            context.progress.so_far(Step("cut off", f"{len(record.rows)} sizes", data=so_far))
+
+    environment = context.options.environment()
+    try:
+        return process.call(child.time_kernels, request, left_out, environment=environment, heard=heard)
+    except process.EndedError as error:
+        sentence = error.sentence(doing.text)
+        if doing.kernel is not None and doing.kernel not in left_out:
+            raise EndedInCheckError(doing.kernel, sentence) from error
+        return replace(record, stopped=sentence)
+
+
+def _judged(context: Context, record: Measurement) -> Step:
+    """Return how the step ended; see ``time_kernels``. It also fails if a size raised."""
+    lines = tuple(
+        f"{row.tokens} tokens: " + ", ".join(f"{name} {us:.2f} us" for name, us in sorted(row.us.items()))
+        for row in record.rows
+    )
+    lines += tuple(f"{name}: {why}" for name, why in record.wrong.items())
+    ratios = [(row.tokens, row.ratio) for row in record.rows if row.ratio is not None]
+    has_ours = any(row.ours for row in record.rows)
+    if record.wrong or record.stopped or (context.plan and not has_ours):
+        return Step("failed", record.stopped or "a kernel is wrong, or none of ours was timed", lines, record)
+    if not ratios:
+        missing = "neither vLLM's kernels nor a stand-in" if has_ours else "none of ours"
+        return Step("unknown", f"nothing to compare: {missing} was timed", lines, record)
+    slower = sorted({tokens for tokens, ratio in ratios if ratio < 1})
+    which = f"vLLM or a rival is faster at {slower}" if slower else "one of ours is the fastest at each"
+    return Step("passed", f"{len(ratios)} sizes; {which}", lines, record)
+
+
+def _tuned(context: Context, request: Request) -> Step:
+    """Tune the tiles in a process of its own; the lines of the step are those that the process tells."""
+    from vllm_aiter_mla.commands.check.timing import tune
+
+    lines = list[str]()
+
+    def heard(text: str) -> None:
+        lines.append(text)
+        context.progress.doing(text)
+        context.progress.so_far(Step("cut off", "tiles of the Triton kernel", tuple(lines)))
+
+    environment = context.options.environment()
+    try:
+        record, wrong = process.call(tune.tune, request, environment=environment, heard=heard)
+    except process.EndedError as error:
+        return Step("failed", error.sentence(), (*lines, *error.lines))
+    kept = f"tiles are kept for {len(record.chosen)} shapes"
+    return Step("failed" if wrong else "passed", wrong or kept, tuple(lines), record)
