@@ -227,7 +227,7 @@ class Engine:
 
     def not_loaded(self) -> None:
         """Tell the other ranks, which wait for this rank's choice, that its model could not be loaded."""
-        _hand_over_in_background(lambda: timing.hand_over_nothing(self.config, self.settings))
+        _hand_over_in_background(lambda: timing.hand_over_failed_load(self.config, self.settings))
 
     # The model has other weights.
 
