@@ -104,6 +104,7 @@ def time_kernels(config: Any, settings: Settings, layers: Sequence[Layer], limit
         limit: the decode limit; None if this rank's kernels could not be checked.
         rank: of this worker.
     """
+    layers = [layer for layer in layers if VLLM in layer.backends.names]  # on a CPU the reference has no rival
     try:
         if not _is_asked_for(config, settings):
             return
@@ -279,10 +280,10 @@ def _run_as_agreed(shape: str, group: Sequence[Layer], figures: ShapeFigures, ch
 
 
 def _leave_untimed(layers: Sequence[Layer], groups: Mapping[str, Sequence[Layer]], troubles: Sequence[Trouble]) -> None:
-    """Tell the layers whose kernels were to be timed, and were not, that there are no figures, and why."""
+    """Tell the layers whose kernels were not timed that there are no figures, and why."""
     shape_of = {layer.name: shape for shape, group in groups.items() for layer in group}
     for layer in layers:
-        if layer.backends.settings.measures and VLLM in layer.backends.names and not layer.is_timed:
+        if not layer.is_timed:
             shapes = (None, shape_of.get(layer.name))
             why = next((str(trouble) for trouble in troubles if trouble.shape in shapes), NOT_TO_TIME)
             layer.timed(Figures(why=why))
