@@ -81,7 +81,7 @@ def self_check(
 ) -> Comparison:
     """Compare a kernel with the reference under both rotary styles, and compile what its graphs need.
 
-    A kernel that cannot be compiled or launched has failed, as one with a wrong result.
+    An error while the kernel is compiled or launched is a failure, like a wrong result.
 
     Args:
         name: of the kernel, for the message.

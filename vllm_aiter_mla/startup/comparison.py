@@ -114,7 +114,8 @@ def _compare_batch(backend: KernelBackend, inputs: DecodeInputs) -> Comparison:
     got = Prepared(backend.prepare(inputs), inputs)
     stray = stray_bytes(inputs, before)
     results = []
-    # By its source, AITER's op truncates a bf16 cache's rope part on gfx942, and overflows. Better is accepted as well.
+    # According to its source, AITER's op truncates a bf16 cache's rope part on gfx942 and turns an overflow into NaN. A
+    # build that rounds, or saturates, is accepted as well.
     for numerics in backend.numerics(inputs).accepted():
         twin = replace(inputs, kv_cache=_like(before.clone(), inputs.kv_cache))
         wanted = Prepared(reference.prepare(twin, numerics, product), twin)
@@ -130,9 +131,9 @@ def _compare(backend: KernelBackend, got: Prepared, wanted: Prepared, query_boun
     """Compare the query and the written KV rows of a call with those of the reference.
 
     Args:
-        backend: what is compared; its bounds count.
-        got: its result.
-        wanted: the reference's, on the same operands with another cache.
+        backend: the back end that is compared, whose bounds count.
+        got: the result of the back end.
+        wanted: the result of the reference on the same operands with another cache.
         query_bound: how far the un-rotated query may be off by its norm, where it holds a product; 0 where not.
         stray: bytes that changed outside the written rows.
     """

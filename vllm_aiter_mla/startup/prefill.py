@@ -43,7 +43,8 @@ def compare_rotation(kernel: Callable[..., None], shape: LayerShape) -> None:
         shape: the layer; its rotary style does not count.
 
     Raises:
-        RotationError: more than one value in a hundred differs from the rotation rounded once, or one by two steps.
+        RotationError: more than one value in a hundred differs from the rotation rounded once, or one value
+            differs by two steps.
     """
     for is_neox in PAIRINGS:
         given = synthetic_inputs(replace(shape, is_neox=is_neox))

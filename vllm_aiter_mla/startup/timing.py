@@ -35,7 +35,7 @@ VLLMS_RUN = "vLLM's own kernels run"
 NO_RIVAL = "vLLM's own kernels cannot be timed here"
 NOT_TO_TIME = "its kernels were not to be timed"
 Choice = tuple[Span, ...]
-"""What a rank runs on layers of a shape by its own figures."""
+"""The kernels that a rank has chosen for layers of one shape, by token count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ShapeFigures:
     """The figures of one layer shape on this rank, for one token count or more."""
 
     rounds: Rounds  # of this start and of earlier ones
-    key: Mapping[str, Any]  # what the figures hold for, and are kept by
+    key: Mapping[str, Any]  # what the figures hold for; see ``kept_figures.key_of``
     kept_since: str | None  # when earlier starts took all of them; None if this start took some
 
 
@@ -69,7 +69,7 @@ class RankTiming:
 
     @property
     def num_timed(self) -> int:
-        """For how many layer shapes this start has used the card, with success or without."""
+        """How many layer shapes this start has timed, or has tried to time."""
         return sum(isinstance(timing, Untimed) or timing.kept_since is None for timing in self.timings.values())
 
 
@@ -108,7 +108,7 @@ def time_kernels(config: Any, settings: Settings, layers: Sequence[Layer], limit
     try:
         if not _is_asked_for(config, settings):
             return
-    except Exception as error:  # it is raised on every rank, so none of them waits for this one
+    except Exception as error:  # every rank raises the same here, so none of them waits for this one
         troubles = [Trouble(rank, None, _in_one_line(error))]
         _leave_untimed(layers, {}, troubles)
         _log(troubles, 0, 0.0, 0)
@@ -116,7 +116,7 @@ def time_kernels(config: Any, settings: Settings, layers: Sequence[Layer], limit
     timed = _time_this_rank(config, layers, limit, rank)
     agreement = _exchange_and_run(timed, rank)
     _leave_untimed(layers, timed.groups, agreement.troubles)
-    # Only here: an exception's traceback holds what was allocated until it has been handled.
+    # Not earlier: the traceback of an exception holds what was allocated until the exception has been handled.
     if timed.num_timed:
         with log.warned("the memory of the timing could not be given back"):
             card().give_back()
@@ -162,7 +162,7 @@ def _by_shape(layers: Sequence[Layer]) -> dict[str, list[Layer]]:
     """Return the layers that a kernel may run on some rank, by shape in words; those stopped on this rank come last."""
     groups = dict[str, list[Layer]]()
     for layer in sorted(layers, key=lambda layer: not layer.usable()):
-        with suppress(UnknownWeightError):  # of the checkpoint: no rank knows the format
+        with suppress(UnknownWeightError):  # no rank knows the format: all load the same checkpoint
             if layer.not_admitted() is None:
                 groups.setdefault(layer.shape().in_words(), []).append(layer)
     return groups
@@ -176,7 +176,16 @@ def _time_shape(
     budget: stopwatch.Budget,
     rank: int,
 ) -> ShapeFigures | Untimed:
-    """Return the figures of a layer's shape: those of earlier starts, and for the other token counts new ones."""
+    """Return the figures of a layer's shape: those that earlier starts have kept, and new ones for other token counts.
+
+    Args:
+        config: the worker's ``VllmConfig``.
+        layer: any layer of the shape that may run ``backends``.
+        backends: the candidates, by name; vLLM's own is one of them.
+        counts: token counts.
+        budget: of this rank; the time spent here is taken from it.
+        rank: of this worker.
+    """
     shape = layer.shape()
     kept: kept_figures.Measured | None = None
     try:
@@ -203,9 +212,10 @@ def _time_shape(
 def _choose(
     groups: Mapping[str, Sequence[Layer]], timings: Mapping[str, ShapeFigures | Untimed], most: int
 ) -> dict[str, Choice | Untimed]:
-    """Return what this rank chooses, up to ``most`` tokens: vLLM's own where it has nothing else, else by its figures.
+    """Return what this rank chooses for each layer shape, or why it could not time the shape.
 
-    One layer that is stopped decides for its shape: the ranks agree by shape.
+    Its figures decide. If no kernel of ours may run, vLLM's own run up to ``most`` tokens. The ranks agree by shape, so
+    one layer that is stopped decides for all layers of its shape.
     """
     chosen = dict[str, Choice | Untimed]()
     for shape, group in groups.items():
