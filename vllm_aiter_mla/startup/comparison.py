@@ -97,9 +97,8 @@ def _batches(backend: KernelBackend, shape: LayerShape, limit: int) -> Iterator[
         for tokens in (batch.num_tokens, *counts):
             # The only row of a batch needs a slot: otherwise no KV row is written.
             inputs = synthetic_inputs(shape, tokens, padded=PADDED if tokens > 1 else None, large=large)
-            bound = backend.bind(inputs)
-            if not isinstance(bound, str) and bound.kernel not in seen:
-                seen.add(bound.kernel)
+            if backend.refuse(inputs) is None and (kernel := backend.kernel_of(inputs)) not in seen:
+                seen.add(kernel)
                 yield inputs
 
 
