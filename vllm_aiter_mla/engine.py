@@ -25,7 +25,7 @@ from vllm_aiter_mla.serving import ops
 from vllm_aiter_mla.serving.backends import Backends, current_platform
 from vllm_aiter_mla.serving.layer import GRAPHS_KEEP, Layer
 from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
-from vllm_aiter_mla.startup import checks, first_call, quantisation, timing
+from vllm_aiter_mla.startup import checks, first_call, prefill, timing
 from vllm_aiter_mla.status import skips, status_files
 from vllm_aiter_mla.status.engine_status import EngineStatus, Outcome
 from vllm_aiter_mla.status.line import status_line
@@ -173,7 +173,7 @@ class Engine:
             for layer in self.layers:
                 with log.warned("what vLLM's own attention compiles could not be compiled ahead"):
                     if layer.decision.skip is None:
-                        quantisation.compile_ahead(layer)
+                        prefill.compile_quantisation(layer)
 
     def make_layers(self) -> Backends:
         """Make the layers of the model, with a status and back ends that no other engine has; return the back ends."""
@@ -227,7 +227,7 @@ class Engine:
 
     def not_loaded(self) -> None:
         """Tell the other ranks, which wait for this rank's choice, that its model could not be loaded."""
-        _hand_over_in_background(lambda: timing.hand_over_nothing(self.config, self.settings))
+        _hand_over_in_background(lambda: timing.hand_over_failed_load(self.config, self.settings))
 
     # The model has other weights.
 

@@ -25,10 +25,10 @@ def prefill_rows_are_rotated_with_three_roundings() -> None:
     at that kernel here: it would leave the layers out.
     """
     from tests.sandbox import gpu_ops
-    from vllm_aiter_mla.startup import rotation
+    from vllm_aiter_mla.startup import prefill
 
     def rotate(inner: Any, x: Any, cos: Any, sin: Any, is_neox: bool, *_: Any) -> Any:
         return inner(x, cos, sin, is_neox, x.dtype)
 
-    rotation.check = lambda layer: None
+    prefill.check_rotation = lambda layer: None
     plugin.spoil(gpu_ops, "rotate", rotate)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.support.simulated_aiter import same_bytes
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
+from vllm_aiter_mla.kernels.distance import ordinals
 from vllm_aiter_mla.kernels.inputs import PATTERN, LayerShape, synthetic_inputs
-from vllm_aiter_mla.startup.comparison import ordinals
 
 BF16 = torch.bfloat16
 FP8 = {"cache_dtype": torch.float8_e4m3fn, "out_dtype": torch.float8_e4m3fn}

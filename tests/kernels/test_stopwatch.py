@@ -176,7 +176,7 @@ def test_figures_of_another_machine_are_a_miss_and_a_broken_file_is_named(tmp_pa
     path = kept_figures.path_of(tmp_path, KEY)
     data = json.loads(path.read_text())
     path.write_text(json.dumps(data | {"key": KEY | {name: "another"}}))
-    assert kept_figures.read(tmp_path, KEY) == ({}, "")
+    assert kept_figures.read(tmp_path, KEY) is None
     path.write_text(json.dumps(data)[:100])
     with pytest.raises(ValueError, match=path.name):
         kept_figures.read(tmp_path, KEY)
@@ -186,9 +186,9 @@ def test_figures_of_another_compute_partition_are_a_miss(monkeypatch, tmp_path):
     """A card in CPX keeps its host and driver, and perhaps its name, and is an eighth of it in SPX."""
     parts = RehearsalCard().install(monkeypatch)
     kept_figures.write(tmp_path, kept_figures.machine_key(), timed(MadeUpClock(EQUAL)))
-    assert kept_figures.read(tmp_path, kept_figures.machine_key())[0]
+    assert kept_figures.read(tmp_path, kept_figures.machine_key()).rounds
     monkeypatch.setattr(parts, "units", lambda: 38)
-    assert kept_figures.read(tmp_path, kept_figures.machine_key()) == ({}, "")
+    assert kept_figures.read(tmp_path, kept_figures.machine_key()) is None
 
 
 @pytest.mark.parametrize("by", [{"aiter": [1.0]}, {"vllm": [], "aiter": []}, {"vllm": [1.0], "aiter": [1.0, 2.0]}])

@@ -1,6 +1,7 @@
 """The three roundings of RoPE against bytes worked out by hand, and vLLM's own sequence against its model."""
 
 from dataclasses import replace
+from sys import maxsize
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ import torch
 from tests.sandbox import gpu_ops
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import Numerics
+from vllm_aiter_mla.kernels.distance import difference
 from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
-from vllm_aiter_mla.startup import comparison
+from vllm_aiter_mla.startup.comparison import compare_with_reference
 
 FN, FNUZ, BF16 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.bfloat16
 MODELS = {"aiter": reference.AITER, "vllm-compiled": reference.VLLM_COMPILED, "vllm-kernel": reference.VLLM_KERNEL}
@@ -51,7 +53,7 @@ def test_vllm_numerics_of_its_kernel_differ_from_its_compiled_graph_by_a_third_o
         inputs = synthetic_inputs(shape, 256, padded=None)
         reference.prepare(inputs, MODELS[name])
         rows[name] = inputs.kv_cache.flatten(0, 1)[inputs.slot_mapping]
-    found = comparison.difference(*(one[:, 512:] for one in rows.values()))
+    found = difference(*(one[:, 512:] for one in rows.values()))
     assert 0.25 < found.share < 0.4
     assert torch.equal(*(one[:, :512] for one in rows.values()))
 
@@ -64,8 +66,8 @@ def test_a_kernel_that_rounds_otherwise_than_vllms_is_not_taken_for_it(wrong):
             return replace(super().bind(inputs), numerics=reference.VLLM_KERNEL)
 
     shape = LayerShape(16, 128, BF16, BF16, 16, False)
-    assert comparison.compare_with_reference(Claims(reference.VLLM_KERNEL), shape).ok
-    assert comparison.compare_with_reference(Claims(wrong), shape).wrong == ("q rope", "kv rope")
+    assert compare_with_reference(Claims(reference.VLLM_KERNEL), shape, maxsize).ok
+    assert compare_with_reference(Claims(wrong), shape, maxsize).wrong == ("q rope", "kv rope")
 
 
 def test_vllms_kernel_leaves_rows_without_a_slot_as_they_are():

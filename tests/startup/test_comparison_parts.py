@@ -4,6 +4,7 @@ Each plant is wrong in one place only. Switching off a part of the check hides t
 """
 
 from dataclasses import dataclass, replace
+from sys import maxsize
 
 import pytest
 import torch
@@ -159,7 +160,7 @@ def switch_off(monkeypatch, part):
     elif part == "stray bytes":
         monkeypatch.setattr(comparison, "stray_bytes", lambda inputs, before: 0)
     elif part in ("GPT-J", "NeoX"):
-        monkeypatch.setattr(checks, "PAIRINGS", (part == "GPT-J",))
+        monkeypatch.setattr(comparison, "PAIRINGS", (part == "GPT-J",))
     elif part in ("small", "large"):
         monkeypatch.setattr(Planted, "caches", (part == "small",))
     elif part == "each kernel":
@@ -173,7 +174,7 @@ SWITCHES = (*comparison.PARTS, "stray bytes", "GPT-J", "NeoX", "small", "large",
 
 
 def check(backend):
-    return checks.self_check("planted", backend, SHAPE)
+    return checks.self_check("planted", backend, SHAPE, (), maxsize)
 
 
 def test_comparison_parts_without_a_plant_the_kernel_passes():
@@ -228,10 +229,10 @@ def test_comparison_parts_mutation_either_kernel_of_aiter_is_noticed(monkeypatch
             return query
 
         monkeypatch.setattr(AiterBackend, "_run", wrong)
-        found = checks.self_check("aiter", backend, shape)
+        found = checks.self_check("aiter", backend, shape, (), maxsize)
         op.forget()
     assert ran
     assert found.wrong == ("kv rope",)
     monkeypatch.undo()
     with install("gfx942"):
-        assert checks.self_check("aiter", AiterBackend(platform), replace(shape)).ok
+        assert checks.self_check("aiter", AiterBackend(platform), replace(shape), (), maxsize).ok

@@ -183,6 +183,8 @@ def test_without_vllms_own_kernels_as_a_rival_nothing_is_timed_and_they_serve(ma
     one = made_up.start()
     assert (runs(one, 16), layer_in(one).decision.skip.code, measured(one)) == ("vllm", "not_timed", [])
     assert made_up.clock.given_back == len(list(tmp_path.glob("measured-*"))) == 0
+    (line,) = made_up.said.at(logging.WARNING)
+    assert timing.NO_RIVAL in line
 
 
 def test_a_query_that_vllm_pads_is_timed_with_that_copy_under_the_engines_config(made_up, monkeypatch):
@@ -312,7 +314,7 @@ def test_mutation_a_static_order_that_nobody_timed_is_caught(made_up, monkeypatc
 
 
 def test_where_one_of_two_shapes_could_not_be_timed_the_line_says_so(made_up):
-    timing._say([timing.Trouble(rank, "", "planted") for rank in range(2)], 1, 1.0, 1)
+    timing._log([timing.Trouble(rank, None, "planted") for rank in range(2)], 1, 1.0, 1)
     (line,) = made_up.said.at(logging.WARNING)
     assert "planted (and 1 more); " in line
     assert line.endswith("vLLM's own kernels run but for 1 layer shape(s)")
@@ -354,7 +356,7 @@ def test_mutation_the_first_reason_for_all_shapes_is_caught(made_up, monkeypatch
 
     def of_all_shapes(choices):
         agreed, troubles = whole(choices)
-        return agreed, [trouble._replace(shape="") for trouble in troubles]
+        return agreed, [trouble._replace(shape=None) for trouble in troubles]
 
     monkeypatch.setattr(timing, "agree", of_all_shapes)
     with pytest.raises(AssertionError, match="another shape's reason"):
@@ -401,13 +403,12 @@ OURS = (Span(1, LIMIT, "aiter"),)
 
 
 def test_ranks_choose_nothing_of_a_shape_that_one_of_them_could_not_time():
-    whole = timing.RankChoices({"a": OURS, "b": OURS})
     # A rank without a layer has nothing to say about any shape.
     for other, shapes in (
-        (timing.RankChoices({"a": (), "b": OURS}, {"a": "planted"}), {"b"}),
-        (timing.RankChoices(why="planted"), set()),
+        ({"a": timing.Untimed("planted"), "b": OURS}, {"b"}),
+        (timing.Untimed("planted"), set()),
     ):
-        chosen, troubles = timing.agree([whole, other, timing.RankChoices()])
+        chosen, troubles = timing.agree([{"a": OURS, "b": OURS}, other, {}])
         assert (set(chosen), list(map(str, troubles))) == (shapes, ["rank 1: planted"])
         assert all(choices == (OURS, OURS) for choices in chosen.values())
 
@@ -415,7 +416,7 @@ def test_ranks_choose_nothing_of_a_shape_that_one_of_them_could_not_time():
 @pytest.mark.mutation
 def test_mutation_ranks_choose_without_the_one_that_could_not_time_is_caught(monkeypatch):
     whole = timing.agree
-    monkeypatch.setattr(timing, "agree", lambda answers: whole([one for one in answers if not one.why]))
+    monkeypatch.setattr(timing, "agree", lambda answers: whole([one for one in answers if isinstance(one, dict)]))
     with pytest.raises(AssertionError, match="'b'"):
         test_ranks_choose_nothing_of_a_shape_that_one_of_them_could_not_time()
 
@@ -489,7 +490,7 @@ def test_a_rank_that_has_none_of_our_kernels_votes_for_vllms_own(made_up, monkey
     ("vote", "spoil", "seen"),
     [
         (lambda chosen: {}, "its check raises", "on one rank only"),
-        (lambda chosen: dict.fromkeys(chosen, ()), "each kernel fails its check", "'not_timed'"),
+        (lambda chosen: dict.fromkeys(chosen, timing.Untimed("planted")), "each kernel fails its check", "'not_timed'"),
     ],
     ids=["none", "a veto"],
 )
@@ -498,17 +499,17 @@ def test_mutation_a_rank_without_our_kernels_that_does_not_vote_is_caught(
 ):
     inner, silenced = timing._choose, []
 
-    def choose(shapes, timings, most):
-        mine = inner(shapes, timings, most)
-        if any(one.rounds for one in timings.values()):
-            return mine
-        silenced.append(mine)
-        return timing.RankChoices(vote(mine.chosen))
+    def choose(groups, timings, most):
+        chosen = inner(groups, timings, most)
+        if timings:
+            return chosen
+        silenced.append(chosen)
+        return vote(chosen)
 
     monkeypatch.setattr(timing, "_choose", choose)
     with pytest.raises(AssertionError, match=seen):
         runs_vllms_where_another_rank_does(made_up, monkeypatch, tmp_path, WITHOUT_OURS[spoil])
-    assert [list(mine.chosen.values()) for mine in silenced] == [[(Span(1, LIMIT, "vllm"),)]]
+    assert [list(chosen.values()) for chosen in silenced] == [[(Span(1, LIMIT, "vllm"),)]]
 
 
 def test_a_layer_that_is_stopped_takes_the_others_of_its_shape_to_vllms_own(made_up, monkeypatch):
@@ -544,7 +545,7 @@ def test_a_rank_whose_check_raises_still_answers_the_others(made_up, monkeypatch
     with stops(strict, "planted"):
         made_up.start(strict=strict)
     assert len(sent) == 1, "the other ranks wait for ever"
-    assert sent[0].why == "its kernels could not be checked"
+    assert sent == [timing.Untimed("its kernels could not be checked")]
 
 
 @pytest.mark.mutation
@@ -570,8 +571,8 @@ sys.modules["vllm.distributed"] = types.SimpleNamespace(parallel_state=state)
 from vllm_aiter_mla.serving.decision import Span
 from vllm_aiter_mla.startup import timing
 from vllm_aiter_mla.compat import ranks
-good = timing.RankChoices({"a": (Span(1, 8 + rank, "aiter"),)})
-bad = timing.RankChoices(why="planted")
+good = {"a": (Span(1, 8 + rank, "aiter"),)}
+bad = timing.Untimed("planted")
 for mine in (good, bad if rank else good):
     place, answers = ranks.exchange(mine)
     print(json.dumps([place, *timing.agree(answers)]), flush=True)
@@ -606,4 +607,4 @@ def test_two_ranks_over_gloo_choose_the_same_and_none_waits_for_ever(tmp_path):
     found = [[json.loads(line) for line in out.splitlines() if line.startswith("[")] for out, _ in outputs]
     assert [first[0] for first, _ in found] == [0, 1]
     assert found[0][0][1:] == found[1][0][1:] == [{"a": [[[1, 8, "aiter"]], [[1, 9, "aiter"]]]}, []]
-    assert found[0][1][1:] == found[1][1][1:] == [{}, [[1, "", "planted"]]]
+    assert found[0][1][1:] == found[1][1][1:] == [{}, [[1, None, "planted"]]]

@@ -8,8 +8,8 @@ import torch
 
 from vllm_aiter_mla.kernels import absorb, formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
+from vllm_aiter_mla.kernels.distance import difference
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.startup.comparison import difference
 
 # Blocks before and after the cache, and rows before and after the cos/sin table: what a bug reads or writes out of
 # bounds stays inside the allocation, and is seen.

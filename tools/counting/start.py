@@ -131,11 +131,11 @@ def watch_vllm(phases: Phases) -> None:
 def watch_ours(phases: Phases) -> None:
     """Watch what the plugin does once the flag is on."""
     from vllm_aiter_mla.engine import Engine
-    from vllm_aiter_mla.startup import quantisation, timing
+    from vllm_aiter_mla.startup import prefill, timing
 
     phases.watch(Engine, "loaded", CHECK)
     phases.watch(timing, "time_kernels", TIMING)
-    phases.watch(quantisation, "compile_ahead", WARM_UP)  # vLLM's, which compiles it in its warm-up
+    phases.watch(prefill, "compile_quantisation", WARM_UP)  # vLLM's, which compiles it in its warm-up
     phases.watch(Engine, "warmed_up", STATUS)
 
 

@@ -12,9 +12,9 @@ from tools.first_card import dry
 from tools.first_card.asked import BLOCK, LATENT, Asked, seen_as_nothing, shape_of
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.device import card
+from vllm_aiter_mla.kernels.distance import ordinals
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.triton.backend import TritonBackend
-from vllm_aiter_mla.startup.comparison import ordinals
 
 
 def verify(asked: Asked) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import torch
 from tools.first_card import dry, small_kernels
 from tools.first_card.asked import NOPE, ROPE, Asked, shape_of
 from vllm_aiter_mla.kernels.device import card
+from vllm_aiter_mla.kernels.distance import ordinals
 from vllm_aiter_mla.kernels.inputs import synthetic_inputs
-from vllm_aiter_mla.startup.comparison import ordinals
 
 Q_LORA = 1536
 

@@ -29,7 +29,7 @@ ATTRIBUTES = (
 )  # fmt: skip
 """Attributes and methods that ``MLAAttention`` and its implementation always have in vLLM 0.30, 0.31, 0.32 and 0.33.
 
-Serving calls some of them where nothing can be caught, so all are looked for before a layer engages.
+Serving calls some of them where no error can be caught, so a layer that lacks one does not engage.
 """
 
 KNOWN_LAYERS = {"MLAAttention"}
@@ -115,11 +115,12 @@ def absorb_tensors(layer: Any) -> dict[str, torch.Tensor]:
 
 
 def _weight_names(layer: Any) -> tuple[str, ...]:
+    """Return vLLM's names of the tensors that hold W_UK."""
     return ("W_K", "W_K_scale") if has_quantised_weight(layer) else ("W_UK_T",)
 
 
 def _own_forward(layer: Any) -> str:
-    """Name of the class that overrides ``forward_impl``, "the instance" if it was set there, "" if vLLM's own."""
+    """Return which class overrides ``forward_impl``: "the instance" if it is set there, "" if none does."""
     if "forward_impl" in vars(layer):
         return "the instance"
     owner = next((cls.__name__ for cls in type(layer).__mro__ if "forward_impl" in vars(cls)), "nobody")
@@ -127,6 +128,7 @@ def _own_forward(layer: Any) -> str:
 
 
 def _has(layer: Any, path: str) -> bool:
+    """Return whether the layer has an attribute of ``ATTRIBUTES``."""
     *owner, name = path.split(".")
     return hasattr(getattr(layer, owner[0], None) if owner else layer, name)
 
@@ -162,11 +164,11 @@ def block_size(layer: Any) -> int:
 
 
 class PaddedHeads(NamedTuple):
-    """What decodes a query of more heads than the layer has, so that vLLM need not copy the query to so many."""
+    """How to decode a query that a kernel has laid out for more heads than the layer has, so that vLLM copies none."""
 
-    heads: int  # M, what vLLM's helper would pad the query to
+    heads: int  # M, the number to which vLLM's helper would pad the query
     impl: Any  # the layer's implementation, as it is for a layer of M heads
-    # vLLM's own function; takes the layer's heads out of [n, M, L], a view
+    # vLLM's own function, which takes N and [n, M, L] and returns the layer's heads [n, N, L], a view
     unpad: Callable[[int, torch.Tensor], torch.Tensor]
 
 
@@ -196,8 +198,8 @@ def padded_heads(layer: Any) -> PaddedHeads | None:
 def _pads_as_known(helper: Any, heads: int, padded: int) -> bool:
     """Return whether vLLM repeats each head where that fills them, else appends; and copies no query of full heads.
 
-    Tried on the numbers of the heads, in numpy: vLLM's functions only slice, and a torch tensor would be traced where
-    a graph is being compiled.
+    vLLM's functions are tried on the numbers of the heads, in numpy: they only slice, and a torch tensor would be
+    traced where a graph is being compiled.
     """
     columns = numpy.arange(padded)[None, :, None]
     step = padded // heads if padded % heads == 0 else 1
@@ -217,16 +219,16 @@ def pad_query(layer: Any, q: torch.Tensor) -> torch.Tensor:
 
 
 def padding_helper() -> Any:
-    """Return what pads the heads of a layer for AITER's decode kernels, None if nothing does: to time without one."""
+    """Return vLLM's helper that pads heads for AITER's decode kernels, or None: for timing without a layer."""
     try:
         from vllm.v1.attention.backends.mla.rocm_aiter_mla import AiterMLAHelper
-    except ImportError:  # of another vLLM
+    except ImportError:  # another release of vLLM
         return None
     return AiterMLAHelper
 
 
 def _padding_helper(layer: Any) -> Any:
-    """Return what pads the heads of the layer's implementation, None if it pads none."""
+    """Return the helper that pads heads for the layer's implementation, or None if it pads none."""
     decode = getattr(type(getattr(layer, "impl", None)), "forward_mqa", None)
     return getattr(sys.modules.get(getattr(decode, "__module__", "")), "AiterMLAHelper", None)
 
@@ -239,7 +241,7 @@ ROTARY_KERNEL = "_C::rotary_embedding"
 FUSED_ROPE = "vllm::fused_rope_unified_mla_kv_cache_update"
 """RoPE and KV write that vLLM's own pass puts into a graph. Its kernel is the one of ``rope_and_write``."""
 ROTARY_EMB = "rotary_emb"
-"""In place of an op's name: the layer's own rotary module, which a model runs eagerly or as a custom op."""
+"""Takes the place of an op's name for the layer's own rotary module, which a model runs eagerly or as a custom op."""
 
 
 def rotary_embedding(
@@ -333,7 +335,7 @@ def _aiter_ops() -> Any:
 
 @functools.cache
 def _ops() -> Any:
-    """vLLM's wrappers of its kernels. An import statement in every step would cost as much as the call."""
+    """Return vLLM's wrappers of its kernels. An import statement in every step would cost as much as the call."""
     from vllm import _custom_ops
 
     return _custom_ops

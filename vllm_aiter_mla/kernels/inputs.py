@@ -17,6 +17,7 @@ TOKENS, SEED = 7, 20260
 PADDED = 3  # the row without a slot, in the middle
 PATTERN = 0x35  # the scratch cache is filled with this byte; a finite number in every type
 K_SCALE, Q_SCALE = 0.053, 0.047  # not powers of two; with them no rotated element overflows fp8
+OVERFLOW_FACTOR = 64.0  # of N(0, 1) over these scales: most of a row is then beyond fp8's range
 Q_LORA_RANK = 1536  # DeepSeek-V3's; it only moves k_pe away from the start of a row
 
 

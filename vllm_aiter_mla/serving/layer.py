@@ -28,29 +28,32 @@ from vllm_aiter_mla.serving.backends import Backends
 from vllm_aiter_mla.serving.decision import VLLM, Checked, Decision, Figures, LayerFacts
 from vllm_aiter_mla.status.engine_status import EngineStatus, Outcome
 
-_KEY = "_aiter_mla_layer"
+_KEY = "_aiter_mla_layer"  # attribute of vLLM's module that holds its ``Layer``
 GRAPHS_KEEP = "graphs that were captured keep the kernel"
-_KEEP = 4096  # call shapes that a layer remembers; more than the token counts of any decode limit
+"""Part of the log line about a layer that falls back while it serves."""
+_MAX_RUNS = 4096  # call shapes that a layer remembers; more than the token counts of any decode limit
 
 
 class Layer:
     """One MLA layer of one engine.
 
-    What runs a call of one shape is bound once and remembered. Weights, scales and the cache are read per call, because
-    vLLM replaces them: if one of them is another tensor than before, everything is bound again.
+    The kernel that runs calls of one shape is bound once and remembered. Weights, scales and the cache are read per
+    call, because vLLM replaces them: if one of them is another tensor than before, all kernels are bound again.
 
     Attributes:
         name: vLLM's name of the layer.
         module: vLLM's ``MLAAttention``.
-        backends: those of its engine.
-        padded: how to decode more heads than the layer has, or None.
-        out_heads: M, the heads that a kernel may lay a query out for, so that vLLM does not copy it; else 0.
+        backends: the kernel back ends of its engine.
+        padded: how to decode more heads than the layer has; None if vLLM pads none here.
+        out_heads: M, the heads that a kernel may lay a query out for, so that vLLM does not copy it; 0 if vLLM pads
+            none.
         limit: the decode limit, the most tokens that a kernel is given.
-        engine_status: what is known of its engine, and corrected when the layer falls back.
-        left_out: why a graph, or the module that calls it, does not call the op for this layer.
-        ran: the kernel of ours that the op ran, or that runs at other token counts where vLLM's ran; "" before.
-        would_run: the kernels that may run it, once its op was reached without a batch; None before.
-        rotary_emb: the module of vLLM's that rotates for it, if the layer's wrapper calls the op; else None.
+        engine_status: the status of its engine, which the layer corrects when it falls back.
+        left_out: why the layer's graph, or its wrapper, does not call the op for it; None if it does.
+        ran: the kernel of ours that the layer counts as engaged with; "" before its op has run. Where vLLM's own
+            kernel ran, it is the first of ours that runs at other token counts.
+        would_run: the kernels that may run it, once its op was called without a batch; None before.
+        rotary_emb: vLLM's module that rotates for it, if the layer's wrapper calls the op; else None.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class Layer:
         self.would_run: tuple[str, ...] | None = None
         self.rotary_emb: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
         self._refused: Skip | None = None  # why the last batch that was bound went to vLLM's attention
-        self._stopped: Skip | None = None
+        self._stopped: Skip | None = None  # why no kernel of ours may run it any more
         self._checks: dict[str, Checked] | None = None
         self._checked_for: LayerShape | None = None
         self._figures: Figures | None = None
@@ -76,8 +79,8 @@ class Layer:
         self._weight: absorb.AbsorbWeight | None = None
         self._tensors: tuple[tuple[str, torch.Tensor], ...] = ()
         self._dtypes: dict[torch.dtype, torch.dtype] = {}
-        # What runs calls of a shape, which holds for this weight and scale of the query, and for rotary tables and
-        # cache scales of this form.
+        # The kernel of each call shape, with its name. They hold for the weight and query scale of ``_bound_with``, and
+        # for rotary tables and cache scales of ``_table_and_scale_form``.
         self._runs: dict[tuple[Any, ...], tuple[str, Run | None]] = {}
         self._bound_with: tuple[Any, Any] = (None, None)
         self._table_and_scale: tuple[Any, Any] = (None, None)
@@ -89,7 +92,7 @@ class Layer:
     def of(cls, module: Any) -> "Layer":
         """Return the layer that vLLM's ``MLAAttention`` module keeps.
 
-        If no engine has loaded the module, the layer is one that nobody has checked, which runs vLLM's own kernels.
+        If no engine has loaded the module, make a layer that nobody has checked, so that it runs vLLM's own kernels.
         """
         layer: Layer | None = module.__dict__.get(_KEY)
         return cls(module, backends.of_config(compat_layer.config_of(module))).keep() if layer is None else layer
@@ -101,7 +104,7 @@ class Layer:
         return layer
 
     def keep(self) -> "Layer":
-        """Let the module keep this layer from now on, so that the two go together; return it."""
+        """Let vLLM's module keep this layer from now on, so that it lives as long as the module; return it."""
         self.module.__dict__[_KEY] = self
         return self
 
@@ -116,7 +119,7 @@ class Layer:
     def shape(self) -> LayerShape:
         """Return what decides the kernel of the layer, without a batch: the one key of its checks and timings.
 
-        The pairing of its rotation is not known to vLLM's module; checks try both.
+        vLLM's module does not know the rotary style, so checks try both and ``is_neox`` is always False here.
 
         Raises:
             UnknownWeightError: the absorbed weight has no format that the kernels know.
@@ -212,12 +215,12 @@ class Layer:
         return {name: backend for name, backend in built.items() if not isinstance(backend, str)}
 
     def checked(self, checks: dict[str, Checked], shape: LayerShape | None = None) -> None:
-        """Take what the self-check found, by kernel, for layers of ``shape``; None for whatever shape the layer has."""
+        """Keep the results of the self-check, by kernel. They hold for layers of ``shape``; None: for any shape."""
         self._checks, self._checked_for = dict(checks), shape
         self._changed()
 
     def timed(self, figures: Figures) -> None:
-        """Take what timing found."""
+        """Keep what timing found."""
         self._figures = figures
         self._changed()
 
@@ -245,14 +248,14 @@ class Layer:
         return Outcome(self.ran, self.would_run or (), None if skip is None else (skip.code, skip.message), told)
 
     def reached(self, act: torch.dtype) -> None:
-        """Note what may run the layer, as its op was reached without a batch, where activations are ``act``."""
+        """Note which kernels may run the layer: its op was called without a batch, with activations of ``act``."""
         self.would_run = ()
         with log.warned(f"{self.name} could not be asked what would run it"):
             if self.why_skipped(act=act) is None:
                 self.would_run = self.decision.our_kernels
 
     def fail(self, error: Exception) -> None:
-        """Take the kernels away because one raised while it served; correct the status, and say so for the first layer.
+        """Stop the layer because its kernel raised while it served; correct the status, and log the first such layer.
 
         The other layers of the model raise next, in the same step and by the same cause.
         """
@@ -306,11 +309,11 @@ class Layer:
         return dtype
 
     def kernel(self, inputs: DecodeInputs) -> Run | None:
-        """Return what prepares calls of this shape, and count the layer as engaged; None if vLLM's attention does."""
+        """Return what prepares calls of this shape, or None if vLLM's attention does; count an engaged layer."""
         key = step_key(inputs)
         bound = self._runs.get(key) if self._still_holds(inputs) else None
         if bound is None:
-            if len(self._runs) >= _KEEP:
+            if len(self._runs) >= _MAX_RUNS:
                 self._runs.clear()
             bound = self._runs[key] = self._bind(inputs)
         name, run = bound
@@ -319,9 +322,11 @@ class Layer:
         return run
 
     def _bind(self, inputs: DecodeInputs) -> tuple[str, Run | None]:
-        """Return (the kernel that the layer counts as engaged with, or "", its function, or None for vLLM's attention).
+        """Bind the kernel for calls of this shape.
 
-        Whatever goes wrong, vLLM's own attention serves, and one line says why.
+        Returns:
+            The name of the kernel that the layer counts as engaged with, or ""; the function that prepares the calls,
+            or None if vLLM's own attention runs them. That is also the result of any error, and one line says why.
         """
         try:
             decided = self.decision
@@ -338,16 +343,17 @@ class Layer:
         return (decided.ours, None) if bound is None else (name, bound.run)
 
     def _falls_back(self, reason: str) -> tuple[str, None]:
-        """Say once why batches go to vLLM's attention; with other figures, say a token count, it is the same reason."""
+        """Log once why batches run vLLM's attention. Reasons that differ in numbers only, as token counts, are one."""
         self._refused = Skip("kernel_shape", reason)
         key = f"left to vLLM: {re.sub(r'[0-9]+', 'N', reason)}"
         log.say_once(logging.ERROR, f"decode batches of some layers run vLLM's own attention: {reason}", key=key)
         return "", None
 
     def _still_holds(self, inputs: DecodeInputs) -> bool:
-        """Whether what is remembered was found for these tensors; forget it otherwise.
+        """Return whether the remembered kernels were bound for these tensors; forget them otherwise.
 
-        The rotary table and the cache scale may be other tensors, if what a contract looks at is as before.
+        The rotary table and the cache scale may be other tensors of the same shape, strides and dtype: a contract looks
+        at nothing else.
         """
         table, k_scale, same = inputs.cos_sin_cache, inputs.k_scale, True
         if table is not self._table_and_scale[0] or k_scale is not self._table_and_scale[1]:
@@ -361,10 +367,10 @@ class Layer:
         return False
 
     def cache_view(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        """Return the layer's cache as the kernels take it, made once per cache; forget what another cache led to."""
+        """Return the layer's cache as the kernels take it, a view that is made once; for another cache bind again."""
         if self._cache() is not kv_cache:
             self._runs.clear()
-            # What vLLM throws away after profiling must not be kept alive from here.
+            # A weak reference: vLLM throws the cache of its profiling away, which must not be kept alive here.
             self._cache, view = weakref.ref(kv_cache, self._forget_view), compat_layer.fp8_view(kv_cache)
             self._view = None if view is kv_cache else view
         return kv_cache if self._view is None else self._view
@@ -392,12 +398,12 @@ class Layer:
     def rotate(self, q_pe: torch.Tensor, k_pe: torch.Tensor, rope: Any) -> torch.Tensor:
         """Rotate q_pe [T, N, R] in place, and return k_pe [T, 1, R] rotated: in place or not, as flag off does."""
         if rope.rotation == compat_layer.ROTARY_EMB:
-            assert self.rotary_emb is not None, "only a wrapper names it, which has one"
+            assert self.rotary_emb is not None, "the wrapper that asks for this rotation has set it"
             rotated, k_rotated = self.rotary_emb(rope.positions, q_pe, k_pe)
             if rotated is not q_pe:
                 q_pe.copy_(rotated)
             return k_rotated
-        # vLLM's own fused op only rotates together with a write.
+        # The fused op rotates only together with a KV write, so vLLM's rotary kernel runs in its place.
         op = compat_layer.ROTARY_KERNEL if rope.rotation == compat_layer.FUSED_ROPE else rope.rotation
         compat_layer.rotary_embedding(op, rope.positions, q_pe, k_pe, rope.table, rope.is_neox)
         return k_pe
@@ -425,5 +431,5 @@ class Layer:
     def vllm_forward(
         self, q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, metadata: Any, output: torch.Tensor
     ) -> None:
-        """Run vLLM's attention of rotated q [T, N, P+R] and k_pe [T, 1, R]; it writes zeros if metadata is None."""
+        """Run vLLM's attention of rotated q [T, N, P+R] and k_pe [T, 1, R]; vLLM writes zeros if metadata is None."""
         self.module.forward_impl(q, kv_c, k_pe, self.module.kv_cache, metadata, output=output)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens once in a worker, after its weights are loaded: check, time, first calls, the status line."""
+"""What happens once in a worker, after its weights are loaded: the kernels are first called, checked and timed."""

@@ -2,7 +2,6 @@
 """Compare the kernels of a layer shape with the reference, before one of them runs."""
 
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -13,27 +12,27 @@ from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.inputs import LayerShape, meta_inputs, synthetic_inputs
 from vllm_aiter_mla.serving.decision import PASSED, Checked
 from vllm_aiter_mla.serving.layer import Layer
-from vllm_aiter_mla.startup import comparison, rotation
+from vllm_aiter_mla.startup import comparison, prefill
 from vllm_aiter_mla.startup.comparison import Comparison
-
-PAIRINGS = (False, True)
-"""Rotary styles that are checked, as ``is_neox``: a layer's own is known only when its graph is compiled."""
 
 
 def check_kernels(
     layer: Layer, capture_sizes: Sequence[int], marked: Callable[[str], AbstractContextManager[None]]
 ) -> dict[str, Checked]:
-    """Compare the kernels that may run layers of this shape with the reference; return what was found, by kernel.
+    """Check the kernels that may run layers of this shape, vLLM's rotary kernel first; return the results by kernel.
+
+    Tuned tiles that fail are forgotten, and their kernel is checked again with the tiles of its table.
 
     Args:
-        layer: one of the shape.
+        layer: any layer of the shape.
         capture_sizes: token counts for which a kernel that compiles per count is compiled now.
         marked: surrounds the first calls of a kernel, by its name.
 
     Raises:
-        Exception: of any kind, if shape, kernels or memory cannot be had.
+        RotationError: vLLM's rotary kernel does not rotate as vLLM's compiled graph.
+        Exception: of any kind, if the shape, the kernels or the memory cannot be had.
     """
-    rotation.check(layer)
+    prefill.check_rotation(layer)
     shape = layer.shape()
     in_words, row = shape.in_words(), meta_inputs(shape)
     checks: dict[str, Checked] = {}
@@ -56,11 +55,13 @@ def check_kernels(
 
 
 def report(layer: Layer, end_strict_start: Callable[[str], None]) -> None:
-    """Say which kernels failed the check of a layer's shape, and say and note which turn an fp8 overflow into NaN.
+    """Log which kernels failed the check of a layer's shape, and which turn an fp8 overflow into NaN.
+
+    The status of the engine keeps the kernels that may run although they do so.
 
     Args:
-        layer: one of the shape, which was given what the check found.
-        end_strict_start: takes why a kernel that would have served cannot; it raises in strict mode.
+        layer: any layer of the shape; it has been given the results of the check.
+        end_strict_start: called with the reason if a kernel failed that would have served; raises in strict mode.
     """
     for name, found in layer.checks.items():
         if found.failed and not layer.would_serve(name):
@@ -76,23 +77,33 @@ def report(layer: Layer, end_strict_start: Callable[[str], None]) -> None:
 
 
 def self_check(
-    name: str, backend: KernelBackend, shape: LayerShape, capture_sizes: Sequence[int] = (), limit: int = sys.maxsize
+    name: str, backend: KernelBackend, shape: LayerShape, capture_sizes: Sequence[int], limit: int
 ) -> Comparison:
-    """Run a kernel and the reference, under both pairings; a result that is not ok must not serve this shape.
+    """Compare a kernel with the reference under both rotary styles, and compile what its graphs need.
 
-    A kernel that cannot be compiled or launched is as bad as a wrong one.
+    An error while the kernel is compiled or launched is a failure, like a wrong result.
+
+    Args:
+        name: of the kernel, for the message.
+        backend: what is checked.
+        shape: the layer; its rotary style does not count.
+        capture_sizes: token counts for which the kernel is compiled; empty for none.
+        limit: the decode limit in tokens.
+
+    Returns:
+        The first comparison that failed; otherwise the first one in which NaN was written; otherwise the first one.
     """
-    results = []
+    results: list[Comparison] = []
     try:
-        for is_neox in PAIRINGS:
-            shaped = replace(shape, is_neox=is_neox)
-            results.append(result := comparison.compare_with_reference(backend, shaped, limit))
+        for is_neox in comparison.PAIRINGS:
+            styled = replace(shape, is_neox=is_neox)
+            results.append(result := comparison.compare_with_reference(backend, styled, limit))
             if not result.ok:
                 return result
             log.say_once(logging.DEBUG, result.message)
             if capture_sizes:
                 for large in backend.caches:
-                    backend.warm_up(synthetic_inputs(shaped, tokens=1, large=large), capture_sizes)
+                    backend.warm_up(synthetic_inputs(styled, tokens=1, large=large), capture_sizes)
     except Exception as error:
-        return Comparison(False, f"{name}: self-check FAILED: {type(error).__name__}: {error}", {}, 0)
-    return next((result for result in results if result.writes_nan), results[-1])
+        return Comparison(False, f"{name}: self-check FAILED: {type(error).__name__}: {error}")
+    return next((result for result in results if result.writes_nan), results[0])

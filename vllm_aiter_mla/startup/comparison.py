@@ -5,146 +5,148 @@ This project has measured nothing about AITER, and infers two facts about its ro
 self-check, every start-up verifies them on the user's own card.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import Bounds, KernelBackend
-from vllm_aiter_mla.kernels.inputs import PADDED, DecodeInputs, LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.distance import Difference, deviation, difference
+from vllm_aiter_mla.kernels.inputs import OVERFLOW_FACTOR, PADDED, DecodeInputs, LayerShape, synthetic_inputs
 
+PAIRINGS = (False, True)
+"""Rotary styles that a start checks, as ``is_neox``. Only a layer's graph, which is compiled later, shows its style."""
 PARTS: dict[str, Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
     "q nope": lambda query, rows, latent: query[..., :latent],
     "q rope": lambda query, rows, latent: query[..., latent:],
     "kv nope": lambda query, rows, latent: rows[:, :latent],
     "kv rope": lambda query, rows, latent: rows[:, latent:],
 }
-"""What is compared, of the prepared query [T, N, L+R], the written KV rows [S, L+R], and L."""
+"""The parts that are compared. Each takes the prepared query [T, N, L+R], the written KV rows [S, L+R], and L."""
 STRAY = "stray bytes"
-OVERFLOW_FACTOR = 64.0  # of N(0, 1) over the synthetic scales: most of a row is then beyond fp8's range
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Distance of one tensor part from the reference: largest step and share of elements that differ."""
-
-    steps: int
-    share: float
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """How a back end compares with the reference."""
 
-    ok: bool  # agreement within the bounds
+    ok: bool  # whether they agree within the bounds
     message: str  # one line with the figures, fit for a log
-    differences: dict[str, Difference]  # by part ("q nope", "q rope", "kv nope", "kv rope")
-    stray_bytes: int  # bytes changed outside the written rows, in front of the cache and behind it included
+    differences: dict[str, Difference] = field(default_factory=dict)  # by part of ``PARTS``; empty if none was compared
+    stray_bytes: int = 0  # bytes changed outside the written rows, in front of the cache and behind it included
     wrong: tuple[str, ...] = ()  # which of ``PARTS`` and ``STRAY`` are out of bounds
     # Whether values beyond fp8's range became NaN, as in AITER's sources, and not the largest value
     writes_nan: bool = False
 
 
-def compare_with_reference(backend: KernelBackend, shape: LayerShape, limit: int | None = None) -> Comparison:
+class Prepared(NamedTuple):
+    """The result of one call."""
+
+    query: torch.Tensor  # [T, N, L+R], or [T, M, L+R] as in ``DecodeInputs.new_query``
+    inputs: DecodeInputs  # the operands, with the cache that the call has written to
+
+
+def compare_with_reference(backend: KernelBackend, shape: LayerShape, limit: int) -> Comparison:
     """Warm ``backend`` up and compare it with the reference on synthetic rows; a disagreement does not raise.
 
-    Call it on every rank, outside graph capture; it synchronises with the device. Each kernel of the back end that a
-    batch of up to ``limit`` rows reaches is checked, one batch each, over each cache that it may meet. So is the kernel
-    of ``inputs.TOKENS`` rows, whatever the limit. Batches that it declines are left out; one that declines them all has
-    failed. If the weight format has a bound for its product, the rest is compared with the reference over the kernel's
-    own product.
+    Call it on every rank, outside graph capture; it synchronises with the device. It checks each kernel of the back end
+    that a batch of up to ``limit`` rows reaches, with one batch over each cache that the kernel may meet. It checks the
+    kernel of ``inputs.TOKENS`` rows whatever the limit. A back end that declines each of these batches has failed.
+    If the weight format has a bound for its product, the product is compared by its norm, and the rest with the
+    reference over the kernel's own product.
 
     Args:
         backend: what is checked.
         shape: the layer.
-        limit: the decode limit in tokens; None: any.
+        limit: the decode limit in tokens.
 
     Returns:
-        The first result that failed; otherwise the last one that wrote NaN; otherwise the first one.
+        The first result that failed; otherwise the first one in which NaN was written; otherwise the first one.
 
     Raises:
         KernelCaptureError: called inside a capture.
     """
-    one = synthetic_inputs(shape, tokens=1)
-    one.slot_mapping.fill_(-1)  # loads or compiles the module, and writes nothing to the cache
-    if backend.refuse(one) is None:
-        backend.prepare(one)
-    result, seen, declined = None, set(), ""
+    _load(backend, shape)
+    results: list[Comparison] = []
+    for inputs in _batches(backend, shape, limit):
+        results.append(_compare_batch(backend, inputs))
+        if not results[-1].ok:
+            return results[-1]
+    if not results:
+        reason = backend.refuse(synthetic_inputs(shape, large=backend.caches[0]))
+        return Comparison(False, f"{backend.name}: refused the self-check: {reason}")
+    return next((result for result in results if result.writes_nan), results[0])
+
+
+def _load(backend: KernelBackend, shape: LayerShape) -> None:
+    """Load or compile the back end's module by a call of one row that writes nothing to the cache."""
+    row = synthetic_inputs(shape, tokens=1)
+    row.slot_mapping.fill_(-1)
+    if backend.refuse(row) is None:
+        backend.prepare(row)
+
+
+def _batches(backend: KernelBackend, shape: LayerShape, limit: int) -> Iterator[DecodeInputs]:
+    """Yield one batch for each kernel of the back end, over each cache that it may meet."""
     for large in backend.caches:
-        few = synthetic_inputs(shape, large=large)
-        counts = sorted({min(count, limit or count) for count in backend.tried_counts(few)})
-        for tokens in (few.num_tokens, *counts):
+        seen: set[str | None] = set()
+        batch = synthetic_inputs(shape, large=large)
+        counts = sorted({min(count, limit) for count in backend.tried_counts(batch)})
+        for tokens in (batch.num_tokens, *counts):
             # The only row of a batch needs a slot: otherwise no KV row is written.
             inputs = synthetic_inputs(shape, tokens, padded=PADDED if tokens > 1 else None, large=large)
-            if (reason := backend.refuse(inputs)) is not None:
-                declined = declined or reason
-                continue
-            kernel = (backend.kernel_of(inputs), large)
-            if kernel in seen:
-                continue
-            seen.add(kernel)
-            of_batch = _compare_batch(backend, inputs)
-            if not of_batch.ok:
-                return of_batch
-            result = of_batch if result is None or of_batch.writes_nan else result
-    return result or Comparison(False, f"{backend.name}: refused the self-check: {declined}", {}, 0)
+            if backend.refuse(inputs) is None and (kernel := backend.kernel_of(inputs)) not in seen:
+                seen.add(kernel)
+                yield inputs
 
 
 def _compare_batch(backend: KernelBackend, inputs: DecodeInputs) -> Comparison:
-    """Compare one batch: the absorb product, if it can be had on its own, then query and cache."""
+    """Compare one batch: the absorb product, if the kernel makes it before its launch, then the query and the cache."""
     product = backend.absorbed(inputs) if inputs.weight.product_bound else None
     error = 0.0 if product is None else deviation(product, inputs.weight.reference(inputs.q_nope))
     if error > inputs.weight.product_bound:
-        message = f"{backend.name}: self-check FAILED: its absorb product is {error:.2%} off"
-        return Comparison(False, message, {}, 0)
+        return Comparison(False, f"{backend.name}: self-check FAILED: its absorb product is {error:.2%} off")
     _overflow(inputs)
     before = _storage(inputs.kv_cache).clone()
-    q_out = backend.prepare(inputs)
+    got = Prepared(backend.prepare(inputs), inputs)
     stray = stray_bytes(inputs, before)
     results = []
-    # By its source, AITER's op truncates a bf16 cache's rope part on gfx942, and overflows. Better is accepted as well.
+    # According to its source, AITER's op truncates a bf16 cache's rope part on gfx942 and turns an overflow into NaN. A
+    # build that rounds, or saturates, is accepted as well.
     for numerics in backend.numerics(inputs).accepted():
         twin = replace(inputs, kv_cache=_like(before.clone(), inputs.kv_cache))
-        expected = reference.prepare(twin, numerics, product)
-        # A product inside the launch cannot be compared on its own: its bound then applies to the query.
+        wanted = Prepared(reference.prepare(twin, numerics, product), twin)
+        # A product inside the launch cannot be compared before the query: its bound then applies to the query.
         query_bound = inputs.weight.product_bound if product is None else 0.0
-        results.append(_compare(backend, inputs, q_out, twin, expected, query_bound, stray))
+        results.append(_compare(backend, got, wanted, query_bound, stray))
         if results[-1].ok:
             return results[-1]
     return results[0]
 
 
-def _compare(
-    backend: KernelBackend,
-    inputs: DecodeInputs,
-    q_out: torch.Tensor,
-    twin: DecodeInputs,
-    expected: torch.Tensor,
-    query_bound: float,
-    stray: int,
-) -> Comparison:
-    """Compare a query, and the rows of a cache, with those of the reference, which has written to that of ``twin``.
+def _compare(backend: KernelBackend, got: Prepared, wanted: Prepared, query_bound: float, stray: int) -> Comparison:
+    """Compare the query and the written KV rows of a call with those of the reference.
 
     Args:
-        backend: what is compared; its bounds count.
-        inputs: what it was given, with the cache that it has written to.
-        q_out: what it returned.
-        twin: the same with a cache of its own.
-        expected: the reference's query.
-        query_bound: how far the un-rotated query may be off as a whole, where it holds a product; 0 where not.
+        backend: the back end that is compared, whose bounds count.
+        got: the result of the back end.
+        wanted: the result of the reference on the same operands with another cache.
+        query_bound: how far the un-rotated query may be off by its norm, where it holds a product; 0 where not.
         stray: bytes that changed outside the written rows.
     """
+    (q_out, inputs), (expected, twin) = got, wanted
     if q_out.shape[1] in (inputs.num_heads, inputs.out_heads):
         q_out, expected = inputs.real_heads(q_out), inputs.real_heads(expected)
     if q_out.shape != expected.shape or q_out.dtype != expected.dtype:
-        given, wanted = (f"{list(t.shape)} {t.dtype}" for t in (q_out, expected))
-        return Comparison(False, f"{backend.name}: returned {given}, expected {wanted}", {}, 0)
+        given, due = (f"{list(t.shape)} {t.dtype}" for t in (q_out, expected))
+        return Comparison(False, f"{backend.name}: returned {given}, expected {due}")
     rows, bounds, latent = backend.defined_rows(inputs), backend.bounds, inputs.latent_dim
     written = inputs.slot_mapping[inputs.slot_mapping >= 0]
     got_rows, wanted_rows = (operands.kv_cache.flatten(0, 1)[written] for operands in (inputs, twin))
     if not (rows and written.numel()):
-        return Comparison(False, f"{backend.name}: self-check FAILED: no row to compare", {}, 0)
+        return Comparison(False, f"{backend.name}: self-check FAILED: no row to compare")
     parts = {
         name: (part(q_out[:rows], got_rows, latent), part(expected[:rows], wanted_rows, latent))
         for name, part in PARTS.items()
@@ -159,14 +161,14 @@ def _compare(
     wrong += (STRAY,) * bool(stray)
     figures = ", ".join(f"{name} {d.steps} step(s) on {d.share:.2%}" for name, d in differences.items())
     message = f"{backend.name}: self-check {'FAILED' if wrong else 'passed'}: {figures}, {stray} {STRAY}"
-    writes_nan = any(bool(got.float().isnan().any()) for got, _ in parts.values())
+    writes_nan = any(bool(ours.float().isnan().any()) for ours, _ in parts.values())
     return Comparison(not wrong, message, differences, stray, wrong, writes_nan)
 
 
 def _within(found: Difference, bounds: Bounds, rotated: bool, elements: int) -> bool:
     """Return whether a part agrees with the reference; the share of differing elements counts for rotated ones.
 
-    One element of a part may differ however few the part has: a single KV row has 64 rotated ones.
+    One element may differ even if it is more than that share of its part: a single KV row has 64 rotated elements.
     """
     if rotated:
         return found.steps <= bounds.rope_steps and found.share <= max(bounds.rope_share, 1 / elements)
@@ -177,8 +179,8 @@ def stray_bytes(inputs: DecodeInputs, before: torch.Tensor) -> int:
     """Return how many bytes of the cache's storage changed outside the rows that have a slot.
 
     Args:
-        inputs: after the call.
-        before: the storage as it was, [bytes] uint8.
+        inputs: the operands after the call.
+        before: the cache's storage before the call, [bytes] uint8.
     """
     changed = _storage(inputs.kv_cache) != before
     rows = _like(changed, inputs.kv_cache).flatten(0, 1)
@@ -192,7 +194,10 @@ def _storage(cache: torch.Tensor) -> torch.Tensor:
 
 
 def _like(storage: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-    """Return the part of a storage where a contiguous cache lies, with its shape; of its dtype, or of a bool a byte."""
+    """Return the part of a storage where a contiguous cache lies, in the cache's shape.
+
+    A uint8 storage is viewed as the cache's dtype. A bool storage, which has one element a byte, stays one.
+    """
     start = cache.storage_offset() * cache.itemsize
     part = storage[start : start + cache.numel() * cache.itemsize]
     shape = (*cache.shape[:2], -1)
@@ -200,38 +205,7 @@ def _like(storage: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
 
 
 def _overflow(inputs: DecodeInputs) -> None:
-    """Put a row beyond fp8's range: all but its un-rotated query, whose size the bounds of a product depend on."""
+    """Put a row beyond fp8's range: all but its un-rotated query, on whose size the bounds of a product depend."""
     inputs.q[0, :, inputs.nope_dim :] *= OVERFLOW_FACTOR
     inputs.k_pe[0] *= OVERFLOW_FACTOR
     inputs.kv_c[0] *= OVERFLOW_FACTOR
-
-
-def difference(a: torch.Tensor, b: torch.Tensor, slack: float = 0.0) -> Difference:
-    """Return the largest distance in representable values, and the share of elements that differ, of equal dtypes.
-
-    Differences up to ``slack`` times the largest magnitude in ``b`` do not count.
-    """
-    if not a.numel():
-        return Difference(0, 0.0)
-    steps = (ordinals(a) - ordinals(b)).abs()
-    if slack:
-        near = (a.float() - b.float()).abs() <= slack * b.float().abs().max()
-        steps = torch.where(near, 0, steps)
-    return Difference(int(steps.max()), float((steps > 0).double().mean()))
-
-
-def deviation(product: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return ||product - expected|| / ||expected||; infinite if shape or dtype differ, or the result is NaN."""
-    if product.shape != expected.shape or product.dtype != expected.dtype:
-        return float("inf")
-    distance = (product.float() - expected.float()).norm() / expected.float().norm()
-    return float("inf") if distance.isnan() else float(distance)
-
-
-def ordinals(x: torch.Tensor) -> torch.Tensor:
-    """Map floating-point values to integers so that neighbours differ by one. int64, same shape; NaNs are all equal."""
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[x.itemsize]
-    raw = x.contiguous().view(integer).to(torch.int64)
-    magnitude = raw & torch.iinfo(integer).max
-    signed = torch.where(raw < 0, -magnitude, magnitude)
-    return torch.where(x.float().isnan(), 1 << 40, signed)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A marker around the first calls of AITER and of Triton: a start after one that died in them does not try them again.
+"""Mark the first calls of AITER and of Triton, so that a start after one that died in them does not try them again.
 
 AITER's C++ checks and a GPU's fault end the process: without the marker a restarted server would end the same way. A
-marker is of a card and a build. It is not of a host, because a pod has a new host name at each start.
+marker holds for a card and a build. It does not name the host, because a pod has a new host name at each start.
 
-A signal that asks the process to end raises in the block, and the marker goes. SIGKILL leaves it: nobody can tell that
-from a kernel that ended the process.
+A signal that asks the process to end raises in the marked block, which removes the marker. SIGKILL leaves the marker
+behind: the next start cannot tell it from a kernel that ended the process.
 """
 
 import hashlib
@@ -14,11 +14,11 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,72 +32,106 @@ from vllm_aiter_mla.serving.backends import AITER_KERNELS, FAMILIES, Backends
 from vllm_aiter_mla.status import status_files
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What asks a process to end."""
+"""The signals that ask a process to end."""
 
 
 def prepare(backends: Backends, folder: Path, rank: int) -> Callable[[str], AbstractContextManager[None]]:
-    """Build the back ends of an engine, but for those in whose first calls an earlier start has died.
+    """Build the back ends of an engine, except those in whose first calls an earlier start has died.
 
     Args:
         backends: of the engine.
         folder: where the plugin keeps its files.
-        rank: of this worker; rank 0 says when first calls begin.
+        rank: of this worker; rank 0 logs when first calls begin.
 
     Returns:
-        What marks the first calls of a back end, by its name.
+        What surrounds the first calls of a back end with its marker, by the back end's name.
     """
-    marks = dict[str, tuple[str, str]]()  # family and marker's name by back end
-    for family, names in FAMILIES.items():
-        concerned, arch = set(names) & set(backends.names), backends.platform.arch
-        if not concerned or arch == "cpu" or (family == "AITER" and arch not in ARCHITECTURES):
+    marks = Marks(leave_out_unsafe(backends, folder), folder, rank)
+    for name in backends.names:
+        with marks.around(name) if name in AITER_KERNELS else nullcontext():  # AITER's import may build
+            backends.get(name)
+    return marks.around
+
+
+class Marker(NamedTuple):
+    """What marks the first calls of one family of back ends."""
+
+    family: str  # "AITER" or "Triton"
+    name: str  # how the names of the files begin; see ``marker_of``
+
+
+def leave_out_unsafe(backends: Backends, folder: Path) -> dict[str, Marker]:
+    """Leave out the families whose first calls must not be made; return the markers of the others, by back end.
+
+    A first call must not be made if an earlier start has died in it, or if it cannot be marked. A family that has no
+    kernels for this card has no marker.
+    """
+    markers, arch = dict[str, Marker](), backends.platform.arch
+    for family, kernels in FAMILIES.items():
+        names = set(kernels) & set(backends.names)
+        if not names or arch == "cpu" or (family == "AITER" and arch not in ARCHITECTURES):
             continue
         marker = marker_of(family, backends.platform)
         reason = died_before(folder, marker) or why_not_marked(folder, marker)
         if reason is None:
-            marks |= dict.fromkeys(concerned, (family, marker))
+            markers |= dict.fromkeys(names, Marker(family, marker))
             continue
         log.say_once(logging.ERROR, f"{family} is left out: {reason}")
-        for name in concerned:
+        for name in names:
             backends.leave_out(name, reason)
-    last = ""  # family that was marked last
+    return markers
+
+
+class Marks:
+    """Marks the first calls of an engine's back ends, and logs on rank 0 whenever those of another family begin.
+
+    If the process ends in such a call, the log ends with the family that was called.
+
+    Args:
+        markers: by back end; the calls of the others are not marked.
+        folder: where the markers are kept.
+        rank: of this worker.
+    """
+
+    def __init__(self, markers: Mapping[str, Marker], folder: Path, rank: int) -> None:
+        self._markers, self._folder, self._rank = markers, folder, rank
+        self._logged_family: str | None = None
 
     @contextmanager
-    def mark(name: str) -> Iterator[None]:
-        nonlocal last
-        family, marker = marks.get(name, ("", ""))
-        if family and rank == 0 and family != last:
-            begins = f"{family}'s kernels are called now; a first build takes minutes"
-            log.say(logging.INFO, f"{begins}; if the start ends here, the next start leaves them out")
-        last = family or last
-        with marked(folder, marker) if family else nullcontext():
+    def around(self, name: str) -> Iterator[None]:
+        """Keep the marker of the back end called ``name`` during the block, if the back end has one."""
+        marker = self._markers.get(name)
+        if marker is None:
             yield
-
-    for name in backends.names:
-        with mark(name) if name in AITER_KERNELS else nullcontext():  # AITER's import may build
-            backends.get(name)
-    return mark
+            return
+        if self._rank == 0 and marker.family != self._logged_family:
+            begins = f"{marker.family}'s kernels are called now; a first build takes minutes"
+            log.say(logging.INFO, f"{begins}; if the start ends here, the next start leaves them out")
+        self._logged_family = marker.family
+        with marked(self._folder, marker.name):
+            yield
 
 
 @dataclass(frozen=True)
 class FirstCall:
-    """The marker."""
+    """The record in a marker's file."""
 
-    run: str  # of the server that is at it
+    run: str  # of the server that makes the call
     evidence: files.Stamp = files.stamped("first-call")
 
 
 def died_before(folder: Path, marker: str) -> str | None:
-    """Return why the build must not be called if a process has left its marker, else None.
+    """Return why a build must not be called, if a process has died in its first call and left the marker; else None.
 
-    Locks that ended processes have left, and whose markers somebody has removed, are removed too.
+    Remove locks that such processes have left and whose markers somebody has removed.
     """
     for lock in folder.glob("lock-first-call-*"):
-        # Where the marker is still there the lock stays: another start that asks at this moment would find it held.
+        # The lock stays as long as its marker: another start that asks at this moment would find it held.
         if not os.path.lexists(folder / f"{lock.name.removeprefix('lock-')}.json"):
             locks.is_held(lock, remove=True)
     for path in folder.glob(f"{marker}-*.json"):
-        # Whatever the marker holds: what is not known is not called. If its lock is held, a process is at it. One that
-        # ends well removes its marker before its lock.
+        # A marker counts whatever its file holds. If its lock is held, the process that wrote it is still in the call.
+        # A process that leaves the call removes its marker before its lock.
         if not locks.is_held(_lock_of(path)) and os.path.lexists(path):
             ended = "a start ended in its first call, or somebody ended that start"
             return f"{ABORTED}: {ended}; to try again remove {folder / marker}-*"
@@ -105,7 +139,7 @@ def died_before(folder: Path, marker: str) -> str | None:
 
 
 def why_not_marked(folder: Path, marker: str) -> str | None:
-    """Return why first calls cannot be marked, or None: a process that they end would not be known of."""
+    """Return why first calls cannot be marked, else None. Without a marker the next start would repeat the call."""
     try:
         with marked(folder, marker):
             return None
@@ -115,12 +149,12 @@ def why_not_marked(folder: Path, marker: str) -> str | None:
 
 @contextmanager
 def marked(folder: Path, marker: str) -> Iterator[None]:
-    """Keep a marker in ``folder`` during the block. It stays if the block ends the process, and goes if it raises.
+    """Keep a marker in ``folder`` during the block. It stays if the block ends the process, and not if it raises.
 
-    Each block has a file of its own, so that nobody takes one process's end for another's.
+    Each block has its own file, so that the end of one process is never taken for that of another.
 
     Raises:
-        OSError: the marker cannot be written, or its lock tells nothing, as on a file system without locks.
+        OSError: the marker cannot be written, or nobody can tell whether its lock is held: a file system without locks.
         SystemExit: a signal asks the process to end.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -137,9 +171,9 @@ def marked(folder: Path, marker: str) -> Iterator[None]:
                 files.write(path, FirstCall(status_files.start_run()))
                 yield
             except SystemExit:
-                stays = not heard  # a library has ended the process
+                stays = not heard  # without a signal it was a library that ended the process
                 raise
-        if heard:  # a library took the first SystemExit for its own
+        if heard:  # a library has swallowed the first SystemExit
             raise SystemExit(128 + heard[-1])
     finally:
         if not stays:
@@ -149,13 +183,13 @@ def marked(folder: Path, marker: str) -> Iterator[None]:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[list[int]]:
-    """Let a signal that asks this process to end raise in the block, once the handler that it has is through.
+    """Let a signal that asks this process to end raise SystemExit in the block, after the signal's own handler has run.
 
-    Yields the signals that came.
+    Yield the list of the signals that have come.
 
-    The handler of a vLLM worker raises. That of an engine's process goes on, and its front end kills it seconds later.
-    Python calls handlers in the main thread, between two of its instructions: while AITER waits for its compiler, and
-    not in a call of C++.
+    The handler of a vLLM worker raises. The handler of an engine's process returns, and its front end kills the process
+    seconds later. Python calls handlers in the main thread, between two instructions: while AITER waits for its
+    compiler, but not during a call of C++.
     """
     handlers: dict[int, Any] = {}
     heard: list[int] = []
@@ -168,7 +202,7 @@ def _ended_by_signals() -> Iterator[list[int]]:
 
     if threading.current_thread() is threading.main_thread():
         handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    replaced = [number for number, one in handlers.items() if callable(one) or one is signal.SIG_DFL]
+    replaced = [number for number, handler in handlers.items() if callable(handler) or handler is signal.SIG_DFL]
     for number in replaced:
         signal.signal(number, end)
     try:
@@ -180,11 +214,12 @@ def _ended_by_signals() -> Iterator[list[int]]:
 
 
 def _lock_of(path: Path) -> Path:
+    """Return the lock file of a marker's file."""
     return path.with_name(f"lock-{path.stem}")
 
 
 def marker_of(family: str, platform: Platform) -> str:
-    """Return how the names of the markers begin for this build of AITER or Triton, this card and this plugin."""
+    """Return how the names of marker files begin for this card, plugin and build of a family ("AITER" or "Triton")."""
     release = files.stamp("first-call").aiter if family == "AITER" else stopwatch.triton_release()
     about = (family, release, torch.__version__, platform.rocm, platform.arch, files.fingerprint())
     return f"first-call-{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}"

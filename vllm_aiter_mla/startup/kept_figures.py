@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of a timing, kept for the next start: one file for each layer shape of each rank.
+"""Keep the figures of a timing for the next start: one file for each layer shape of each rank.
 
 A figure holds for what its key says, and for nothing else: card, driver, versions, host, shape, what vLLM compiles, the
 rank, the token counts and the kernels' variants.
@@ -26,11 +26,12 @@ from vllm_aiter_mla.kernels.stopwatch import Rounds
 from vllm_aiter_mla.serving.decision import VLLM
 
 DRIVERS = (Path("/sys/module/amdgpu/version"), Path("/sys/module/nvidia/version"))
+"""Files with the version of a driver that was installed apart from the Linux kernel."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the file holds.
+    """The record in such a file.
 
     Raises:
         ValueError: a count lacks vLLM's figures, or its candidates have not been timed equally often.
@@ -41,22 +42,22 @@ class Measured:
     evidence: files.Stamp = files.stamped("measured")
 
     def __post_init__(self) -> None:
-        for tokens, by in self.rounds.items():
-            if VLLM not in by or len({len(figures) for figures in by.values()}) != 1 or not by[VLLM]:
+        for tokens, by_name in self.rounds.items():
+            if VLLM not in by_name or len({len(figures) for figures in by_name.values()}) != 1 or not by_name[VLLM]:
                 raise ValueError(f"figures are missing at {tokens} tokens")
 
 
 def key_of(
     config: Any, shape: LayerShape, backends: Mapping[str, KernelBackend], counts: Sequence[int], rank: int
 ) -> dict[str, Any]:
-    """Return what figures of this timing hold for.
+    """Return the key of this timing: all that its figures depend on.
 
     Args:
         config: the worker's ``VllmConfig``.
         shape: of the layers.
         backends: the candidates, by name.
-        counts: token counts.
-        rank: of this worker; each has a card of its own.
+        counts: the token counts that are timed.
+        rank: of this worker; each rank has its own card.
     """
     calls = [meta_inputs(shape, count) for count in counts]
     return machine_key() | {
@@ -74,7 +75,7 @@ def key_of(
 
 
 def machine_key() -> dict[str, str | None]:
-    """Return what a figure of any kernel depends on: if one of these differs, it may differ."""
+    """Return what the figures of all kernels depend on: the card, its driver, the versions and the host."""
     stamp = files.stamp("measured")
     versions = {name: getattr(stamp, name) for name in ("plugin", "vllm", "aiter", "host")}
     # A partition of a card has fewer units, and may have the name of the whole.
@@ -82,7 +83,7 @@ def machine_key() -> dict[str, str | None]:
 
 
 def _driver_version() -> str:
-    """Return the driver's version; the Linux kernel's for a driver that came with it."""
+    """Return the version of the card's driver, or that of the Linux kernel if the driver came with it."""
     for path in DRIVERS:
         with contextlib.suppress(OSError):
             return path.read_text().strip()
@@ -95,24 +96,24 @@ def path_of(folder: Path, key: Mapping[str, Any]) -> Path:
     return folder / f"measured-{digest[:16]}.json"
 
 
-def read(folder: Path, key: Mapping[str, Any]) -> tuple[Rounds, str]:
-    """Return the figures kept for ``key`` and when they were taken; none without a file.
+def read(folder: Path, key: Mapping[str, Any]) -> Measured | None:
+    """Return the figures that an earlier start has kept for ``key``, or None.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it holds something else.
+        ValueError: the file holds something else.
     """
     try:
         measured = files.read_kept(Measured, path_of(folder, key))
     except FileNotFoundError:
-        return {}, ""
-    return (measured.rounds, measured.evidence.time) if measured.key == dict(key) else ({}, "")
+        return None
+    return measured if measured.key == dict(key) else None
 
 
 def write(folder: Path, key: Mapping[str, Any], rounds: Rounds) -> None:
     """Keep ``rounds`` for ``key``, and remove files that no start uses any more; see ``files.keep``.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     files.keep(path_of(folder, key), Measured(dict(key), rounds), kind="measured-*.json")

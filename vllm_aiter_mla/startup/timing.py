@@ -3,15 +3,15 @@
 
 A kernel of ours runs where all ranks of the engine have chosen it. ``decision`` chooses; the ranks exchange choices.
 
-Where no kernel could be timed vLLM's own run, code ``not_timed``, and one line says so: that ours are never slower is a
-promise that only figures can keep. Only the settings and the device's type decide whether the ranks exchange anything:
-a rank that waits for another one that never comes would hang.
+If no kernel could be timed, vLLM's own kernels run, with the code ``not_timed``, and one line says so: only figures can
+show that ours are not slower. Whether the ranks exchange anything depends only on the settings and the device's type,
+which are the same on every rank. Otherwise a rank could wait for ever for another one that never comes.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log, ranks
 from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.absorb import UnknownWeightError
+from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.stopwatch import Rounds
 from vllm_aiter_mla.serving.decision import VLLM, Figures, Span, decide
@@ -32,39 +33,63 @@ from vllm_aiter_mla.status.record import Timed
 
 VLLMS_RUN = "vLLM's own kernels run"
 NO_RIVAL = "vLLM's own kernels cannot be timed here"
+NOT_TO_TIME = "its kernels were not to be timed"
 Choice = tuple[Span, ...]
-"""What a rank runs on layers of a shape by its own figures."""
+"""The kernels that a rank has chosen for layers of one shape, by token count."""
 
 
 @dataclass(frozen=True, slots=True)
-class ShapeTiming:
-    """What a rank knows of the speed of one layer shape."""
+class ShapeFigures:
+    """The figures of one layer shape on this rank, for one token count or more."""
 
-    rounds: Rounds = field(default_factory=dict)  # empty if nothing could be timed, or is to be chosen
-    why: str = ""  # it could not be timed
-    key: Mapping[str, Any] = field(default_factory=dict)  # what its figures are kept by; empty if nothing is to choose
-    kept: Rounds = field(default_factory=dict)  # those of ``rounds`` that earlier starts have taken
-    since: str = ""  # when the last of them were taken; empty if this start timed something
+    rounds: Rounds  # of this start and of earlier ones
+    key: Mapping[str, Any]  # what the figures hold for; see ``kept_figures.key_of``
+    kept_since: str | None  # when earlier starts took all of them; None if this start took some
 
 
 @dataclass(frozen=True, slots=True)
-class RankChoices:
-    """What one rank hands over to the others. Layer shapes are in words."""
+class Untimed:
+    """Nothing could be timed: on a whole rank, or on one of its layer shapes."""
 
-    chosen: dict[str, Choice] = field(default_factory=dict)  # by layer shape; () if it was not timed
-    troubles: dict[str, str] = field(default_factory=dict)  # why a shape could not be timed
-    why: str = ""  # the rank could not time at all
+    why: str
+
+
+Answer = dict[str, Choice | Untimed] | Untimed
+"""What a rank hands over to the others: its choice by layer shape in words, or why the whole rank has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankTiming:
+    """What this rank has timed and chosen. Layer shapes are in words."""
+
+    answer: Answer
+    groups: Mapping[str, Sequence[Layer]]  # the layers of each shape; see ``_by_shape``
+    timings: Mapping[str, ShapeFigures | Untimed]  # of the shapes for which there is something to choose
+    seconds: float  # spent of the budget
+
+    @property
+    def num_timed(self) -> int:
+        """How many layer shapes this start has timed, or has tried to time."""
+        return sum(isinstance(timing, Untimed) or timing.kept_since is None for timing in self.timings.values())
 
 
 class Trouble(NamedTuple):
-    """Why a rank could not time."""
+    """Why a rank could not time a layer shape."""
 
     rank: int
-    shape: str  # in words; empty for all shapes
+    shape: str | None  # in words; None for all shapes
     why: str
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.why}"
+
+
+class Agreement(NamedTuple):
+    """What the ranks have agreed on."""
+
+    troubles: list[Trouble]
+    num_shapes: int  # on whose kernels they have agreed
+    is_logged_here: bool  # whether this rank logs for all of them
 
 
 def time_kernels(config: Any, settings: Settings, layers: Sequence[Layer], limit: int | None, rank: int) -> None:
@@ -79,150 +104,206 @@ def time_kernels(config: Any, settings: Settings, layers: Sequence[Layer], limit
         limit: the decode limit; None if this rank's kernels could not be checked.
         rank: of this worker.
     """
+    layers = [layer for layer in layers if VLLM in layer.backends.names]  # on a CPU the reference has no rival
     try:
         if not _is_asked_for(config, settings):
             return
-    except Exception as error:  # alike on every rank: nobody waits
-        troubles = [Trouble(rank, "", _in_one_line(error))]
+    except Exception as error:  # every rank raises the same here, so none of them waits for this one
+        troubles = [Trouble(rank, None, _in_one_line(error))]
         _leave_untimed(layers, {}, troubles)
-        _say(troubles, 0, 0.0, 0)
+        _log(troubles, 0, 0.0, 0)
         return
-    budget, timings = stopwatch.Budget(), dict[str, ShapeTiming]()
-    mine, shapes = RankChoices(why="its kernels could not be checked"), dict[str, list[Layer]]()
+    timed = _time_this_rank(config, layers, limit, rank)
+    agreement = _exchange_and_run(timed, rank)
+    _leave_untimed(layers, timed.groups, agreement.troubles)
+    # Not earlier: the traceback of an exception holds what was allocated until the exception has been handled.
+    if timed.num_timed:
+        with log.warned("the memory of the timing could not be given back"):
+            card().give_back()
+    if agreement.is_logged_here:
+        _log(agreement.troubles, timed.num_timed, timed.seconds, agreement.num_shapes)
+
+
+def hand_over_failed_load(config: Any, settings: Settings) -> None:
+    """Take part in the exchange of ``time_kernels`` for a rank whose model could not be loaded."""
+    if _is_asked_for(config, settings):
+        ranks.exchange(Untimed("its model could not be loaded"))
+
+
+def _is_asked_for(config: Any, settings: Settings) -> bool:
+    """Return whether to time at all, from facts that every rank of the engine reads alike."""
+    return settings.measures and config.device_config.device_type == card().torch_device
+
+
+# What this rank does alone.
+
+
+def _time_this_rank(config: Any, layers: Sequence[Layer], limit: int | None, rank: int) -> RankTiming:
+    """Time the kernels of each layer shape and choose among them. Never raises: an error becomes the rank's answer."""
+    answer: Answer = Untimed("its kernels could not be checked")
+    groups, timings = dict[str, list[Layer]](), dict[str, ShapeFigures | Untimed]()
+    budget = stopwatch.Budget()
     try:
         if limit is not None:
             # No batch is larger, whatever limit the user has set.
             counts = stopwatch.token_counts(min(limit, config.scheduler_config.max_num_batched_tokens))
-            shapes = _by_shape(layers)
-            for shape, (first, *_) in shapes.items():
-                timings[shape] = _time_shape(config, first, counts, budget, rank)
-            mine = _choose(shapes, timings, counts[-1])
+            groups = _by_shape(layers)
+            for shape, (first, *_) in groups.items():
+                backends = first.usable()
+                if {VLLM} < set(backends):
+                    timings[shape] = _time_shape(config, first, backends, counts, budget, rank)
+            answer = _choose(groups, timings, counts[-1])
     except Exception as error:
-        mine = RankChoices(why=_in_one_line(error))
-    agreed: dict[str, tuple[Choice, ...]] = {}
-    try:
-        place, choices = ranks.exchange(mine)
-        agreed, troubles = agree(choices)
-        for shape in (shape for shape in shapes if shape in agreed and timings[shape].rounds):
-            _run_as_agreed(shape, shapes[shape], timings[shape], agreed[shape])
-    except Exception as error:
-        place, troubles = 0, [Trouble(rank, "", _in_one_line(error))]  # it says so, whichever rank it is
-    _leave_untimed(layers, shapes, troubles)
-    num_timed = sum(bool(timing.key) and not timing.since for timing in timings.values())
-    # Only here: an exception's traceback holds what was allocated until it has been handled.
-    if num_timed:
-        with log.warned("the memory of the timing could not be given back"):
-            card().give_back()
-    if place == 0:
-        _say(troubles, num_timed, stopwatch.BUDGET_S - budget.left, len(agreed))
+        answer = Untimed(_in_one_line(error))
+    return RankTiming(answer, groups, timings, stopwatch.BUDGET_S - budget.left)
 
 
 def _by_shape(layers: Sequence[Layer]) -> dict[str, list[Layer]]:
     """Return the layers that a kernel may run on some rank, by shape in words; those stopped on this rank come last."""
-    shapes = dict[str, list[Layer]]()
+    groups = dict[str, list[Layer]]()
     for layer in sorted(layers, key=lambda layer: not layer.usable()):
-        with suppress(UnknownWeightError):  # of the checkpoint: no rank knows the format
+        with suppress(UnknownWeightError):  # no rank knows the format: all load the same checkpoint
             if layer.not_admitted() is None:
-                shapes.setdefault(layer.shape().in_words(), []).append(layer)
-    return shapes
+                groups.setdefault(layer.shape().in_words(), []).append(layer)
+    return groups
 
 
-def hand_over_nothing(config: Any, settings: Settings) -> None:
-    """Take part in the exchange of ``time_kernels`` for a rank whose model could not be loaded."""
-    if _is_asked_for(config, settings):
-        ranks.exchange(RankChoices(why="its model could not be loaded"))
+def _time_shape(
+    config: Any,
+    layer: Layer,
+    backends: Mapping[str, KernelBackend],
+    counts: Sequence[int],
+    budget: stopwatch.Budget,
+    rank: int,
+) -> ShapeFigures | Untimed:
+    """Return the figures of a layer's shape: those that earlier starts have kept, and new ones for other token counts.
 
-
-def _is_asked_for(config: Any, settings: Settings) -> bool:
-    """Whether to time at all, from facts that every rank of the engine reads alike."""
-    return settings.measures and config.device_config.device_type == card().torch_device
-
-
-def _time_shape(config: Any, layer: Layer, counts: Sequence[int], budget: stopwatch.Budget, rank: int) -> ShapeTiming:
-    """Return the figures of a layer's shape, of earlier starts or timed now; none if there is nothing to choose."""
-    backends, shape = layer.usable(), layer.shape()
-    if len(backends) < 2 or VLLM not in backends:
-        return ShapeTiming()
-    key, kept, since, timed, why = dict[str, Any](), Rounds(), "", Rounds(), ""
+    Args:
+        config: the worker's ``VllmConfig``.
+        layer: any layer of the shape that may run ``backends``.
+        backends: the candidates, by name; vLLM's own is one of them.
+        counts: token counts.
+        budget: of this rank; the time spent here is taken from it.
+        rank: of this worker.
+    """
+    shape = layer.shape()
+    kept: kept_figures.Measured | None = None
     try:
         key = kept_figures.key_of(config, shape, backends, counts, rank)
         if layer.backends.settings.measure != "again":
             with log.warned("the kept figures could not be read"):
-                kept, since = kept_figures.read(compat_config.cache_folder(), key)
-        if left := [count for count in counts if count not in kept]:
+                kept = kept_figures.read(compat_config.cache_folder(), key)
+        known = kept.rounds if kept else Rounds()
+        timed = Rounds()
+        if missing := [count for count in counts if count not in known]:
             pad = partial(compat_layer.pad_query, layer.module) if layer.out_heads else None
-            with card().fork_rng(), compat_config.as_current(config):
-                stopwatch.time_shape(backends, shape, layer.weight(), left, budget, key["graphs"], pad, timed)
-    except (stopwatch.OverBudgetError, torch.OutOfMemoryError) as error:  # says nothing against what was timed
-        why = _in_one_line(error)
+            try:
+                with card().fork_rng(), compat_config.as_current(config):
+                    stopwatch.time_shape(backends, shape, layer.weight(), missing, budget, key["graphs"], pad, timed)
+            except (stopwatch.OverBudgetError, torch.OutOfMemoryError):  # the figures of other token counts still hold
+                if not (known or timed):
+                    raise
     except Exception as error:
-        return ShapeTiming({}, _in_one_line(error), key, kept)
-    rounds = dict(sorted((kept | timed).items()))
-    return ShapeTiming(rounds, "" if rounds else why, key, kept, "" if timed else since)
+        return Untimed(_in_one_line(error))
+    kept_since = kept.evidence.time if kept and not timed else None
+    return ShapeFigures(dict(sorted((known | timed).items())), key, kept_since)
 
 
-def _choose(shapes: Mapping[str, Sequence[Layer]], timings: Mapping[str, ShapeTiming], most: int) -> RankChoices:
-    """Return what this rank chooses, up to ``most`` tokens: vLLM's own where it has nothing else, else by its figures.
+def _choose(
+    groups: Mapping[str, Sequence[Layer]], timings: Mapping[str, ShapeFigures | Untimed], most: int
+) -> dict[str, Choice | Untimed]:
+    """Return what this rank chooses for each layer shape, or why it could not time the shape.
 
-    One layer that is stopped decides for its shape: the ranks agree by shape.
+    Its figures decide. If no kernel of ours may run, vLLM's own run up to ``most`` tokens. The ranks agree by shape, so
+    one layer that is stopped decides for all layers of its shape.
     """
-    chosen = dict[str, Choice]()
-    for shape, group in shapes.items():
-        first, last, rounds = group[0], group[-1], timings[shape].rounds
-        chosen[shape] = ()
+    chosen = dict[str, Choice | Untimed]()
+    for shape, group in groups.items():
+        first, last, timing = group[0], group[-1], timings.get(shape, Untimed(NO_RIVAL))
         if set(last.usable()) <= {VLLM}:
-            chosen[shape] = _vllms(most)
-        elif rounds:
-            decision = decide(first.facts(), first.checks, Figures(rounds), first.backends.settings)
-            chosen[shape] = decision.kernels or _vllms(max(rounds))
-    return RankChoices(chosen, {shape: timing.why for shape, timing in timings.items() if timing.why})
+            chosen[shape] = _only_vllms(most)
+        elif isinstance(timing, Untimed):
+            chosen[shape] = timing
+        else:
+            decision = decide(first.facts(), first.checks, Figures(timing.rounds), first.backends.settings)
+            chosen[shape] = decision.kernels or _only_vllms(max(timing.rounds))
+    return chosen
 
 
-def _vllms(most: int) -> Choice:
+def _only_vllms(most: int) -> Choice:
+    """Return the choice of vLLM's own kernels up to ``most`` tokens."""
     return (Span(1, most, VLLM),)
 
 
-def agree(choices: Sequence[RankChoices]) -> tuple[dict[str, tuple[Choice, ...]], list[Trouble]]:
+# What all ranks do together.
+
+
+def _exchange_and_run(timed: RankTiming, rank: int) -> Agreement:
+    """Exchange the answers, and let the layers run what the ranks agree on. Never raises, and always takes part."""
+    agreed: dict[str, tuple[Choice, ...]] = {}
+    try:
+        index, answers = ranks.exchange(timed.answer)
+        agreed, troubles = agree(answers)
+        for shape, timing in timed.timings.items():
+            if shape in agreed and isinstance(timing, ShapeFigures):
+                _run_as_agreed(shape, timed.groups[shape], timing, agreed[shape])
+    except Exception as error:
+        return Agreement([Trouble(rank, None, _in_one_line(error))], len(agreed), is_logged_here=True)
+    return Agreement(troubles, len(agreed), is_logged_here=index == 0)
+
+
+def agree(answers: Sequence[Answer]) -> tuple[dict[str, tuple[Choice, ...]], list[Trouble]]:
     """Return what each rank has chosen by layer shape, and why shapes are missing. Pure, so every rank gets the same.
 
-    A shape is missing if one of its ranks could not time it. All are if a rank does not know its shapes. A rank without
-    layers of a shape, as in a pipeline, does not count for it.
+    A shape is missing if one of its ranks could not time it. All are missing if a rank could time nothing, because its
+    shapes are not known. A rank without layers of a shape, as in a pipeline, does not count for that shape.
+
+    Args:
+        answers: of all ranks, in their order.
     """
-    told = ((rank, {"": mine.why} | mine.troubles) for rank, mine in enumerate(choices))
-    troubles = [Trouble(rank, shape, why) for rank, whys in told for shape, why in whys.items() if why]
-    if any(mine.why for mine in choices):
-        return {}, troubles
-    shapes = dict.fromkeys(shape for mine in choices for shape in mine.chosen)
-    chosen = {shape: tuple(mine.chosen[shape] for mine in choices if shape in mine.chosen) for shape in shapes}
-    return {shape: by_rank for shape, by_rank in chosen.items() if all(by_rank)}, troubles
+    chosen, troubles = dict[str, list[Choice]](), list[Trouble]()
+    for rank, answer in enumerate(answers):
+        if isinstance(answer, Untimed):
+            troubles.append(Trouble(rank, None, answer.why))
+            continue
+        for shape, choice in answer.items():
+            if isinstance(choice, Untimed):
+                troubles.append(Trouble(rank, shape, choice.why))
+            else:
+                chosen.setdefault(shape, []).append(choice)
+    missing = {trouble.shape for trouble in troubles}
+    agreed = {shape: tuple(choices) for shape, choices in chosen.items() if shape not in missing}
+    return {} if None in missing else agreed, troubles
 
 
-def _run_as_agreed(shape: str, group: Sequence[Layer], own: ShapeTiming, chosen: tuple[Choice, ...]) -> None:
+def _run_as_agreed(shape: str, group: Sequence[Layer], figures: ShapeFigures, choices: tuple[Choice, ...]) -> None:
     """Let the layers of a shape run what this rank's figures and the choices of all ranks say; keep the figures."""
     for layer in group:
-        layer.timed(Figures(own.rounds, ranks=chosen))
+        layer.timed(Figures(figures.rounds, ranks=choices))
     names = tuple(layer.name for layer in group)
-    runs = group[0].decision.kernels or _vllms(max(own.rounds))
-    group[0].engine_status.add_timed(Timed(shape, names, runs, stopwatch.medians(own.rounds), own.since))
-    if own.rounds != own.kept:
+    runs = group[0].decision.kernels or _only_vllms(max(figures.rounds))
+    us, kept_since = stopwatch.medians(figures.rounds), figures.kept_since or ""
+    group[0].engine_status.add_timed(Timed(shape, names, runs, us, kept_since))
+    if figures.kept_since is None:
         with log.warned("the measured figures could not be kept"):
-            kept_figures.write(compat_config.cache_folder(), own.key, own.rounds)
+            kept_figures.write(compat_config.cache_folder(), figures.key, figures.rounds)
 
 
-def _leave_untimed(layers: Sequence[Layer], shapes: Mapping[str, Sequence[Layer]], troubles: Sequence[Trouble]) -> None:
-    """Tell the layers whose kernels were to be timed, and were not, that there are no figures, and why."""
-    shape_of = {layer.name: shape for shape, group in shapes.items() for layer in group}
+def _leave_untimed(layers: Sequence[Layer], groups: Mapping[str, Sequence[Layer]], troubles: Sequence[Trouble]) -> None:
+    """Tell the layers whose kernels were not timed that there are no figures, and why."""
+    shape_of = {layer.name: shape for shape, group in groups.items() for layer in group}
     for layer in layers:
-        if layer.backends.settings.measures and VLLM in layer.backends.names and not layer.is_timed:
-            own = ("", shape_of.get(layer.name))
-            why = next((str(trouble) for trouble in troubles if trouble.shape in own), NO_RIVAL)
+        if not layer.is_timed:
+            shapes = (None, shape_of.get(layer.name))
+            why = next((str(trouble) for trouble in troubles if trouble.shape in shapes), NOT_TO_TIME)
             layer.timed(Figures(why=why))
 
 
-def _say(troubles: Sequence[Trouble], num_timed: int, seconds: float, num_usable: int) -> None:
+def _log(troubles: Sequence[Trouble], num_timed: int, seconds: float, num_agreed: int) -> None:
+    """Log why kernels could not be timed, or how long the timing of this start took."""
     if troubles:
         more = f" (and {len(troubles) - 1} more)" if len(troubles) > 1 else ""
-        rest = f" but for {num_usable} layer shape(s)" if num_usable else ""
+        rest = f" but for {num_agreed} layer shape(s)" if num_agreed else ""
         log.say_once(logging.WARNING, f"the kernels could not be timed: {troubles[0]}{more}; {VLLMS_RUN}{rest}")
     elif num_timed:
         spent = f"{seconds:.1f} s of at most {stopwatch.BUDGET_S:g} s"

@@ -14,9 +14,8 @@ import torch
 from vllm_aiter_mla.kernels import absorb, formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.backend import KernelBackend, Run
-from vllm_aiter_mla.kernels.inputs import K_SCALE, Q_SCALE, DecodeInputs
+from vllm_aiter_mla.kernels.inputs import K_SCALE, OVERFLOW_FACTOR, Q_SCALE, DecodeInputs
 from vllm_aiter_mla.serving import ops as bodies
-from vllm_aiter_mla.startup.comparison import OVERFLOW_FACTOR
 from vllm_aiter_mla.verify import data
 from vllm_aiter_mla.verify.cases import ACT, FRESH, Item
 

@@ -8,8 +8,8 @@ import torch
 
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.backend import EXACT, OWN_BMM, KernelBackend
+from vllm_aiter_mla.kernels.distance import deviation, difference
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.startup.comparison import deviation, difference
 from vllm_aiter_mla.verify.engine import Recording
 from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Buffers, Layer, Outputs, Rows, raw
 from vllm_aiter_mla.verify.results import Finding

@@ -1,6 +1,7 @@
 """The absorbed weight in its three formats: AITER's batched GEMMs over codes in front of its fused op."""
 
 from dataclasses import replace
+from sys import maxsize
 from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import Mock
@@ -14,12 +15,13 @@ from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import absorb, formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
+from vllm_aiter_mla.kernels.distance import ordinals
 from vllm_aiter_mla.kernels.inputs import LayerShape, contract_violation, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.vllm_own import VLLMBackend
 from vllm_aiter_mla.serving.backends import Backends
 from vllm_aiter_mla.settings import Settings
-from vllm_aiter_mla.startup.comparison import compare_with_reference, ordinals
+from vllm_aiter_mla.startup.comparison import compare_with_reference
 
 BF16 = torch.bfloat16
 
@@ -100,7 +102,7 @@ def test_the_call_is_vllms_gemm_without_a_scale_of_the_result_and_then_the_fused
 def test_the_self_check_passes_over_codes_wherever_ties_go(held, cache, nope, ulp, monkeypatch):
     """AITER's fp8 quantisation multiplies by a reciprocal; another compiler may give its last bit another value."""
     monkeypatch.setattr(gemm, "RECIPROCAL_ULP", ulp)
-    result = compare_with_reference(held.backend, held.shape(cache, nope=nope))
+    result = compare_with_reference(held.backend, held.shape(cache, nope=nope), maxsize)
     assert result.ok, result.message
 
 
@@ -292,6 +294,6 @@ def test_mutation_of_the_product_is_caught_by_the_self_check(which, plant, monke
     run = gemm.batched_gemm if which.format == "fp8" else gemm_fp4.batched_gemm
     monkeypatch.setitem(absorb.GEMMS, which.format, lambda *operands, **how: plant(run, *operands, **how))
     with install(which.arch):
-        result = compare_with_reference(which.backend, which.shape(BF16))
+        result = compare_with_reference(which.backend, which.shape(BF16), maxsize)
     assert not result.ok
     assert "its absorb product is" in result.message

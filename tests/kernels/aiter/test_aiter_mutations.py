@@ -1,6 +1,7 @@
 """Planted mistakes in how AITER is called, each caught by the self-check; test_aiter_contract.py plants more."""
 
 from dataclasses import replace
+from sys import maxsize
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_mutation_is_caught_by_the_self_check(name):
     plant, wrong = PLANTED[name]
     bound = backend()
     plant(bound)
-    result = compare_with_reference(bound, LayerShape(4, 512, FP8["gfx942"], FP8["gfx942"], 16, False))
+    result = compare_with_reference(bound, LayerShape(4, 512, FP8["gfx942"], FP8["gfx942"], 16, False), maxsize)
     assert {part for part, found in result.differences.items() if found.steps} == wrong
     assert result.ok == (not wrong)
 

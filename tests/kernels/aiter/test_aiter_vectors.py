@@ -13,7 +13,7 @@ from tests.support.triton_cases import plain_bits
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.absorb import absorb_fp8, dot_mxfp4
 from vllm_aiter_mla.kernels.aiter.route import truncates_cache_rope
-from vllm_aiter_mla.startup.comparison import ordinals
+from vllm_aiter_mla.kernels.distance import ordinals
 
 NAN, INF = float("nan"), float("inf")
 

@@ -14,7 +14,7 @@ from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.inputs import LayerShape
 from vllm_aiter_mla.serving.layer import Layer
-from vllm_aiter_mla.startup import rotation
+from vllm_aiter_mla.startup import prefill
 
 SHAPES = [
     LayerShape(heads, 16, cache, cache, 16, False, act=act)
@@ -37,7 +37,7 @@ def kernel(change=lambda x: x, **rounding):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=LayerShape.in_words)
 def test_a_kernel_that_rounds_once_passes(shape):
-    rotation.compare(kernel(), shape)
+    prefill.compare_rotation(kernel(), shape)
 
 
 def of_keys(change):
@@ -57,8 +57,8 @@ def of_keys(change):
     ids=["rounds three times", "scales the keys", "reads the row before", "rotates nothing"],
 )
 def test_mutation_a_rotary_kernel_that_does_otherwise_is_caught(shape, name, planted):
-    with pytest.raises(rotation.RotationError, match=rf": {name} \d+ step"):
-        rotation.compare(planted(shape), shape)
+    with pytest.raises(prefill.RotationError, match=rf": {name} \d+ step"):
+        prefill.compare_rotation(planted(shape), shape)
 
 
 @pytest.fixture
