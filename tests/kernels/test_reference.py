@@ -77,11 +77,19 @@ def test_only_rows_with_a_slot_are_written(tokens, block, seed, cache, padded):
         assert (rows(call).view(torch.uint8)[kept] != PATTERN).any()
 
 
-def test_rows_beyond_the_slots_are_prepared_but_not_written():
+def test_rows_without_a_slot_are_prepared_but_not_written():
     call = operands(tokens=6)
-    short = fresh(call, slot_mapping=call.slot_mapping[:3])
-    assert same_bytes(reference.prepare(short), reference.prepare(call))
-    assert (rows(short).view(torch.uint8)[call.slot_mapping[3:]] == PATTERN).all()
+    unslotted = fresh(call, slot_mapping=call.slot_mapping.clone())
+    unslotted.slot_mapping[3:] = -1
+    assert same_bytes(reference.prepare(unslotted), reference.prepare(call))
+    assert (rows(unslotted).view(torch.uint8)[call.slot_mapping[3:]] == PATTERN).all()
+
+
+@pytest.mark.parametrize("slots", [0, 3, 6])
+def test_another_number_of_slots_than_rows_is_refused(slots):
+    call = operands(tokens=5)
+    with pytest.raises(ValueError, match=r"slot_mapping: shape \[5\] expected, got"):
+        reference.ReferenceBackend().prepare(replace(call, slot_mapping=torch.arange(slots)))
 
 
 def test_strided_operands_give_the_same_bytes():
@@ -121,5 +129,3 @@ def test_no_token_and_no_cache_are_served():
     call = operands()
     bare = replace(call, kv_cache=torch.empty(0, 4, 24, dtype=BF16))
     assert same_bytes(reference.prepare(bare), reference.prepare(call))
-    unslotted = fresh(call, slot_mapping=call.slot_mapping[:0])
-    assert same_bytes(reference.prepare(unslotted), reference.prepare(call))

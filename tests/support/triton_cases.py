@@ -23,7 +23,6 @@ class Case:
 
     tokens: int = 5
     heads: int = 2
-    slots: int | None = None
     nope: int = 128
     rope: int = 64
     latent: int = 512
@@ -158,11 +157,10 @@ def _filled_cache(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator
 
 
 def _slots(case: Case, capacity: int, g: torch.Generator) -> torch.Tensor:
-    count = case.tokens if case.slots is None else case.slots
-    slots = torch.randperm(capacity, generator=g)[:count]
+    slots = torch.randperm(capacity, generator=g)[: case.tokens]
     if case.no_slot == "all":
         slots[:] = -1
-    elif case.no_slot == "some" and count > 1:
+    elif case.no_slot == "some" and case.tokens > 1:
         slots[1::3] = -1
     return slots
 

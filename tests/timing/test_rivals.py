@@ -75,8 +75,8 @@ def test_it_declines_what_it_would_do_wrongly():
     for inputs, word in (
         (fp8, "does not scale"),
         (synthetic_inputs(replace(SHAPE, weight=("plain",))), "not plain ones"),
-        (replace(right, slot_mapping=right.slot_mapping[:5]), "a slot for each row"),
-        (synthetic_inputs(SHAPE, 0), "a slot for each row"),
+        (replace(right, slot_mapping=right.slot_mapping[:5]), "slot_mapping: shape [7]"),
+        (synthetic_inputs(SHAPE, 0), "q: at least one row"),
         (replace(right, kv_cache=gaps), "contiguous blocks"),
         (synthetic_inputs(replace(SHAPE, weight=("mxfp4",))), "on gfx950 only"),
     ):

@@ -110,17 +110,16 @@ def operands(target: aot.Target, case: Case) -> tuple[DecodeInputs, torch.Tensor
     table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(torch.bfloat16)
     if case.ties:
         table = torch.cat((torch.full_like(angles, TIED_COS), angles * 0), dim=-1).to(torch.bfloat16)
-    slots = max(1, t - 1)
-    blocks = -(-(slots + 3) // variant.block_size) + 1
+    blocks = -(-(t + 3) // variant.block_size) + 1
     storage = torch.empty((blocks + 2 * GUARD_BLOCKS, variant.block_size, latent + r), dtype=stored)
     storage.view(torch.uint8).fill_(UNTOUCHED)
     positions = torch.randint(0, TABLE_ROWS, (t,), generator=g)
     positions[-1] = TABLE_ROWS + 7
     if t > 2:
         positions[1] = -1
-    slot_mapping = torch.randperm(blocks * variant.block_size, generator=g)[:slots]
-    if slots > 1:
-        slot_mapping[slots // 2] = -1
+    slot_mapping = torch.randperm(blocks * variant.block_size, generator=g)[:t]
+    if t > 1:
+        slot_mapping[t // 2] = -1
     if case.overflow:
         # The first row of the table turns by nothing, so these are the rotated values of the first row.
         positions[0], table[0] = 0, torch.tensor([1.0, 0.0]).repeat_interleave(r // 2)
@@ -230,7 +229,7 @@ def expectation(inputs: DecodeInputs, storage: torch.Tensor, case: Case) -> tupl
 def workgroups(case: Case) -> list[int]:
     """Indices of the programs: the absorb tiles of the chosen heads, and all others."""
     tile, n, t = case.variant.tile, case.variant.heads, case.tokens
-    total = sum(launcher.programs(t, n, max(1, t - 1), aot.LATENT, tile))
+    total = sum(launcher.programs(t, n, aot.LATENT, tile))
     tiles = -(-t // tile.block_t) * (aot.LATENT // (tile.block_l * tile.blocks))
     return [k * n + h for h in case.run_heads for k in range(tiles)] + list(range(n * tiles, total))
 
@@ -249,8 +248,7 @@ def arguments(compiled: Compiled, memory: Memory, inputs: DecodeInputs, out: tor
     values = {f"{k}_ptr": place(memory, k, x, k in ("cache", "out")) for k, x in present.items()}
     strides = [name for name in decode_prep_kernel.arg_names if "stride" in name]
     values |= dict(zip(strides, launcher.strides(inputs), strict=True))
-    values |= {"num_tokens": inputs.num_tokens, "num_slots": inputs.slot_mapping.shape[0]}
-    values["last_position"] = inputs.cos_sin_cache.shape[0] - 1
+    values |= {"num_tokens": inputs.num_tokens, "last_position": inputs.cos_sin_cache.shape[0] - 1}
     constants = aot.constants(compiled.target, compiled.variant)
     given = [values[name] for name in decode_prep_kernel.arg_names if name not in constants]
     code = compiled.program.code

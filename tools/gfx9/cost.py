@@ -165,8 +165,7 @@ class Counted:
         self.memory = Trace()
         self.kernarg = arguments(compiled, self.memory, inputs, inputs.new_query())
         self.needed = minimum_bytes(inputs, self.case)
-        slots, tile = inputs.slot_mapping.shape[0], compiled.variant.tile
-        self.programs = launcher.programs(tokens, compiled.variant.heads, slots, aot.LATENT, tile)
+        self.programs = launcher.programs(tokens, compiled.variant.heads, aot.LATENT, compiled.variant.tile)
 
     def run(self, group: int, waves: int) -> Counts:
         """Execute one workgroup."""

@@ -56,7 +56,7 @@ class Binding:
     """How a back end runs calls of one key."""
 
     # Returns q_prepared [T, N, L+R] of ``out_dtype`` for operands of that key, or [T, M, L+R] with its heads where
-    # ``DecodeInputs.real_heads`` finds them, and writes the KV rows whose slot is >= 0
+    # ``DecodeInputs.real_heads`` finds them; every row of these heads is defined. Writes the KV rows whose slot is >= 0
     run: Run
     kernel: str | None = None  # which of the back end's kernels runs, or None if it has only one
     numerics: Numerics = Numerics()  # the roundings it follows
@@ -127,10 +127,6 @@ class KernelBackend(ABC):
     def absorbed(self, inputs: DecodeInputs) -> torch.Tensor | None:
         """Return the absorbed query [T, N, L] by its own product; None if it has none of its own outside a launch."""
         return None
-
-    def defined_rows(self, inputs: DecodeInputs) -> int:
-        """Return how many leading rows of q_prepared are defined."""
-        return inputs.num_tokens
 
     def warm_up(self, template: DecodeInputs, token_counts: Iterable[int]) -> None:  # noqa: B027  most need nothing
         """Compile, outside capture, what graphs of ``token_counts`` rows of a layer need; ``bind`` takes its row."""

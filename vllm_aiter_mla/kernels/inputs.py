@@ -25,8 +25,8 @@ Q_LORA_RANK = 1536  # DeepSeek-V3's; it only moves k_pe away from the start of a
 class DecodeInputs:
     """The operands of the decode-side preparation of one MLA layer.
 
-    Sizes: T rows (graph padding included), S <= T slots, N heads of this rank, P nope width of a query head,
-    R rope width, L latent width (``kv_lora_rank``). "act" is the activation dtype (bfloat16, float16 or float32).
+    Sizes: T rows (graph padding included), N heads of this rank, P nope width of a query head, R rope width, L latent
+    width (``kv_lora_rank``). "act" is the activation dtype (bfloat16, float16 or float32).
     """
 
     q: torch.Tensor  # [T, N, P+R] act, not rotated; any row and head stride, last stride 1
@@ -35,7 +35,7 @@ class DecodeInputs:
     weight: AbsorbWeight  # the absorbed up-projection W_UK in the format in which vLLM holds it
     # [blocks, block_size, L+R] act or the platform's fp8 type (never raw uint8). Written in place.
     kv_cache: torch.Tensor
-    slot_mapping: torch.Tensor  # [S] int64; block * block_size + offset, or -1 for a row without a KV row
+    slot_mapping: torch.Tensor  # [T] int64; block * block_size + offset, or -1 for a row without a KV row
     positions: torch.Tensor  # [T] int64; clamped into the table as AITER does
     cos_sin_cache: torch.Tensor  # [max_position, R] act; cos in the first half of a row, sin in the second
     k_scale: torch.Tensor  # one float32, dequantisation scale of the cache: stored = fp8(x / k_scale)
@@ -159,7 +159,7 @@ def _wrong_shapes(inputs: DecodeInputs) -> Iterator[str]:
     t, n, p, r, lat = inputs.num_tokens, inputs.num_heads, inputs.nope_dim, inputs.rope_dim, inputs.latent_dim
     if p <= 0 or r <= 0 or r % 2:
         yield f"q: [T, N, P+R] with P > 0 and an even R expected, got {tuple(inputs.q.shape)}, R={r}"
-    for name, shape in (("k_pe", (t, r)), ("kv_c", (t, lat)), ("positions", (t,))):
+    for name, shape in (("k_pe", (t, r)), ("kv_c", (t, lat)), ("slot_mapping", (t,)), ("positions", (t,))):
         given = tuple(getattr(inputs, name).shape)
         if given != shape:
             yield f"{name}: shape {list(shape)} expected, got {list(given)}"
@@ -167,11 +167,9 @@ def _wrong_shapes(inputs: DecodeInputs) -> Iterator[str]:
         yield f"out_heads: 0 or at least {n} expected, got {inputs.out_heads}"
     if inputs.weight.sizes != (n, p, lat):
         yield f"{inputs.weight.tensors[0][0]}: N, P and L of {[n, p, lat]} expected, got {list(inputs.weight.sizes)}"
-    cache, slots, table = inputs.kv_cache, inputs.slot_mapping, inputs.cos_sin_cache
+    cache, table = inputs.kv_cache, inputs.cos_sin_cache
     if cache.dim() != 3 or cache.shape[2] != lat + r:
         yield f"kv_cache: [blocks, block_size, {lat + r}] expected, got {tuple(cache.shape)}"
-    if slots.dim() != 1 or slots.shape[0] > t:
-        yield f"slot_mapping: at most {t} slots expected, got {tuple(slots.shape)}"
     if table.dim() != 2 or table.shape[1] != r:
         yield f"cos_sin_cache: [max_position, {r}] expected, got {tuple(table.shape)}"
 

@@ -61,7 +61,7 @@ def prepare(inputs: DecodeInputs, numerics: Numerics = AITER, q_latent: torch.Te
     if inputs.out_dtype == torch.float8_e4m3fnuz and numerics.rounding != "aiter":
         # get_fp8_min_max in vllm/model_executor/layers/quantization/utils/quant_utils.py
         q_out.copy_(q_out.float().clamp(-VLLM_FNUZ_MAX, VLLM_FNUZ_MAX).to(inputs.out_dtype))
-    if inputs.slot_mapping.numel() and inputs.kv_cache.numel():
+    if inputs.kv_cache.numel():
         scatter_rows(inputs.kv_cache, inputs.slot_mapping, kv_rows(inputs, cos, sin, numerics))
     return buffer
 
@@ -122,23 +122,23 @@ def store_rope(
 
 
 def kv_rows(inputs: DecodeInputs, cos: torch.Tensor, sin: torch.Tensor, numerics: Numerics) -> torch.Tensor:
-    """Return the KV rows [S, L+R] in the cache's dtype, one per slot."""
-    s = inputs.slot_mapping.shape[0]
+    """Return the KV rows [T, L+R] in the cache's dtype, those without a slot included."""
     inv_k = _reciprocal(inputs.k_scale)
     out_dtype, act = inputs.kv_cache.dtype, inputs.kv_c.dtype
-    k_rot = rotate(inputs.k_pe[:s], cos[:s], sin[:s], inputs.is_neox, _rotates_in(numerics, act))
+    k_rot = rotate(inputs.k_pe, cos, sin, inputs.is_neox, _rotates_in(numerics, act))
     if numerics.truncate_cache_rope and out_dtype == torch.bfloat16:
         k_stored = (k_rot.view(torch.int32) & -65536).view(torch.float32).to(torch.bfloat16)  # the upper 16 bits
     else:
         k_stored = store_rope(k_rot, inv_k, out_dtype, act, numerics)
-    rows = torch.empty((s, inputs.latent_dim + inputs.rope_dim), dtype=out_dtype, device=inputs.kv_c.device)
-    rows[:, : inputs.latent_dim] = store_nope(inputs.kv_c[:s], inv_k, out_dtype, numerics)
+    width = inputs.latent_dim + inputs.rope_dim
+    rows = torch.empty((inputs.num_tokens, width), dtype=out_dtype, device=inputs.kv_c.device)
+    rows[:, : inputs.latent_dim] = store_nope(inputs.kv_c, inv_k, out_dtype, numerics)
     rows[:, inputs.latent_dim :] = k_stored
     return rows
 
 
 def scatter_rows(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write ``rows`` [S, D] to ``cache`` [blocks, block_size, D] at ``slots`` [S]; a slot of -1 touches no byte.
+    """Write ``rows`` [T, D] to ``cache`` [blocks, block_size, D] at ``slots`` [T]; a slot of -1 touches no byte.
 
     A boolean mask would synchronise with the device. So a row without a slot repeats the write of the first row that
     has one; if no row has one, it writes the bytes that are already there.

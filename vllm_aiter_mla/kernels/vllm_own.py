@@ -50,14 +50,11 @@ class VLLMBackend(KernelBackend):
         return torch.cat([absorbed, q_pe], dim=-1)
 
     def _rotate_and_write(self, inputs: DecodeInputs, q_pe: torch.Tensor) -> None:
-        cache, slots, is_quantised = inputs.kv_cache, inputs.slot_mapping, is_fp8(inputs.kv_cache.dtype)
-        without_slot = inputs.num_tokens - slots.shape[0]
-        if without_slot:  # vLLM's kernel takes one slot per row
-            slots = torch.nn.functional.pad(slots, (0, without_slot), value=-1)
+        cache, is_quantised = inputs.kv_cache, is_fp8(inputs.kv_cache.dtype)
         stored, dtype = (cache.view(torch.uint8), "fp8") if is_quantised else (cache, "auto")
         self._vllm.rope_and_write(
-            inputs.positions, q_pe, inputs.k_pe, inputs.kv_c, inputs.cos_sin_cache, inputs.is_neox, slots, stored,
-            dtype, inputs.k_scale,
+            inputs.positions, q_pe, inputs.k_pe, inputs.kv_c, inputs.cos_sin_cache, inputs.is_neox, inputs.slot_mapping,
+            stored, dtype, inputs.k_scale,
         )  # fmt: skip
 
 

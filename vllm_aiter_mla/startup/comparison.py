@@ -24,7 +24,7 @@ PARTS: dict[str, Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
     "kv nope": lambda query, rows, latent: rows[:, :latent],
     "kv rope": lambda query, rows, latent: rows[:, latent:],
 }
-"""The parts that are compared. Each takes the prepared query [T, N, L+R], the written KV rows [S, L+R], and L."""
+"""The parts that are compared. Each takes the prepared query [T, N, L+R], the n written KV rows [n, L+R], and L."""
 STRAY = "stray bytes"
 
 
@@ -142,15 +142,12 @@ def _compare(backend: KernelBackend, got: Prepared, wanted: Prepared, query_boun
     if q_out.shape != expected.shape or q_out.dtype != expected.dtype:
         given, due = (f"{list(t.shape)} {t.dtype}" for t in (q_out, expected))
         return Comparison(False, f"{backend.name}: returned {given}, expected {due}")
-    rows, bounds, latent = backend.defined_rows(inputs), backend.bounds, inputs.latent_dim
+    bounds, latent = backend.bounds, inputs.latent_dim
     written = inputs.slot_mapping[inputs.slot_mapping >= 0]
     got_rows, wanted_rows = (operands.kv_cache.flatten(0, 1)[written] for operands in (inputs, twin))
-    if not (rows and written.numel()):
+    if not written.numel():
         return Comparison(False, f"{backend.name}: self-check FAILED: no row to compare")
-    parts = {
-        name: (part(q_out[:rows], got_rows, latent), part(expected[:rows], wanted_rows, latent))
-        for name, part in PARTS.items()
-    }
+    parts = {name: (part(q_out, got_rows, latent), part(expected, wanted_rows, latent)) for name, part in PARTS.items()}
     differences = {name: difference(*pair, slack=bounds.slack * (name == "q nope")) for name, pair in parts.items()}
     wrong = tuple(
         name for name, found in differences.items()

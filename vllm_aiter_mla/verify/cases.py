@@ -122,7 +122,6 @@ class Case:
     kind: Literal["kernel", "full", "piecewise"] = "kernel"
     layers: int = 1
     width: int = 1  # tokens per decode request, 1 + drafts
-    missing_slots: int = 0  # by how many the slot mapping is shorter than the padded size
     padding: float | None = None  # what padded rows of q, k_pe and kv_c hold; None for what the last steps left
     shared_pool: bool = False  # whether all graphs share one memory pool
     side_stream: bool = False  # whether the capture runs on a stream of its own
@@ -192,10 +191,6 @@ def _of_the_kernel(limit: int) -> Iterator[Case]:
             two, (start, "overflow", Replay(limit, fresh=()), Replay(half, fresh=()), start),
         ),
         Case(
-            "fewer-slots-than-rows", "the slot mapping is shorter than the padded size",
-            (limit,), (Replay(limit, limit - 3), Replay(limit, half)), missing_slots=3,
-        ),
-        Case(
             "shared-pool", "graphs of several sizes share one memory pool and replay in turn", chosen,
             (*map(Replay, reversed(chosen)), *(Replay(size, max(size - 1, 1)) for size in chosen)), shared_pool=True,
         ),
@@ -259,11 +254,6 @@ def _of_the_op(limit: int) -> Iterator[Case]:
             "a short prompt fits a captured size: prefill rows run through the graphs of that size", two,
             (start, Replay(limit, limit, half), Replay(half, half, half), Replay(limit, limit - 1, third),
              Eager(limit, limit, third), start), kind="piecewise",
-        ),
-        Case(
-            "padded-rows-are-poison",
-            "rows of a full graph that the back end leaves undefined hold NaN when the decode kernel sees them",
-            (limit,), fewer, kind="full",
         ),
         *(
             Case(

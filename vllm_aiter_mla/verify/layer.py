@@ -87,7 +87,7 @@ class Layer:
             **self.source.first(size)._asdict(),
             weight=self.weight(),
             kv_cache=self.kv_cache,
-            slot_mapping=self.buffers.slot_mapping(size)[:size],
+            slot_mapping=self.buffers.slots[:size],
             positions=self.buffers.positions[:size],
             cos_sin_cache=self.table,
             k_scale=self.k_scale,
@@ -197,11 +197,6 @@ class Buffers:
         self.row_keys = torch.zeros(limit, dtype=torch.int64, device=device)
         self.layers = tuple(self._layer(index) for index in range(item.case.layers))
         self.batch = Batch(0, dummy=True)
-
-    def slot_mapping(self, size: int) -> torch.Tensor:
-        """Return what a step of ``size`` padded rows gets: all L slots, or fewer than rows if the case says so."""
-        short = self.case.missing_slots
-        return self.slots[: size - short] if short else self.slots
 
     def _normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         return self._pool.activations(shape, self.generator, scale)
@@ -371,7 +366,7 @@ def make_op(buffers: Buffers, backend: KernelBackend, index: int, rows: Rows, ou
     def op() -> None:
         batch = buffers.batch
         step = bodies.LayerStep(
-            f"layer {index}", layer, layer.kv_cache, buffers.slot_mapping(size),
+            f"layer {index}", layer, layer.kv_cache, buffers.slots,
             None if batch.dummy else batch, batch.rows, not batch.dummy and not batch.num_prefills,
             lambda: kind == "piecewise",
         )  # fmt: skip

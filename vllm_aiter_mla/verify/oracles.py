@@ -19,7 +19,7 @@ ORACLES: dict[str, str] = {
     "shape-and-dtype": "a query is prepared for decode batches only, with the rows, shape and dtype that are read",
     "query-nope": "the query's un-rotated half is the reference's: to the bit, or a step off where a kernel has a BMM",
     "query-rope": "the query's rotated half is the reference's: to the bit, or one step off on 1 % of the values",
-    "finite": "defined rows hold no NaN and no Inf, but for an fp8 overflow where the back end says that it gives NaN",
+    "finite": "compared rows hold no NaN and no Inf, but for an fp8 overflow where the back end says that it gives NaN",
     "cache-rows": "the written cache rows are the reference's",
     "cache-elsewhere": "every other byte of the cache, and of the guards around it, is what it was",
     "inputs-unchanged": "operands are what they were, but for the rope parts of real rows in a batch with prefill rows",
@@ -77,10 +77,10 @@ class _ExpectedLayer:
     """One layer's operands and cache before a step, and the expected result for each accepted rounding."""
 
     def __init__(self, backend: KernelBackend, own: Layer, inputs: DecodeInputs, attends: bool) -> None:
-        self.own, self.inputs, self.num_defined = own, inputs, backend.defined_rows(inputs)
+        self.own, self.inputs = own, inputs
         batch = own.buffers.batch
-        if own.buffers.case.padding is not None:
-            self.num_defined = min(self.num_defined, batch.rows)  # no rule says what comes of such rows
+        # No rule says what comes of padded rows that hold NaN or the largest number.
+        self.num_compared = inputs.num_tokens if own.buffers.case.padding is None else batch.rows
         self.exact_nope = backend.bounds == EXACT
         # Two results equal the reference to the bit: its own rotation, and what the layer writes of mixed batches.
         self.exact_rope = backend.name == "reference" or batch.num_prefills > 0
@@ -109,11 +109,11 @@ class _ExpectedLayer:
             yield Finding("shape-and-dtype", f"{wanted} expected, {was} prepared")
         elif got is not None:
             yield from self._query_findings(got)
-        yield from self._cache_findings(slots[: self.inputs.slot_mapping.shape[0]])
+        yield from self._cache_findings(slots)
         yield from self._output_findings(final)
 
     def _query_findings(self, got: torch.Tensor) -> Iterator[Finding]:
-        rows, lat = self.num_defined, self.inputs.latent_dim
+        rows, lat = self.num_compared, self.inputs.latent_dim
         got, expected = got[:rows], [query[:rows] for query in self.queries]
         declared = any(torch.equal(got.float().isnan(), each.float().isnan()) for each in expected)
         self.writes_nan = bool(bad := _rows_not_finite(got))
@@ -130,7 +130,7 @@ class _ExpectedLayer:
         if not self.bound:
             return reason
         if self.exact_nope:
-            rows = self.num_defined
+            rows = self.num_compared
             wanted = self.inputs.weight.reference(self.inputs.q_nope[:rows])
             off = 0.0 if self.product is None or not rows else deviation(self.product[:rows], wanted)
             return reason or (f"the absorb product is {off:.2%} off" if off > self.bound else "")

@@ -83,8 +83,9 @@ SHARED = [
     # Read as block size 1, slot s lands at block s: beyond the cache for all but the first few.
     ("kv_cache: [blocks", change(kv_cache=lambda x: x.unsqueeze(1)), "SIGABRT: Memory access fault by GPU: a KV row"),
     ("kv_cache: [blocks", change(kv_cache=lambda x: x[..., :544].contiguous()), "SIGABRT"),
-    ("slot_mapping: at most", change(slot_mapping=lambda x: torch.cat([x, x.flip(0)])), "SIGABRT"),
-    ("slot_mapping: at most", change(slot_mapping=lambda x: x[None]), None),
+    ("slot_mapping: shape", change(slot_mapping=lambda x: torch.cat([x, x.flip(0)])), "SIGABRT"),
+    ("slot_mapping: shape", change(slot_mapping=lambda x: x[:4]), "wrong"),
+    ("slot_mapping: shape", change(slot_mapping=lambda x: x[None]), None),
     ("cos_sin_cache: [max", change(cos_sin_cache=lambda x: x[:, :62].contiguous()), "SIGABRT"),
     ("cos_sin_cache: dtype", change(cos_sin_cache=torch.Tensor.float), "wrong"),
     ("kv_c: dtype", change(kv_c=torch.Tensor.double), "raised AssertionError"),

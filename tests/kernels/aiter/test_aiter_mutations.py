@@ -38,12 +38,6 @@ def stale_rows(bound):
     bound._op = lambda *arguments: run(*arguments[:-1], False)
 
 
-def rows_beyond_the_slots(bound):
-    """A consumer that believes that all rows are defined reads poison."""
-    changed(lambda x: replace(x, slot_mapping=x.slot_mapping[:2]))(bound)
-    bound.defined_rows = lambda operands: operands.num_tokens
-
-
 QUERY, ROPE, ALL = {"q nope", "q rope"}, {"q rope", "kv rope"}, {"q nope", "q rope", "kv nope", "kv rope"}
 # What is planted, and the parts of query and cache that are then wrong.
 PLANTED = {
@@ -54,7 +48,6 @@ PLANTED = {
     "the other rotary style": (changed(lambda x: replace(x, is_neox=not x.is_neox)), ROPE),
     "an unabsorbed query of the latent width": (unabsorbed, {"q nope"}),
     "stale rows read": (stale_rows, QUERY),
-    "rows beyond the slots taken for defined": (rows_beyond_the_slots, ALL),
 }
 
 

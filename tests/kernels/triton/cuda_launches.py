@@ -20,7 +20,7 @@ FP8 = "float8_e4m3fn"
 CASES = [
     Case(tokens=1, heads=16),
     Case(tokens=64, heads=16, weight=FP8, w_major="P"),
-    Case(tokens=300, heads=128, cache="bfloat16", slots=297),
+    Case(tokens=300, heads=128, cache="bfloat16"),
     Case(tokens=7, heads=8, out_heads=16, is_neox=True),
 ]
 STAND_IN = [CASES[0], Case(tokens=3, heads=5, cache="bfloat16", is_neox=True)]
@@ -78,12 +78,11 @@ def seen(recorder, inputs, plant):
         "slot": inputs.slot_mapping, "k_scale": inputs.k_scale, "cache": inputs.kv_cache,
     }  # fmt: skip
     addresses = {f"{name}_ptr": tensor.data_ptr() for name, tensor in pointers.items() if tensor is not None}
-    counts = {"num_tokens": inputs.num_tokens, "num_slots": inputs.slot_mapping.shape[0]}
-    programs = launcher.programs(inputs.num_tokens, inputs.num_heads, counts["num_slots"], inputs.latent_dim, tile)
+    programs = launcher.programs(inputs.num_tokens, inputs.num_heads, inputs.latent_dim, tile)
     return {
         "launched": launched,
         "outs": [out.data_ptr() for out in outs],
-        "arguments": addresses | counts,
+        "arguments": addresses | {"num_tokens": inputs.num_tokens},
         "grid": sum(programs),
         "threads": 32 * tile.num_warps,
         "launches": recorder.launches - before,

@@ -95,6 +95,7 @@ BROKEN = {
     "kv_cache": (lambda x: {"kv_cache": x.kv_cache.view(torch.uint8)}, "view uint8 storage"),
     "flavour": (lambda x: {"kv_cache": x.kv_cache.view(torch.float8_e4m3fn), "out_dtype": torch.float8_e4m3fn},
      "would be a software cast"),
+    "slot_mapping": (lambda x: {"slot_mapping": x.slot_mapping[:4]}, "slot_mapping: shape [5] expected"),
     "positions": (lambda x: {"positions": x.positions.int()}, "positions: torch.int64"),
     "cos_sin_cache": (lambda x: {"cos_sin_cache": x.cos_sin_cache[:0]}, "at least one row"),
     "span": (lambda x: {"q": far_rows(x)}, "q: 2147484032 elements"),
@@ -127,7 +128,7 @@ TAKEN = [
     *[("gfx942", {"nope": nope}) for nope in (128, 144, 192)],
     *[("gfx942", CODES | more) for more in ({}, {"w_major": "P", "nope": 192}, {"out": "bfloat16"})],
     *[("gfx942", {name: value}) for name, value in (("is_neox", True), ("w_major", "P"), ("out", "bfloat16"))],
-    *[("gfx942", {"tokens": 0}), ("gfx942", {"slots": 0}), ("gfx950", MXFP4 | {"cache": "bfloat16"})],
+    *[("gfx942", {"tokens": 0}), ("gfx950", MXFP4 | {"cache": "bfloat16"})],
 ]
 
 
@@ -167,7 +168,7 @@ def test_triton_check_tries_every_tile_that_any_batch_runs_on_and_a_second_block
 def test_triton_query_tiles_are_no_smaller_than_the_card_needs(arch, tokens, heads):
     """At most two query tiles for each unit, unless they are the largest; none mostly of rows that are not there."""
     tile = tiles.tile_for(arch, tokens, heads)
-    programs = launcher.programs(tokens, heads, 0, 512, tile)[0]
+    programs = launcher.programs(tokens, heads, 512, tile)[0]
     largest = (tile.block_t, tile.block_l * tile.blocks) == (64, 256)
     assert tile.block_t <= max(16, 2 * tokens)
     assert largest or programs <= 512
@@ -191,12 +192,12 @@ def test_triton_backend_answers_for_a_layer_before_there_is_a_batch(monkeypatch)
 
 
 def test_triton_grid_counts_query_tiles_rope_rows_and_cache_rows(recorder):
-    inputs = operands(tokens=70, heads=3, slots=41)
+    inputs = operands(tokens=70, heads=3)
     TritonBackend().prepare(inputs)
     ((grid,), given, options) = recorder.launches[0]
     assert options["enable_fp_fusion"] is tiles.FP_FUSION
-    assert grid == 3 * 5 * 8 + 7 + 2 + 11
-    assert [argument(given, name) for name in kernel.STEP_ARGS] == [70, 41, inputs.cos_sin_cache.shape[0] - 1]
+    assert grid == 3 * 5 * 8 + 7 + 3 + 18
+    assert [argument(given, name) for name in kernel.STEP_ARGS] == [70, inputs.cos_sin_cache.shape[0] - 1]
 
 
 def test_triton_no_token_launches_nothing_and_an_empty_cache_gets_no_row(recorder):
@@ -204,7 +205,8 @@ def test_triton_no_token_launches_nothing_and_an_empty_cache_gets_no_row(recorde
     assert recorder.launches == []
     inputs = operands()
     TritonBackend().prepare(replace(inputs, kv_cache=inputs.kv_cache[:0]))
-    assert argument(recorder.launches[0][1], "num_slots") == 0
+    tile = tiles.tile_for("gfx942", 5, 2)
+    assert recorder.launches[0][0] == (sum(launcher.programs(5, 2, 512, tile)[:2]),)
 
 
 def test_triton_step_arguments_are_not_specialised_on():
@@ -220,8 +222,8 @@ def test_triton_warm_up_compiles_each_tile_once_with_one_row_and_no_slot(recorde
     expected = [tiles.tile_for("gfx942", count, inputs.num_heads) for count in (1, 24, 64, 256)]
     found = [[named[one] for one in ("BLOCK_T", "BLOCK_L", "BLOCKS", "num_warps")] for *_, named in recorder.launches]
     assert sorted(found) == sorted([tile.block_t, tile.block_l, tile.blocks, tile.num_warps] for tile in expected)
-    rows = [[argument(given, name) for name in kernel.STEP_ARGS[:2]] for _, given, _ in recorder.launches]
-    assert rows == [[1, 0]] * len(expected)
+    rows = [(argument(given, "num_tokens"), argument(given, "slot_ptr").tolist()) for _, given, _ in recorder.launches]
+    assert rows == [(1, [-1])] * len(expected)
 
 
 def test_triton_capture_of_a_variant_nobody_compiled_raises_and_after_warm_up_does_not(recorder, monkeypatch):
@@ -299,11 +301,11 @@ def specialisation(arch, launched):
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "sm90"])
-def test_triton_launches_of_one_tile_share_one_variant_whatever_t_s_and_alignment(recorder, arch):
+def test_triton_launches_of_one_tile_share_one_variant_whatever_t_and_alignment(recorder, arch):
     """The warm-up's promise, by Triton's own rules: one row without a slot compiles what every batch needs."""
     TritonBackend().warm_up(operands(tokens=5, heads=4), [5])
-    for tokens, slots in ((1, 1), (5, 3), (16, 16)):
-        inputs = operands(tokens=tokens, heads=4, slots=slots)
+    for tokens in (1, 5, 16):
+        inputs = operands(tokens=tokens, heads=4)
         odd = torch.empty(tokens + 1, dtype=torch.int64)[1:].copy_(inputs.positions)
         TritonBackend().prepare(replace(inputs, positions=odd))
     first, *others = [specialisation(arch, launched) for launched in recorder.launches]

@@ -18,8 +18,6 @@ CASES = [
     Case(w_major="P", heads=3, tokens=17),
     Case(tokens=1, heads=1),
     Case(tokens=0),
-    Case(slots=0),
-    Case(tokens=6, slots=4),
     Case(no_slot="all"),
     Case(tokens=70, heads=1, block_size=64),
     Case(nope=64, rope=32, latent=256, heads=1, is_neox=True),

@@ -24,7 +24,7 @@ class AiterBackend(KernelBackend):
     every size. A view of the cache steers AITER to the kernel. Nobody has measured which is faster: timing chooses.
 
     A row with slot -1 is defined: only kernels that honour ``compute_all_q_rope=True`` are used, and they are asked for
-    all rows. AITER does not write rows beyond the slot mapping (S < T), which stay uninitialised: ``defined_rows``.
+    all rows.
 
     Args:
         platform: the card.
@@ -44,11 +44,11 @@ class AiterBackend(KernelBackend):
     def bind(self, inputs: DecodeInputs) -> Binding | str:
         """See the base class: finds the route, once per call shape.
 
-        The result of the run is contiguous, and only its first ``defined_rows`` rows mean anything. The run raises
-        KernelCaptureError if the first call with a rotary table comes during a graph capture.
+        The result of the run is contiguous. The run raises KernelCaptureError if the first call with a rotary table
+        comes during a graph capture.
         """
-        tokens = inputs.slot_mapping.shape[0]
-        if inputs.num_tokens == 0 or tokens == 0:  # an empty grid, which HIP does not accept
+        tokens = inputs.num_tokens
+        if tokens == 0:  # an empty grid, which HIP does not accept
             return Binding(DecodeInputs.new_query)
         reason = contract.violation(inputs, self.platform)
         if reason is not None:
@@ -125,10 +125,6 @@ class AiterBackend(KernelBackend):
     def _options(self, inputs: DecodeInputs) -> dict[str, Any]:
         """Return further arguments of the product of such calls."""
         return {}
-
-    def defined_rows(self, inputs: DecodeInputs) -> int:
-        """Return how many leading rows of the result are defined: one per slot, padded slots included."""
-        return inputs.slot_mapping.shape[0]
 
 
 def _copied(table: torch.Tensor, halves: Halves) -> Halves:

@@ -92,14 +92,14 @@ class TritonBackend(KernelBackend):
         """Compile and load every variant that captures of ``token_counts`` rows need. Call it outside capture.
 
         One launch per distinct tile, on the first row of ``template`` with no slot: it reads one row, writes a fresh
-        query and no byte of the cache. One row is enough because T, S and the table's length are not specialised on.
+        query and no byte of the cache. One row is enough because T and the table's length are not specialised on.
         What decides a variant is the tile, the dtypes, the strides' and pointers' alignment and the constants of the
         layer: the row shares them with every batch of its layer. ``template`` has the strides that serving has.
         """
         from vllm_aiter_mla.kernels.triton import launcher
 
         rows = {name: getattr(template, name)[:1] for name in ("q", "k_pe", "kv_c", "positions")}
-        one = replace(template, slot_mapping=template.slot_mapping[:0], **rows)
+        one = replace(template, slot_mapping=torch.full_like(template.slot_mapping[:1], -1), **rows)
         for tile in {self.tile(template, tokens=n) for n in token_counts if n > 0}:
             launcher.Launch(one, tile)(one)
 

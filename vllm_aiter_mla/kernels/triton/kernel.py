@@ -16,7 +16,7 @@ from vllm_aiter_mla.kernels.triton import tiles
 
 # Run-time integers whose value changes from step to step. Were they specialised (on 1, on divisibility by 16), a graph
 # captured at T = 1 or T = 24 would need a compilation that no warm-up at another T had made.
-STEP_ARGS = ("num_tokens", "num_slots", "last_position")
+STEP_ARGS = ("num_tokens", "last_position")
 # Read one element at a time: their alignment changes no instruction, so it must not make a variant either.
 SCALAR_POINTERS = ("slot_ptr", "pos_ptr", "k_scale_ptr", "q_scale_ptr", "w_scale_ptr")
 BLOCK_K = tl.constexpr(tiles.BLOCK_K)
@@ -334,7 +334,7 @@ def _cache_rows(cache_ptr, slot, cache_stride_b, cache_stride_s, BLOCK_SIZE: tl.
 
 @triton.jit
 def _kv_latent(
-    kv_c_ptr, cache_ptr, slot_ptr, k_scale_ptr, first_row, num_slots, kv_c_stride_t, cache_stride_b, cache_stride_s,
+    kv_c_ptr, cache_ptr, slot_ptr, k_scale_ptr, first_row, num_tokens, kv_c_stride_t, cache_stride_b, cache_stride_s,
     L: tl.constexpr, BLOCK_SIZE: tl.constexpr, FP8_MAX: tl.constexpr, KV_ROWS: tl.constexpr,
 ):  # fmt: skip
     """The latent part of KV_ROWS cache rows; a row whose slot is -1 touches no byte of the cache.
@@ -344,7 +344,7 @@ def _kv_latent(
     scale = tl.load(k_scale_ptr)
     local = tl.arange(0, KV_ROWS)
     rows = first_row + local
-    loaded = rows < num_slots
+    loaded = rows < num_tokens
     cols = tl.arange(0, L)
     src = kv_c_ptr + first_row.to(tl.int64) * kv_c_stride_t + (local * kv_c_stride_t)[:, None] + cols[None, :]
     x = tl.load(src, mask=loaded[:, None], other=0.0)
@@ -358,7 +358,7 @@ def _kv_latent(
 
 @triton.jit
 def _kv_rope(
-    k_pe_ptr, cache_ptr, slot_ptr, pos_ptr, cos_sin_ptr, k_scale_ptr, first_row, num_slots, last_position,
+    k_pe_ptr, cache_ptr, slot_ptr, pos_ptr, cos_sin_ptr, k_scale_ptr, first_row, num_tokens, last_position,
     k_pe_stride_t, cos_sin_stride, cache_stride_b, cache_stride_s,
     R: tl.constexpr, L: tl.constexpr, BLOCK_SIZE: tl.constexpr, IS_NEOX: tl.constexpr, FP8_MAX: tl.constexpr,
     ROPE_ROWS: tl.constexpr,
@@ -367,7 +367,7 @@ def _kv_rope(
     scale = tl.load(k_scale_ptr)
     local = tl.arange(0, ROPE_ROWS)
     rows = first_row + local
-    loaded = rows < num_slots
+    loaded = rows < num_tokens
     slot = tl.load(slot_ptr + rows, mask=loaded, other=-1)
     dst = _cache_rows(cache_ptr, slot, cache_stride_b, cache_stride_s, BLOCK_SIZE) + L
     src = k_pe_ptr + first_row.to(tl.int64) * k_pe_stride_t + local * k_pe_stride_t
@@ -383,7 +383,6 @@ def decode_prep_kernel(
     # ROCm loads the first 14 words into registers before a program starts: what says which program it is, and what a
     # query tile needs for its first loads. Of w_stride_p and w_stride_l one is 1 and no argument.
     num_tokens,  # T
-    num_slots,  # S <= T
     q_ptr,  # [T, N, P+R] act
     w_ptr,  # [N, P, L] act or fp8 codes, or [N, P/2, L] mxfp4, unit stride along P or L
     w_scale_ptr,  # one float32 of fp8 codes, [N, L, P/32] e8m0 of mxfp4, else None
@@ -403,7 +402,7 @@ def decode_prep_kernel(
     cos_sin_stride,
     k_pe_ptr,  # [T, R] act
     kv_c_ptr,  # [T, L] act
-    slot_ptr,  # [S] int64
+    slot_ptr,  # [T] int64
     k_scale_ptr,
     cache_ptr,  # [blocks, BLOCK_SIZE, L+R] act or fp8
     k_pe_stride_t,
@@ -430,7 +429,7 @@ def decode_prep_kernel(
 
     First N * ceil(T / BLOCK_T) * L / (BLOCK_L * BLOCKS) programs: one tile of the absorb BMM, heads fastest, then the
     latent, then tokens. Next ceil(T * N / ROPE_ROWS): the rope half of ROPE_ROWS (token, head) pairs. Then
-    ceil(S / ROPE_ROWS): the rope part of ROPE_ROWS cache rows. Last ceil(S / KV_ROWS): the latent part of KV_ROWS cache
+    ceil(T / ROPE_ROWS): the rope part of ROPE_ROWS cache rows. Last ceil(T / KV_ROWS): the latent part of KV_ROWS cache
     rows. No program reads what another one writes.
     """
     pid = tl.program_id(0)
@@ -457,15 +456,15 @@ def decode_prep_kernel(
         )  # fmt: skip
     else:
         rest = pid - query_tiles - rope_tiles
-        kv_rope_tiles = tl.cdiv(num_slots, ROPE_ROWS)
+        kv_rope_tiles = tl.cdiv(num_tokens, ROPE_ROWS)
         if rest < kv_rope_tiles:
             _kv_rope(
-                k_pe_ptr, cache_ptr, slot_ptr, pos_ptr, cos_sin_ptr, k_scale_ptr, rest * ROPE_ROWS, num_slots,
+                k_pe_ptr, cache_ptr, slot_ptr, pos_ptr, cos_sin_ptr, k_scale_ptr, rest * ROPE_ROWS, num_tokens,
                 last_position, k_pe_stride_t, cos_sin_stride, cache_stride_b, cache_stride_s, R, L, BLOCK_SIZE, IS_NEOX,
                 KV_FP8_MAX, ROPE_ROWS,
             )  # fmt: skip
         else:
             _kv_latent(
-                kv_c_ptr, cache_ptr, slot_ptr, k_scale_ptr, (rest - kv_rope_tiles) * KV_ROWS, num_slots, kv_c_stride_t,
+                kv_c_ptr, cache_ptr, slot_ptr, k_scale_ptr, (rest - kv_rope_tiles) * KV_ROWS, num_tokens, kv_c_stride_t,
                 cache_stride_b, cache_stride_s, L, BLOCK_SIZE, KV_FP8_MAX, KV_ROWS,
             )  # fmt: skip

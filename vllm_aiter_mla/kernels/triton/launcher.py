@@ -23,12 +23,12 @@ RELEASES = ("3.6", "3.7", "3.8", "3.9")
 SPECIALISED = (0, 1, 4, 6, 7, 8, 11)
 
 
-def programs(tokens: int, heads: int, slots: int, latent: int, tile: Tile) -> tuple[int, int, int, int]:
+def programs(tokens: int, heads: int, latent: int, tile: Tile) -> tuple[int, int, int, int]:
     """Return how many programs of each kind the one-dimensional grid has, in its order: the kernel's docstring."""
     width, blocks = tile.columns(latent)
     query = heads * cdiv(tokens, tile.block_t) * (latent // (width * blocks))
     rope = cdiv(tokens * heads, tile.rope_rows)
-    return query, rope, cdiv(slots, tile.rope_rows), cdiv(slots, tile.kv_rows)
+    return query, rope, cdiv(tokens, tile.rope_rows), cdiv(tokens, tile.kv_rows)
 
 
 def constants(inputs: DecodeInputs, tile: Tile) -> dict[str, Any]:
@@ -74,11 +74,12 @@ class Launch:
 
     def _read(self, inputs: DecodeInputs) -> None:
         tokens, tile = inputs.num_tokens, self._tile
-        slots = inputs.slot_mapping.shape[0] if inputs.kv_cache.numel() else 0
         self._held, self._weight = _held(inputs.weight), inputs.weight.as_npl
-        self._rows = (tokens, slots, inputs.cos_sin_cache.shape[0] - 1)
+        self._rows = (tokens, inputs.cos_sin_cache.shape[0] - 1)
         self._strides = strides(inputs)
-        self._grid = (sum(programs(tokens, inputs.num_heads, slots, inputs.latent_dim, tile)),)
+        kinds = programs(tokens, inputs.num_heads, inputs.latent_dim, tile)
+        # Those that write KV rows come last, and do not run without a cache.
+        self._grid = (sum(kinds if inputs.kv_cache.numel() else kinds[:2]),)
         self._constants = constants(inputs, tile)
         self._named = self._constants | {"num_warps": tile.num_warps, "num_stages": 1, "enable_fp_fusion": FP_FUSION}
         if card().rocm is not None and not interpreted():
@@ -132,11 +133,11 @@ class Launch:
         By position, in the order of the kernel's declaration, because both launchers take a tuple.
         """
         q, w, w_scale, q_scale, out, positions, table, k_pe, kv_c, slot_mapping, k_scale, cache = operands
-        tokens, slots, last_position = self._rows
+        tokens, last_position = self._rows
         q_t, q_h, w_h, w_p, w_l, scale_h, scale_l, scale_g, table_t, k_pe_t, kv_c_t, cache_b, cache_s = self._strides
         return (
-            tokens, slots, q, w, w_scale, q_scale, q_t, q_h, w_h, w_p, w_l, out, scale_h, scale_l, scale_g, positions,
-            table, last_position, table_t, k_pe, kv_c, slot_mapping, k_scale, cache, k_pe_t, kv_c_t, cache_b, cache_s,
+            tokens, q, w, w_scale, q_scale, q_t, q_h, w_h, w_p, w_l, out, scale_h, scale_l, scale_g, positions, table,
+            last_position, table_t, k_pe, kv_c, slot_mapping, k_scale, cache, k_pe_t, kv_c_t, cache_b, cache_s,
         )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ def _stored(x, scale_ptr, FP8_MAX: tl.constexpr):
 
 @triton.jit
 def rope_and_write_kernel(
-    q_ptr, rotated_ptr, k_pe_ptr, kv_c_ptr, pos_ptr, cos_sin_ptr, slot_ptr, k_scale_ptr, cache_ptr, num_slots,
+    q_ptr, rotated_ptr, k_pe_ptr, kv_c_ptr, pos_ptr, cos_sin_ptr, slot_ptr, k_scale_ptr, cache_ptr,
     q_stride_t, q_stride_h, cos_sin_stride, k_pe_stride_t, kv_c_stride_t, cache_stride_b, cache_stride_s,
     N: tl.constexpr, HEADS: tl.constexpr, R: tl.constexpr, L: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     IS_NEOX: tl.constexpr, FP8_MAX: tl.constexpr,
@@ -50,18 +50,17 @@ def rope_and_write_kernel(
     b = tl.load(q + second[None, :], mask=head < N, other=0.0).to(tl.float32)
     tl.store(to + first[None, :], (a * cos[None, :] - b * sin[None, :]).to(act), mask=head < N)
     tl.store(to + second[None, :], (b * cos[None, :] + a * sin[None, :]).to(act), mask=head < N)
-    if token < num_slots:
-        slot = tl.load(slot_ptr + token)
-        if slot >= 0:
-            row = cache_ptr + slot // BLOCK_SIZE * cache_stride_b + slot % BLOCK_SIZE * cache_stride_s
-            out: tl.constexpr = cache_ptr.dtype.element_ty
-            column = tl.arange(0, L)
-            latent = tl.load(kv_c_ptr + token * kv_c_stride_t + column)
-            tl.store(row + column, _stored(latent, k_scale_ptr, FP8_MAX).to(out))
-            k = tl.load(k_pe_ptr + token * k_pe_stride_t + first).to(tl.float32)
-            partner = tl.load(k_pe_ptr + token * k_pe_stride_t + second).to(tl.float32)
-            tl.store(row + L + first, _stored((k * cos - partner * sin).to(act), k_scale_ptr, FP8_MAX).to(out))
-            tl.store(row + L + second, _stored((partner * cos + k * sin).to(act), k_scale_ptr, FP8_MAX).to(out))
+    slot = tl.load(slot_ptr + token)
+    if slot >= 0:
+        row = cache_ptr + slot // BLOCK_SIZE * cache_stride_b + slot % BLOCK_SIZE * cache_stride_s
+        out: tl.constexpr = cache_ptr.dtype.element_ty
+        column = tl.arange(0, L)
+        latent = tl.load(kv_c_ptr + token * kv_c_stride_t + column)
+        tl.store(row + column, _stored(latent, k_scale_ptr, FP8_MAX).to(out))
+        k = tl.load(k_pe_ptr + token * k_pe_stride_t + first).to(tl.float32)
+        partner = tl.load(k_pe_ptr + token * k_pe_stride_t + second).to(tl.float32)
+        tl.store(row + L + first, _stored((k * cos - partner * sin).to(act), k_scale_ptr, FP8_MAX).to(out))
+        tl.store(row + L + second, _stored((partner * cos + k * sin).to(act), k_scale_ptr, FP8_MAX).to(out))
 
 
 @triton.jit
@@ -104,9 +103,9 @@ class StandInBackend(KernelBackend):
         rotated = q.new_empty(q.shape)
         rope_and_write_kernel[(tokens,)](
             q, rotated, inputs.k_pe, inputs.kv_c, inputs.positions, table, inputs.slot_mapping, inputs.k_scale, cache,
-            len(inputs.slot_mapping), q.stride(0), q.stride(1), table.stride(0), inputs.k_pe.stride(0),
-            inputs.kv_c.stride(0), cache.stride(0), cache.stride(1), N=heads, HEADS=triton.next_power_of_2(heads),
-            BLOCK_SIZE=cache.shape[1], IS_NEOX=inputs.is_neox, FP8_MAX=_fp8_max(cache.dtype), **widths,
+            q.stride(0), q.stride(1), table.stride(0), inputs.k_pe.stride(0), inputs.kv_c.stride(0), cache.stride(0),
+            cache.stride(1), N=heads, HEADS=triton.next_power_of_2(heads), BLOCK_SIZE=cache.shape[1],
+            IS_NEOX=inputs.is_neox, FP8_MAX=_fp8_max(cache.dtype), **widths,
         )  # fmt: skip
         absorbed = inputs.weight.product(inputs.q_nope)
         out: Any = q.new_empty((tokens, heads, inputs.latent_dim + inputs.rope_dim), dtype=inputs.out_dtype)
