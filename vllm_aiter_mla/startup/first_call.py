@@ -52,13 +52,14 @@ def prepare(backends: Backends, folder: Path, rank: int) -> Callable[[str], Abst
         if not concerned or arch == "cpu" or (family == "AITER" and arch not in ARCHITECTURES):
             continue
         marker = marker_of(family, backends.platform)
-        reason = died_before(folder, marker) or why_not_marked(folder, marker)
+        died = died_before(folder, marker)
+        reason = died or why_not_marked(folder, marker)
         if reason is None:
             marks |= dict.fromkeys(concerned, (family, marker))
             continue
         log.say_once(logging.ERROR, f"{family} is left out: {reason}")
         for name in concerned:
-            backends.leave_out(name, reason)
+            backends.leave_out(name, reason, aborted=died is not None)
     last = ""  # family that was marked last
 
     @contextmanager

@@ -20,11 +20,12 @@ import torch
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log, ranks
+from vllm_aiter_mla.decided import VLLM, Span, Spans
 from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.absorb import UnknownWeightError
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.stopwatch import Rounds
-from vllm_aiter_mla.serving.decision import VLLM, Figures, Span, decide
+from vllm_aiter_mla.serving.decision import Figures, decide
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.startup import kept_figures
@@ -32,8 +33,6 @@ from vllm_aiter_mla.status.record import Timed
 
 VLLMS_RUN = "vLLM's own kernels run"
 NO_RIVAL = "vLLM's own kernels cannot be timed here"
-Choice = tuple[Span, ...]
-"""What a rank runs on layers of a shape by its own figures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class ShapeTiming:
 class RankChoices:
     """What one rank hands over to the others. Layer shapes are in words."""
 
-    chosen: dict[str, Choice] = field(default_factory=dict)  # by layer shape; () if it was not timed
+    chosen: dict[str, Spans] = field(default_factory=dict)  # by layer shape; () if it was not timed
     troubles: dict[str, str] = field(default_factory=dict)  # why a shape could not be timed
     why: str = ""  # the rank could not time at all
 
@@ -99,7 +98,7 @@ def time_kernels(config: Any, settings: Settings, layers: Sequence[Layer], limit
             mine = _choose(shapes, timings, counts[-1])
     except Exception as error:
         mine = RankChoices(why=_in_one_line(error))
-    agreed: dict[str, tuple[Choice, ...]] = {}
+    agreed: dict[str, tuple[Spans, ...]] = {}
     try:
         place, choices = ranks.exchange(mine)
         agreed, troubles = agree(choices)
@@ -166,7 +165,7 @@ def _choose(shapes: Mapping[str, Sequence[Layer]], timings: Mapping[str, ShapeTi
 
     One layer that is stopped decides for its shape: the ranks agree by shape.
     """
-    chosen = dict[str, Choice]()
+    chosen = dict[str, Spans]()
     for shape, group in shapes.items():
         first, last, rounds = group[0], group[-1], timings[shape].rounds
         chosen[shape] = ()
@@ -178,11 +177,11 @@ def _choose(shapes: Mapping[str, Sequence[Layer]], timings: Mapping[str, ShapeTi
     return RankChoices(chosen, {shape: timing.why for shape, timing in timings.items() if timing.why})
 
 
-def _vllms(most: int) -> Choice:
+def _vllms(most: int) -> Spans:
     return (Span(1, most, VLLM),)
 
 
-def agree(choices: Sequence[RankChoices]) -> tuple[dict[str, tuple[Choice, ...]], list[Trouble]]:
+def agree(choices: Sequence[RankChoices]) -> tuple[dict[str, tuple[Spans, ...]], list[Trouble]]:
     """Return what each rank has chosen by layer shape, and why shapes are missing. Pure, so every rank gets the same.
 
     A shape is missing if one of its ranks could not time it. All are if a rank does not know its shapes. A rank without
@@ -197,7 +196,7 @@ def agree(choices: Sequence[RankChoices]) -> tuple[dict[str, tuple[Choice, ...]]
     return {shape: by_rank for shape, by_rank in chosen.items() if all(by_rank)}, troubles
 
 
-def _run_as_agreed(shape: str, group: Sequence[Layer], own: ShapeTiming, chosen: tuple[Choice, ...]) -> None:
+def _run_as_agreed(shape: str, group: Sequence[Layer], own: ShapeTiming, chosen: tuple[Spans, ...]) -> None:
     """Let the layers of a shape run what this rank's figures and the choices of all ranks say; keep the figures."""
     for layer in group:
         layer.timed(Figures(own.rounds, ranks=chosen))
