@@ -26,7 +26,7 @@ PACKAGE = Path(files.__file__).parent
 def test_a_stamp_names_schema_versions_time_and_host():
     stamp = files.stamp("status")
     assert set(vars(stamp)) == {"schema", "schema_version", "plugin", "vllm", "aiter", "time", "host"}
-    assert (stamp.schema, stamp.schema_version) == ("vllm-aiter-mla/status", 4)
+    assert (stamp.schema, stamp.schema_version) == ("vllm-aiter-mla/status", 5)
     assert (stamp.plugin, stamp.host) == (__version__, os.uname().nodename)
     now = datetime.now(UTC)
     assert timedelta(0) <= now - datetime.fromisoformat(stamp.time) < timedelta(minutes=1)
@@ -168,8 +168,8 @@ def test_adding_renaming_or_moving_bytes_between_files_changes_the_fingerprint(t
 
 def test_a_field_that_is_wrong_is_named_by_its_place_in_the_file(tmp_path):
     record = files.plain(record_of(["a", "b"]))
-    record["skipped"]["b"] = ["a code", 3]
-    with pytest.raises(ValueError, match=r"in\.json: skipped\.b\.1: [^\n]+$"):
+    record["skipped"]["b"] = {"code": "a code", "message": 3}
+    with pytest.raises(ValueError, match=r"in\.json: skipped\.b\.message: [^\n]+$"):
         files.part(RankStatus, tmp_path / "in.json", record)
 
 

@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 from pydantic import JsonValue
 
 from tests.support.bad_files import BAD
+from tests.support.decisions import spans
 from tests.support.statuses import record_of
 from vllm_aiter_mla import files
+from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands.check.record import CheckRun
 from vllm_aiter_mla.commands.check.timing.record import Measurement, Row
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.commands.report.serving_record import Serving
 from vllm_aiter_mla.commands.status import Engines
+from vllm_aiter_mla.decided import Span
 from vllm_aiter_mla.kernels.triton.tuning import TunedTiles
 from vllm_aiter_mla.settings import KERNELS, Settings
 from vllm_aiter_mla.startup import first_call
@@ -42,8 +45,8 @@ COUNTS = st.lists(st.integers(1, 2**20), min_size=1, max_size=3, unique=True).ma
 @st.composite
 def timed(draw):
     counts = draw(COUNTS)
-    spans = [(before + 1, last, draw(TEXT)) for before, last in zip([0, *counts], counts, strict=False)]
-    us = {last: {"vllm": draw(NUMBERS), kernel: draw(NUMBERS)} for _, last, kernel in spans}
+    spans = [Span(before + 1, last, draw(TEXT)) for before, last in zip([0, *counts], counts, strict=False)]
+    us = {span.last: {"vllm": draw(NUMBERS), span.kernel: draw(NUMBERS)} for span in spans}
     return Timed(draw(TEXT), tuple(draw(st.lists(TEXT, max_size=2))), tuple(spans), us, draw(TEXT))
 
 
@@ -92,7 +95,9 @@ RECORDS = {
     "status": records(RankStatus, rank=st.integers(0, 99), ranks=st.integers(0, 99)),
     "skips": records(Skips),
     "measured": records(Measured, key=JSON_BY_NAME, rounds=rounds()),
-    "tuned": records(TunedTiles, chosen=st.dictionaries(TEXT, TEXT.map(lambda tile: ((1, 4, tile), (5, 9, tile))))),
+    "tuned": records(
+        TunedTiles, chosen=st.dictionaries(TEXT, TEXT.map(lambda tile: spans((1, 4, tile), (5, 9, tile))))
+    ),
     "first-call": records(first_call.FirstCall),
     "check": records(CheckRun),
     "kernels": records(Verification),
@@ -146,13 +151,13 @@ def keys_stay_strings(cls, path, data, part=files.part):
     [
         ("part", keys_stay_strings, r"Differing attributes:\s+\['measured'\]"),
         ("plain", lambda value, plain=files.plain: json.loads(json.dumps(plain(value)), parse_int=str),
-         ": status 4; this version reads status 4"),
-        ("schema_of", lambda cls: "skips", ": status 4; this version reads skips "),
+         ": status 5; this version reads status 5"),
+        ("schema_of", lambda cls: "skips", ": status 5; this version reads skips "),
     ],
 )  # fmt: skip
 def test_mutation_i16_records_that_change_on_the_way_are_caught(tmp_path, monkeypatch, name, plant, seen):
     us = {64: {"triton": 5.0, "vllm": 10.0}}
-    found = replace(record_of(["a"], 64, "fp8", 0), measured=(Timed("s", ("a",), ((1, 64, "triton"),), us),))
+    found = replace(record_of(["a"], 64, "fp8", 0), measured=(Timed("s", ("a",), spans((1, 64, "triton")), us),))
     assert read_back(tmp_path, found) == found
     monkeypatch.setattr(files, name, plant)
     with pytest.raises((AssertionError, ValueError), match=seen):
@@ -173,7 +178,7 @@ def test_records_hold_infinities_as_json_that_others_can_read(tmp_path):
 @pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
 @pytest.mark.parametrize(
     "record",
-    [record_of(["a"], 16, "fp8", 0), Skips({"a": ("dtype", "x")}), first_call.FirstCall("1-a"),
+    [record_of(["a"], 16, "fp8", 0), Skips({"a": Skip("dtype", "x")}), first_call.FirstCall("1-a"),
      Measured({"card": "x"}, {1: {"vllm": [1.0]}}), Measurement({}, "fp8", (), {}, ""), CheckRun("m", 0, ()),
      Verification(0, {}, "x", None, {}, ())],
     ids=lambda record: type(record).__name__,
@@ -197,7 +202,7 @@ def test_bad_records_are_one_line_that_names_the_file(tmp_path, record, spoil):
     ids=["nothing timed", "the chosen one", "vllm", "nothing chosen"],
 )
 def test_records_that_lack_a_figure_are_not_made(timed):
-    whole = {"us": {8: {"vllm": 2.0, "triton": 1.0}}, "chosen": ((1, 8, "triton"),)}
+    whole = {"us": {8: {"vllm": 2.0, "triton": 1.0}}, "chosen": spans((1, 8, "triton"))}
     Timed("s", (), **whole)
     with pytest.raises(ValueError):
         Timed("s", (), **whole | timed)

@@ -21,7 +21,7 @@ ATTENTION_OPS = ("vllm_aiter_mla::mla_attention_with_prepared_q", "vllm_aiter_ml
 OVERFLOW = "turns a rotated value beyond fp8's range into NaN, where vLLM's own kernels store the largest value"
 """What a kernel does that ``kernel=auto`` leaves out, after the kernel's name."""
 ABORTED = "aborted_before"
-"""Code of a kernel in whose first call an earlier start ended; the reason begins with it."""
+"""Code of a kernel in whose first call an earlier start ended."""
 VLLM_FASTER = "vllm_faster"
 """Code of a layer for which vLLM's own kernels were the fastest."""
 INTEGRATIONS = ("passes", "module")
@@ -59,15 +59,26 @@ A server with ``max_num_seqs=1`` gets a decode limit of two tokens."""
 class Skip:
     """Why an engine or a layer runs vLLM's own code."""
 
-    code: str  # stable name, one of :data:`REASONS`
+    code: str  # stable name, one of :data:`REASONS`; in a file of another version perhaps none of them
     message: str  # one line that says what was found; what to do about it is in REMEDIES
 
-    def __post_init__(self) -> None:
-        if self.code not in REASONS:
-            raise KeyError(f"skip code {self.code!r} is not in admission.REASONS")
-
     def __str__(self) -> str:
-        return f"{self.code}: {self.message} -> {REMEDIES[self.code]}"
+        return f"{self.reason} -> {self.remedy}"
+
+    @property
+    def reason(self) -> str:
+        """Code and message, without the remedy."""
+        return f"{self.code}: {self.message}"
+
+    @property
+    def remedy(self) -> str:
+        """What to do about the code; "" for a code of another version."""
+        return REMEDIES.get(self.code, "")
+
+    @property
+    def level(self) -> str:
+        """What the code is a reason of: "engine", "layer", "graph" or "kernel"; "" for a code of another version."""
+        return next((level for level, codes in LEVELS.items() if self.code in codes), "")
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from threading import Thread
 from typing import Any
 
+from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, patches, ranks
+from vllm_aiter_mla.decided import Decision
 from vllm_aiter_mla.kernels.inputs import LayerShape
 from vllm_aiter_mla.serving import ops
 from vllm_aiter_mla.serving.backends import Backends, current_platform
@@ -27,9 +28,9 @@ from vllm_aiter_mla.serving.layer import GRAPHS_KEEP, Layer
 from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
 from vllm_aiter_mla.startup import checks, first_call, prefill, timing
 from vllm_aiter_mla.status import skips, status_files
-from vllm_aiter_mla.status.engine_status import EngineStatus, Outcome
+from vllm_aiter_mla.status.engine_status import EngineStatus, LayerState
 from vllm_aiter_mla.status.line import status_line
-from vllm_aiter_mla.status.record import RankStatus, Reason, merge_ranks
+from vllm_aiter_mla.status.record import RankStatus, merge_ranks
 
 RELOADS = ("reload_weights", "update_weights", "finish_weight_update")
 """Methods by which vLLM's workers take new weights while they serve."""
@@ -248,17 +249,18 @@ class Engine:
                 self.backends.reloaded()
             if compat_config.is_updating_weights(self.worker) and not failed and any(map(_lacks_weight, self.layers)):
                 return
-        outcomes = self._outcomes()
+        states = self._layer_states()
         with log.warned("the status could not be corrected"):
-            _say_since_reload(*self.status.update(outcomes))
+            _say_since_reload(*self.status.update(states))
 
-    def _outcomes(self) -> dict[str, Outcome]:
-        """Return what became of the layers so far, by name; one that cannot be asked runs vLLM's own kernels."""
+    def _layer_states(self) -> dict[str, LayerState]:
+        """Return what became of the layers so far, by name; a layer that cannot be asked runs vLLM's own kernels."""
         for layer in self.layers:
             with self.deciding(LAYER_NOT_CHECKED, [layer]):
-                layer.outcome()
-        not_made = Outcome(skip=("kernel_shape", self._all_fell_back))
-        return dict.fromkeys(self.names, not_made) | {layer.name: layer.outcome() for layer in self.layers}
+                layer.state()
+        why = Skip("kernel_shape", self._all_fell_back)
+        not_made = LayerState(Decision((), why, ()), skip=why)
+        return dict.fromkeys(self.names, not_made) | {layer.name: layer.state() for layer in self.layers}
 
     # The model has run.
 
@@ -282,7 +284,7 @@ class Engine:
                 with self.deciding("no status line could be made", ()):
                     record = self._make_record()
             if record is not None:
-                self._write_down(replace(record, ranks=len(records)))
+                self._write_down(record, len(records))
                 with self.deciding("no status line could be said", ()):
                     self._require_engaged(records, record)
                     self._say(records or [record], record)
@@ -302,13 +304,25 @@ class Engine:
             compat_config.run_decode_step(self.worker)
 
     def _make_record(self) -> RankStatus:
-        cache, card = compat_config.cache_name(self.config), current_platform().arch
-        integration, labels = self.our_pass.integration, compat_config.metric_labels(self.config)
-        outcomes = self._outcomes()
+        labels, sizes = compat_config.metric_labels(self.config), compat_config.GraphSizes([], [])
+        with log.warned("the captured sizes could not be read"):
+            sizes = compat_config.graph_sizes(self.config)
+        states = self._layer_states()
         with log.warned("the reasons of skipped layers could not be kept or read"):
-            self.status.add_kept(self._keep_skips(self.worker.rank))
-        record = self.status.record_of(outcomes, self.limit, cache, self.worker.rank, integration, card)
-        return replace(record, model_name=labels["model_name"], engine=labels["engine"])
+            self.status.add_kept_skips(self._keep_skips(self.worker.rank))
+        return self.status.record_of(
+            states,
+            rank=self.worker.rank,
+            integration=self.our_pass.integration,
+            card=current_platform().arch,
+            decode_limit=self.limit,
+            kv_cache_dtype=compat_config.cache_name(self.config),
+            capture_sizes=sizes.captured,
+            full_graphs=sizes.full,
+            model_name=labels["model_name"],
+            engine=labels["engine"],
+            run=status_files.start_run(),
+        )
 
     def _require_engaged(self, records: Sequence[RankStatus | None], record: RankStatus) -> None:
         """End the start of a rank all of whose layers are skipped; one without a layer needs another one that engaged.
@@ -324,29 +338,26 @@ class Engine:
         """Say the line on rank 0, for all ranks of the engine."""
         if record.rank == 0:
             merged = merge_ranks(records)
-            level = logging.INFO if merged.record.engaged and merged.whole else logging.WARNING
+            level = logging.INFO if merged.engaged and merged.ranks_agree else logging.WARNING
             # Every engine of a process has its line said, also one that reads like the last.
             log.say(level, status_line(*records, replica=compat_config.replica(self.config)))
 
-    def _write_down(self, record: RankStatus) -> None:
+    def _write_down(self, record: RankStatus, num_ranks: int) -> None:
         """Set the record, which later failures correct, and write its file; what fails costs only a warning."""
-        with log.warned("the captured sizes could not be read"):
-            sizes = compat_config.graph_sizes(self.config)
-            record = replace(record, capture_sizes=tuple(sizes.captured), full_graphs=tuple(sizes.full))
-        self.status.set_record(record)
+        self.status.set_record(record, num_ranks)
         with log.warned("the status file could not be written"):
             self.status.write(compat_config.cache_folder())
 
-    def _keep_skips(self, rank: int) -> dict[str, Reason]:
-        """Keep why the graphs that were compiled now left layers out, and return what earlier starts have kept.
+    def _keep_skips(self, rank: int) -> dict[str, Skip]:
+        """Keep why the graphs that were compiled now skip layers, and return what earlier starts have kept.
 
         A reason that the layer itself knows is found again by each start.
         """
         called = [layer.name for layer in self.layers if layer.ran or layer.would_run]
-        skipped: dict[str, Reason] | None = None
+        skipped: dict[str, Skip] | None = None
         if self.status.compiled:
-            left = {layer.name: layer.left_out for layer in self.layers if layer.decision.skip is None}
-            skipped = {name: (skip.code, skip.message) for name, skip in left.items() if skip is not None}
+            by_graph = {layer.name: layer.graph_skip for layer in self.layers if layer.decision.skip is None}
+            skipped = {name: skip for name, skip in by_graph.items() if skip is not None}
         return skips.keep(compat_config.cache_folder(), str(self.config.compute_hash()), rank, skipped, called)
 
     def not_warmed_up(self) -> None:
@@ -373,12 +384,12 @@ def _answering(answer: Callable[[], None]) -> Iterator[None]:
     answer()
 
 
-def _say_since_reload(fell_back: Mapping[str, Reason], again: Sequence[str]) -> None:
+def _say_since_reload(fell_back: Mapping[str, Skip], again: Sequence[str]) -> None:
     """Say which layers fell back since weights were loaded, one line for each reason, and how many engage again."""
-    for code, message in dict.fromkeys(fell_back.values()):
-        names = [name for name, why in fell_back.items() if why == (code, message)]
+    for reason in dict.fromkeys(fell_back.values()):
+        names = [name for name, skip in fell_back.items() if skip == reason]
         since = f"{len(names)} MLA layer(s) run vLLM's own attention since weights were loaded again"
-        log.say(logging.ERROR, f"{since}; {GRAPHS_KEEP}: {names[0]}: {code}: {message}")
+        log.say(logging.ERROR, f"{since}; {GRAPHS_KEEP}: {names[0]}: {reason.reason}")
     if again:
         log.say(logging.INFO, f"{len(again)} MLA layer(s) engage again since weights were loaded")
 

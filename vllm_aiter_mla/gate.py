@@ -11,7 +11,6 @@ off in the same process, and change their cache key.
 """
 
 import logging
-from dataclasses import replace
 from typing import Any
 
 from vllm_aiter_mla import admission
@@ -28,7 +27,7 @@ from vllm_aiter_mla.settings import (
     set_options,
 )
 from vllm_aiter_mla.status import gauge, status_files
-from vllm_aiter_mla.status.record import record_of_skipped_engine
+from vllm_aiter_mla.status.engine_status import record_of_skipped_engine
 
 
 def apply(vllm_config: Any) -> Engage | Skip | None:
@@ -109,8 +108,10 @@ def _skip(facts: ConfigView, skip: Skip, settings: Settings) -> None:
     log.say_once(logging.WARNING, line)
     # The workers run nothing of ours then, so the process that built the config writes one record for all ranks.
     with log.warned("the status file could not be written"):
-        record = record_of_skipped_engine(skip.code, skip.message, facts.layers, facts.kv_cache_dtype)
-        record = replace(record, model_name=facts.model_name, engine=facts.engine)
+        record = record_of_skipped_engine(
+            skip, facts.layers, kv_cache_dtype=facts.kv_cache_dtype, model_name=facts.model_name, engine=facts.engine,
+            run=status_files.start_run(),
+        )  # fmt: skip
         gauge.register_metrics(compat_config.cache_folder())
         status_files.write(compat_config.cache_folder(), record)
 

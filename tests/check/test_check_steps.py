@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from tests.sandbox.rehearsal_card import RehearsalCard, Scenario
 from tests.support import in_process, plans
+from tests.support.decisions import decision
 from tests.support.planted import raising
 from tests.support.statuses import record_of
 from vllm_aiter_mla import files
@@ -42,7 +43,7 @@ from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import ask, build, issues, model
 from vllm_aiter_mla.commands.plan.model import USE_AITER
 from vllm_aiter_mla.kernels import device
-from vllm_aiter_mla.status.record import Decided
+from vllm_aiter_mla.status.record import NOT_RUN, DecidedAlike
 from vllm_aiter_mla.verify import session
 from vllm_aiter_mla.verify.results import Finding, Result, Verification
 
@@ -61,7 +62,7 @@ ANSWER = engine.EngineAnswer(
     ranks=(
         replace(
             record_of(["layer"], 16, "fp8", 0), engaged={"layer": "aiter"}, skipped={},
-            decided=(Decided(("layer",), ((1, 16, "aiter"),), ()),),
+            decided=(DecidedAlike(("layer",), decision((1, 16, "aiter"))),),
         ),
     ),
 )  # fmt: skip
@@ -190,7 +191,7 @@ def a_wrong_kernel(card: dict[str, Any]) -> None:
 
 
 def span(kernel: str) -> dict[str, Any]:
-    return {"first": 1, "last": 16, "kernel": kernel, "detail": "", "skips": []}
+    return {"first": 1, "last": 16, "kernel": kernel, "detail": "", "passed_over": []}
 
 
 def an_aiter_that_does_not_saturate(card: dict[str, Any]) -> None:
@@ -247,18 +248,18 @@ def nothing_engaged(card: dict[str, Any]) -> None:
 
 def a_draft_that_is_not_engaged(card: dict[str, Any]) -> None:
     """A faster layer of vLLM's own beside it explains nothing."""
-    a_draft(card, ("not_run", "its fused op has not run"))
+    a_draft(card, NOT_RUN)
 
 
 def a_rank_without_a_status(card: dict[str, Any]) -> None:
     let_answer(card, "on", ranks=(replace(ANSWER.ranks[0], ranks=2),))
 
 
-def a_draft(card: dict[str, Any], *reasons: tuple[str, str]) -> None:
+def a_draft(card: dict[str, Any], *skips: Skip) -> None:
     """The model's layer engaged. Another one is faster with vLLM's kernels; one more is skipped for each reason."""
-    skipped = dict(enumerate([(VLLM_FASTER, "it is faster"), *reasons]))
+    skipped = dict(enumerate([Skip(VLLM_FASTER, "it is faster"), *skips]))
     rank = replace(
-        ANSWER.ranks[0], total=1 + len(skipped), skipped={f"draft {number}": why for number, why in skipped.items()}
+        ANSWER.ranks[0], total=1 + len(skipped), skipped={f"draft {number}": skip for number, skip in skipped.items()}
     )
     let_answer(card, "on", ranks=(rank,))
 
@@ -343,7 +344,7 @@ def test_a_models_timing_without_a_baseline_is_unknown(card: dict[str, Any]) -> 
 
 
 def kernels_by_tokens(card: dict[str, Any], *spans: tuple[int, int, str]) -> None:
-    let_answer(card, "on", ranks=(replace(ANSWER.ranks[0], decided=(Decided(("layer",), spans, ()),)),))
+    let_answer(card, "on", ranks=(replace(ANSWER.ranks[0], decided=(DecidedAlike(("layer",), decision(*spans)),)),))
 
 
 @pytest.mark.parametrize(("fastest", "status"), [("vllm", "passed"), ("aiter", "failed")])
@@ -690,7 +691,7 @@ def test_rounding_does_not_explain_a_run_without_tokens() -> None:
 
 def vllm_is_faster(card: dict[str, Any]) -> None:
     record = record_of(["layer"], 16, "fp8", 0)
-    skipped = {"layer": (VLLM_FASTER, "it is faster")}
+    skipped = {"layer": Skip(VLLM_FASTER, "it is faster")}
     let_answer(card, "on", ranks=(replace(record, skipped=skipped),), launches=40)
 
 

@@ -10,17 +10,19 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.bad_files import BAD
-from tests.support.statuses import record_of
+from tests.support.decisions import spans
+from tests.support.statuses import record_of, skipped_engine
 from vllm_aiter_mla import files, locks
+from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.serving.decision import PASSED, Checked, Figures, LayerFacts, Offer, decide
 from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.status import status_files
-from vllm_aiter_mla.status.record import Decided, RankStatus, Timed, record_of_skipped_engine
+from vllm_aiter_mla.status.record import DecidedAlike, RankStatus, Timed
 
 NAMES = ("model.layers.0.attn", "model.layers.1.attn")
-TIMED = (Timed("16 heads", NAMES, ((1, 64, "triton"),), {64: {"triton": 5.0, "vllm": 10.0}}),)
+TIMED = (Timed("16 heads", NAMES, spans((1, 64, "triton")), {64: {"triton": 5.0, "vllm": 10.0}}),)
 
 
 @pytest.fixture
@@ -35,12 +37,12 @@ def folder(tmp_path, monkeypatch):
 
 def write(folder, run, engine, rank, engaged=NAMES, names=NAMES, ranks=0, ended=False):
     """Write a rank's file; unless its engine has ended, this process holds its lock."""
-    skipped = {name: ("kernel_shape", "wrong") for name in names if name not in engaged}
+    skipped = {name: Skip("kernel_shape", "wrong") for name in names if name not in engaged}
     record = replace(record_of(names, 512, "fp8", rank), run=run, engine=engine, model_name="r1", measured=TIMED)
     path = folder / f"status-{run}-{engine}-{rank}.json"
     files.write(path, replace(record, engaged=dict.fromkeys(engaged, "triton"), skipped=skipped, ranks=ranks))
     if not ended:
-        locks.hold(folder / f"lock-{path.stem}")
+        locks.hold(folder / f"lock-{path.stem}-{record.instance}")
     return path
 
 
@@ -66,15 +68,15 @@ def test_layer_prints_what_was_decided_and_why_each_other_kernel_does_not_run(fo
     checks = {"aiter": Checked("aiter: self-check FAILED: q nope"), "triton": PASSED}
     found = decide(LayerFacts(None, offers, (512,)), checks, figures, Settings())
     record = files.read(RankStatus, path := write(folder, "7-a", "0", 0))
-    decided = Decided(NAMES, found.kernels, found.passed_over)
-    files.write(path, replace(record, decided=(decided,)))
+    decided = (DecidedAlike(NAMES, found),)
+    files.write(path, replace(record, decided=decided))
     printed = CliRunner().invoke(app, ["status", "--layer", "layers.1"]).output
     assert re.search(r"layers\.1\.attn, rank 0\n +1\.\.512 tokens +triton\n", printed)
     assert re.search(r"not aiter +aiter: self-check FAILED: q nope", printed)
     assert re.search(r"not vllm +it was at no token count", printed)
     assert "layers.0" not in printed
-    skipped = {NAMES[1]: ("no_rope", "the graph rotates nothing")}
-    files.write(path, replace(record, engaged={}, skipped=skipped, decided=(decided,)))
+    skipped = {NAMES[1]: Skip("no_rope", "the graph rotates nothing")}
+    files.write(path, replace(record, engaged={}, skipped=skipped, decided=decided))
     assert "no_rope" in CliRunner().invoke(app, ["status", "--layer", "1"]).output, "a graph may skip it later"
     assert CliRunner().invoke(app, ["status", "--layer", "layers.11"]).exit_code == 2
     assert "layers" not in run().output.replace("MLA layers", "")
@@ -134,7 +136,7 @@ def test_layer_names_what_could_not_be_read_before_it_calls_a_name_wrong(folder)
 
 
 def test_layer_of_a_skipped_engine_is_answered_with_its_reason(folder):
-    status_files.write(folder, record_of_skipped_engine("dcp", "made up", (0, 1), "fp8"))
+    status_files.write(folder, skipped_engine("dcp", "made up", (0, 1)))
     found = run("--layer", "layers.1")
     assert (found.exit_code, "dcp: made up" in found.stdout, found.stderr) == (1, True, "")
 

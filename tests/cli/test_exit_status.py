@@ -17,6 +17,7 @@ from tests.support import in_process, plans
 from tests.support.planted import raising
 from tests.support.statuses import record_of
 from vllm_aiter_mla import __version__, admission, files
+from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands import machine, outputs
 from vllm_aiter_mla.commands.cards import ARCHITECTURES, Arch, sold_as
 from vllm_aiter_mla.commands.check import steps
@@ -52,7 +53,7 @@ def a_server(engaged):
         monkeypatch.setenv(status_files.RUN, "7-a")
         status_files.join_run(folder / "aiter_mla")
         record = replace(record_of(["layer"], 16, "auto", 0), run="7-a", engaged={"layer": "triton"}, skipped={})
-        left = replace(record, engaged={}, skipped={"layer": ("dcp", "made up")})
+        left = replace(record, engaged={}, skipped={"layer": Skip("dcp", "made up")})
         status_files.write(folder / "aiter_mla", record if engaged else left)
 
     return plant

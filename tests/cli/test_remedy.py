@@ -17,8 +17,7 @@ from vllm_aiter_mla.admission import REMEDIES, Skip
 from vllm_aiter_mla.commands.machine import checks as looks
 from vllm_aiter_mla.commands.machine import name_of, run_checks
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.commands.plan import build, printout
-from vllm_aiter_mla.commands.plan.record import Reason
+from vllm_aiter_mla.commands.plan import printout
 from vllm_aiter_mla.compat import release
 from vllm_aiter_mla.kernels.aiter import op
 from vllm_aiter_mla.status import line, status_files
@@ -28,7 +27,7 @@ CODES = sorted(admission.REASONS)
 
 
 def skipped(code: str, message: str = "why") -> Any:
-    return replace(record_of(["layer"], 16, "fp8", 0), skipped={"layer": (code, message)}, run="7-a")
+    return replace(record_of(["layer"], 16, "fp8", 0), skipped={"layer": Skip(code, message)}, run="7-a")
 
 
 def one_line(text: str) -> str:
@@ -48,7 +47,7 @@ def test_remedy_every_code_has_exactly_one_and_a_cause() -> None:
 def test_remedy_line_and_log_and_plan_say_the_same(code: str) -> None:
     assert status_line(skipped(code)) == f"0/1: {code}: why -> {REMEDIES[code]}"
     assert str(Skip(code, "why")).endswith(f" -> {REMEDIES[code]}"), "of the gate's line"
-    text = printout.text(replace(plans.made_up(), reasons=(Reason(build.level(code), code, "why"),)))
+    text = printout.text(replace(plans.made_up(), reasons=(Skip(code, "why"),)))
     assert f"{code}: why\n    -> {REMEDIES[code]}" in text
 
 

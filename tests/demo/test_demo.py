@@ -26,7 +26,7 @@ def result(scenarios=runs.SHORT_SCENARIOS, steps=None, engaged=2, total=2, integ
     names = [f"layers.{index}" for index in range(total)]
     record = files.plain(record_of(names, 16, "bfloat16", 0)) | {
         "engaged": dict.fromkeys(names[:engaged], "reference"),
-        "skipped": {name: ["impl", "unknown"] for name in names[engaged:]},
+        "skipped": {name: {"code": "impl", "message": "unknown"} for name in names[engaged:]},
         "integration": integration,
     }
     return EngineResult(

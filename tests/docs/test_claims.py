@@ -13,6 +13,7 @@ import typer.main
 from _pytest.mark.expression import Expression
 
 from tests.sandbox import demo
+from tests.support.decisions import spans
 from tests.support.pages import PAGES, ROOT, RUN, quoted, table, words
 from tests.support.statuses import record_of
 from tools import aot
@@ -164,8 +165,8 @@ def outcome(**changes) -> str:
 
 def test_quoted_outcomes_are_what_the_status_says():
     """Except for microseconds, for which the pages write A and B."""
-    spans = ((1, 128, "triton"), (129, 1024, "vllm"))
-    timed = outcome(measured=(Timed("", ("layer 0",), spans, {64: {"triton": 1.0, "vllm": 2.0}}),))
+    chosen = spans((1, 128, "triton"), (129, 1024, "vllm"))
+    timed = outcome(measured=(Timed("", ("layer 0",), chosen, {64: {"triton": 1.0, "vllm": 2.0}}),))
     said = {outcome(), timed.replace("1.0 us", "A us").replace("2.0,", "B,")}
     found = [
         line

@@ -136,7 +136,7 @@ def test_default_options_and_one_other_give_the_tokens_of_the_flag_off(engines, 
 @pytest.mark.mutation("I11")
 def test_mutation_an_unknown_forward_of_the_wrapper_is_left_to_vllm(engines):
     found = engines("mutation-unknown-forward")
-    assert [code for code, _ in found.status[0]["skipped"].values()] == ["unknown_forward"] * 2
+    assert [skip["code"] for skip in found.status[0]["skipped"].values()] == ["unknown_forward"] * 2
     assert found.status[0]["engaged"] == {}
     assert_parity(engines("eager-off"), found, 0.0)
 

@@ -109,7 +109,7 @@ def uses_before_the_op(code, buffer):
 def test_i4_a_skipped_layer_changes_nothing_for_an_engaged_one(engines):
     record = engines("mutation-half-a-layer").status[0]
     assert len(record["engaged"]) == 1
-    assert list(record["skipped"].values()) == [["geometry", "skipped by the test"]]
+    assert list(record["skipped"].values()) == [{"code": "geometry", "message": "skipped by the test"}]
     assert_parity(engines("bf16-off"), engines("mutation-half-a-layer"))
 
 

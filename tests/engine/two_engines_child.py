@@ -30,7 +30,7 @@ def main(spec_path: str, folder: str) -> None:
         checks.self_check = (lambda *args: planted) if fails else check
         llm = child.build(spec, Path(folder) / "model")
         (record,) = read_all(cache_folder(), "*", sys.exit)
-        found.append({"engaged": record.engaged, "skipped": {k: v[0] for k, v in record.skipped.items()}})
+        found.append({"engaged": record.engaged, "skipped": {name: skip.code for name, skip in record.skipped.items()}})
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()

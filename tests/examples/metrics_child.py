@@ -22,29 +22,32 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, SchedulerStats
 
 from tests.sandbox.model import TinyDeepseek, save_config
-from vllm_aiter_mla.admission import ABORTED
+from tests.support.decisions import decision
+from tests.support.statuses import skipped_engine, with_layers
+from vllm_aiter_mla.admission import Skip
+from vllm_aiter_mla.decided import PassedOver
 from vllm_aiter_mla.status import gauge, status_files
-from vllm_aiter_mla.status.engine_status import EngineStatus, Outcome
-from vllm_aiter_mla.status.record import record_of_skipped_engine
+from vllm_aiter_mla.status.engine_status import EngineStatus, LayerState
 
 MODEL = "tiny"
-KERNELS = ((1, 32, "triton"), (33, 512, "vllm"))
-LEFT_OUT = (("aiter", f"{ABORTED}: a start ended in its first call"),)
-ENGAGED = Outcome("triton", decided=(KERNELS, ()))
-AFTER_ABORT = Outcome("triton", decided=(KERNELS, LEFT_OUT))
-SKIPPED = Outcome(skip=("sliding_window", "the layer has a sliding window"), decided=((), ()))
+DECISION = decision((1, 32, "triton"), (33, 512, "vllm"))
+ABORTED = (PassedOver("aiter", "a start ended in its first call", aborted=True),)
+ENGAGED = LayerState(DECISION, "triton")
+AFTER_ABORT = LayerState(replace(DECISION, passed_over=ABORTED), "triton")
+WINDOW = Skip("sliding_window", "the layer has a sliding window")
+SKIPPED = LayerState(decision(skip=WINDOW), skip=WINDOW)
 
 
-def write(folder: Path, *ranks: Sequence[Outcome]) -> None:
+def write(folder: Path, *ranks: Sequence[LayerState]) -> None:
     """Write a status file for each rank; layers are named by their place."""
-    for rank, outcomes in enumerate(ranks):
-        layers = {f"layers.{place}": outcome for place, outcome in enumerate(outcomes)}
-        record = EngineStatus().record_of(layers, 512, "fp8", rank, "module", "gfx942")
+    for rank, states in enumerate(ranks):
+        layers = {f"layers.{place}": state for place, state in enumerate(states)}
+        record = with_layers(EngineStatus(), layers, rank=rank, card="gfx942")
         status_files.write(folder, replace(record, model_name=MODEL, engine="0", ranks=len(ranks)))
 
 
 def write_skipped_engine(folder: Path) -> None:
-    record = record_of_skipped_engine("dcp", "why", (0, 1), "fp8")
+    record = skipped_engine("dcp", "why", (0, 1))
     status_files.write(folder, replace(record, model_name=MODEL, engine="0"))
 
 

@@ -146,7 +146,7 @@ def test_a_skipped_config_is_in_the_status_file(registered, mla_model, cache_roo
     (path,) = (cache_root / "aiter_mla").glob(f"status-*-{os.getpid()}-*.json")
     record = json.loads(path.read_text())
     assert (record["total"], record["engaged"]) == (2, {})
-    assert {code for code, _ in record["skipped"].values()} == {"compilation_mode"}
+    assert {skip["code"] for skip in record["skipped"].values()} == {"compilation_mode"}
 
 
 def test_an_engine_that_is_skipped_because_vllm_gives_it_no_mla_layer_is_noticed(compiling, dense_model, cache_root):

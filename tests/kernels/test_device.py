@@ -9,6 +9,7 @@ import torch
 
 from tests.sandbox import rehearsal_card
 from tests.sandbox.rehearsal_card import RehearsalCard, Scenario
+from tests.support.decisions import spans
 from tests.support.made_up_clock import Named
 from tests.support.planted import raising
 from vllm_aiter_mla.commands.check.context import CheckOptions
@@ -298,7 +299,7 @@ def timed(graphs):
 def test_kernels_are_timed_and_chosen_by_what_a_launch_costs_on_the_installed_card(recorded, graphs):
     rounds = timed(graphs)
     assert stopwatch.medians(rounds) == {2: {"triton": 10.0, "vllm": 40.0}, 8: {"triton": 40.0, "vllm": 10.0}}
-    assert decision.ranges(rounds, ("triton", "vllm")) == ((1, 2, "triton"), (3, 8, "vllm"))
+    assert decision.fastest_spans(rounds, ("triton", "vllm")) == spans((1, 2, "triton"), (3, 8, "vllm"))
     assert recorded.recorded == 4 * graphs
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from tests.sandbox.rehearsal_card import RehearsalCard
+from tests.support.decisions import spans
 from tests.support.made_up_clock import ORDER, MadeUpClock, Named, costs
 from tests.support.planted import break_import
+from vllm_aiter_mla.decided import kernel_at
 from vllm_aiter_mla.kernels import absorb, reference, stopwatch
 from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.device import card
@@ -32,7 +34,7 @@ def timed(clock, counts=(1, 2, 4), budget=None, **most):
 
 
 def chosen(clock, **options):
-    return decision.ranges(timed(clock, **options), ORDER)
+    return decision.fastest_spans(timed(clock, **options), ORDER)
 
 
 def best_by_tokens(name, tokens):
@@ -41,8 +43,8 @@ def best_by_tokens(name, tokens):
 
 def test_the_fastest_runs_at_each_token_count_and_only_where_it_takes_one():
     clock = MadeUpClock(best_by_tokens)
-    assert chosen(clock, counts=(1, 2, 4, 8, 13)) == ((1, 2, "triton"), (3, 8, "aiter"), (9, 13, "vllm"))
-    assert chosen(MadeUpClock(costs(aiter=9.0, triton=QUICK, vllm=SLOW)), triton=2) == (
+    assert chosen(clock, counts=(1, 2, 4, 8, 13)) == spans((1, 2, "triton"), (3, 8, "aiter"), (9, 13, "vllm"))
+    assert chosen(MadeUpClock(costs(aiter=9.0, triton=QUICK, vllm=SLOW)), triton=2) == spans(
         (1, 2, "triton"),
         (3, 4, "aiter"),
     )
@@ -55,7 +57,7 @@ def test_outliers_in_a_few_rounds_change_nothing():
         for by in rounds.values():
             by["aiter"][seed % stopwatch.ROUNDS] *= 20
             by["vllm"][(seed + 3) % stopwatch.ROUNDS] /= 20
-        assert decision.ranges(rounds, ORDER) == ((1, 4, "aiter"),)
+        assert decision.fastest_spans(rounds, ORDER) == spans((1, 4, "aiter"))
 
 
 def slower_choices(noise, starts):
@@ -71,7 +73,7 @@ def slower_choices(noise, starts):
 def test_a_noisy_clock_chooses_nothing_slower_by_more_than_the_margin_and_finds_what_is_clearly_faster():
     assert slower_choices(noise=0.05, starts=5000) == 0
     quick = costs(aiter=SLOW, triton=QUICK, vllm=SLOW)
-    assert {chosen(MadeUpClock(quick, noise=0.03, seed=seed)) for seed in range(20)} == {((1, 4, "triton"),)}
+    assert {chosen(MadeUpClock(quick, noise=0.03, seed=seed)) for seed in range(20)} == {spans((1, 4, "triton"))}
 
 
 @pytest.mark.mutation
@@ -144,8 +146,8 @@ def test_partial_figures_are_of_counts_far_apart_and_the_rest_follows_the_neares
     counts, seconds = stopwatch.token_counts(1024), stopwatch.BUDGET_S / 4 / (13 * 3)
     rounds = timed(MadeUpClock(costs(aiter=SLOW, triton=1.0, vllm=SLOW), replay_s=seconds), counts, stopwatch.Budget())
     assert tuple(rounds) == stopwatch.FIRST_TIMED
-    chosen = decision.ranges(rounds, ORDER)
-    assert {stopwatch.name_at(chosen, tokens) for tokens in (1, 5, 300, 1024)} == {"triton"}
+    chosen = decision.fastest_spans(rounds, ORDER)
+    assert {kernel_at(chosen, tokens) for tokens in (1, 5, 300, 1024)} == {"triton"}
 
 
 @pytest.mark.parametrize("key", [("plain",), ("fp8", torch.float8_e4m3fn)])

@@ -179,9 +179,9 @@ def clone(gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule({}, graph)
 
 
-def left_out(stubs: list[StubLayer]) -> dict[str, tuple[str, str]]:
+def skipped_in_graphs(stubs: list[StubLayer]) -> dict[str, tuple[str, str]]:
     """Code and reason of each layer that the graphs of these stubs do not call the op for."""
-    found = {stub.layer_name: layer.Layer.of(stub).left_out for stub in stubs}
+    found = {stub.layer_name: layer.Layer.of(stub).graph_skip for stub in stubs}
     return {name: (skip.code, skip.message) for name, skip in found.items() if skip is not None}
 
 

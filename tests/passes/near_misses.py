@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from vllm.utils.torch_utils import HAS_OPAQUE_TYPE
 
-from tests.passes.execute import clean, left_out, rewrite, stubs_for
+from tests.passes.execute import clean, rewrite, skipped_in_graphs, stubs_for
 from tests.passes.graphs import END, Builder, Layer, Spelling
 from tests.passes.rotary import ROPES, Pair
 from tests.passes.stubs import Sizes
@@ -375,4 +375,4 @@ def assert_declined(name: str) -> None:
     assert str(gm.graph) == before
     assert (counts["matched"], counts["skipped"]) == (0, 1)
     # A graph may name no layer of the model.
-    assert left_out(stubs) == ({of: (found.code, found.message)} if of == layer.name else {})
+    assert skipped_in_graphs(stubs) == ({of: (found.code, found.message)} if of == layer.name else {})

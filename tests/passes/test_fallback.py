@@ -7,7 +7,7 @@ import torch
 from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from tests.passes.execute import assert_rewritten_right, left_out, rewrite, stubs_for
+from tests.passes.execute import assert_rewritten_right, rewrite, skipped_in_graphs, stubs_for
 from tests.passes.graphs import Spelling, build
 from tests.support.planted import raising
 from vllm_aiter_mla.passes import pipeline
@@ -38,7 +38,7 @@ def test_an_emission_that_fails_leaves_a_graph_that_is_right(which, monkeypatch)
     counts = assert_rewritten_right(gm, stubs, stops=(None,))
     assert counts["aiter_fusion"] == 1, "the other layer is rewritten whole"
     assert count[0] > which
-    ((code, message),) = left_out(stubs).values()
+    ((code, message),) = skipped_in_graphs(stubs).values()
     assert (code, "planted" in message) == ("rewrite_failed", True)
 
 
@@ -98,4 +98,4 @@ def test_an_admission_that_raises_leaves_the_layers_to_vllm(monkeypatch):
     stubs = stubs_for(layers, BF16)
     counts = assert_rewritten_right(gm, stubs, stops=(None,))
     assert (counts["skipped"], counts["aiter_fusion"]) == (2, 0)
-    assert {code for code, _ in left_out(stubs).values()} == {"not_evaluated"}
+    assert {code for code, _ in skipped_in_graphs(stubs).values()} == {"not_evaluated"}

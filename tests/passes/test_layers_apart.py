@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.passes.execute import assert_rewritten_right, calls, clean, clone, left_out, rewrite, stubs_for
+from tests.passes.execute import assert_rewritten_right, calls, clean, clone, rewrite, skipped_in_graphs, stubs_for
 from tests.passes.graphs import Builder, Spelling
 from tests.passes.stubs import DECODE, MIXED, StubLayer
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
@@ -50,7 +50,7 @@ def assert_layers_apart_from(at, gm, builder, stubs):
         assert len(calls(changed, name)) == 1, name
     for name in ("mla_decode_q_prep", "fused_rope_unified_mla_kv_cache_update", "mla_attention_with_prepared_q"):
         assert not calls(changed, name), name
-    assert list(left_out(stubs)) == [skipped.name]
+    assert list(skipped_in_graphs(stubs)) == [skipped.name]
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
@@ -70,7 +70,7 @@ def test_i4_layer_that_breaks_the_matcher_costs_no_other_layer(monkeypatch):
     stubs = stubs_for(builder.layers, builder.spelling)
     counts = rewrite(gm, stubs)
     assert (counts["matched"], counts["skipped"]) == (2, 1)
-    assert left_out(stubs)[builder.layers[1].name][0] == "not_evaluated"
+    assert skipped_in_graphs(stubs)[builder.layers[1].name][0] == "not_evaluated"
 
 
 def test_layer_outside_the_forward_context_is_skipped(said):
@@ -113,7 +113,7 @@ def test_layer_that_admission_declines_is_left_to_vllm_and_the_others_are_not(co
     spoil(stubs[1])
     counts = rewrite(gm, stubs)
     assert (counts["matched"], counts["skipped"]) == (2, 1)
-    assert {name: why[0] for name, why in left_out(stubs).items()} == {stubs[1].layer_name: code}
+    assert {name: why[0] for name, why in skipped_in_graphs(stubs).items()} == {stubs[1].layer_name: code}
 
 
 def test_kernel_that_does_not_take_a_layers_shape_leaves_the_layer_as_vllm_made_it(monkeypatch):
@@ -126,7 +126,7 @@ def test_kernel_that_does_not_take_a_layers_shape_leaves_the_layer_as_vllm_made_
     monkeypatch.setattr(ReferenceBackend, "bind", odd_is_refused)
     counts = assert_rewritten_right(gm, stubs, batches=(DECODE, MIXED))
     assert (counts["matched"], counts["skipped"], counts["aiter_fusion"]) == (2, 1, 2)
-    assert left_out(stubs)[odd.layer_name] == ("kernel_shape", f"kernel=auto: {why}")
+    assert skipped_in_graphs(stubs)[odd.layer_name] == ("kernel_shape", f"kernel=auto: {why}")
     assert_layers_apart_from(1, gm, builder, stubs)
 
 
@@ -184,7 +184,7 @@ def test_i5_a_layer_whose_graph_rounds_after_each_operation_is_left_to_vllm():
     gm, builder = three_layers()
     stubs = with_rounded_casts(stubs_for(builder.layers, builder.spelling))
     assert_layers_apart_from(1, gm, builder, stubs)
-    ((code, _),) = left_out(stubs).values()
+    ((code, _),) = skipped_in_graphs(stubs).values()
     assert code == "rope_other_operand"
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.passes.execute import assert_rewritten_right, calls, clean, left_out, rewrite, stubs_for
+from tests.passes.execute import assert_rewritten_right, calls, clean, rewrite, skipped_in_graphs, stubs_for
 from tests.passes.graphs import Builder, Spelling, build, shuffled
 from tests.passes.stubs import DECODE, MIXED, Batch, Sizes
 from vllm_aiter_mla.compat import layer as compat_layer
@@ -181,7 +181,7 @@ def test_each_pass_leaves_its_own_ops(stop):
     every = {"unified_mla_kv_cache_update"}.union(*STOPPED.values())
     for graph in (gm, clean(gm)):
         assert {name: len(found) for name in every if (found := calls(graph, name))} == dict.fromkeys(STOPPED[stop], 2)
-    assert left_out(stubs) == {}
+    assert skipped_in_graphs(stubs) == {}
 
 
 def test_nothing_of_the_rotation_is_left_after_pass_three():

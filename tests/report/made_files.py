@@ -10,6 +10,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from tests.support import plans
+from tests.support.decisions import decision, spans
 from tests.support.statuses import record_of
 from vllm_aiter_mla import files, locks
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
@@ -17,7 +18,7 @@ from vllm_aiter_mla.commands.check.timing.record import Measurement, row_of
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.report.serving_record import METRICS, Estimate, Row, Serving
 from vllm_aiter_mla.status import status_files
-from vllm_aiter_mla.status.record import Decided, Timed
+from vllm_aiter_mla.status.record import DecidedAlike, Timed
 
 LAYERS = [f"model.layers.{n}.self_attn.attn" for n in range(4)]
 
@@ -25,8 +26,8 @@ LAYERS = [f"model.layers.{n}.self_attn.attn" for n in range(4)]
 def status(**changes: Any) -> dict[str, Any]:
     """A worker's status as JSON: four layers engaged."""
     engaged: dict[str, Any] = {"engaged": dict.fromkeys(LAYERS, "reference"), "skipped": {}}
-    decided = (Decided(tuple(LAYERS), ((1, 64, "triton"), (65, 256, "vllm")), ()),)
-    made = {"card": "gfx942", "run": "1-a", "decided": decided, "compiled": {"1-16": {"matched": 4}}}
+    decided = (DecidedAlike(tuple(LAYERS), decision((1, 64, "triton"), (65, 256, "vllm"))),)
+    made = {"card": "gfx942", "run": "1-a", "instance": "", "decided": decided, "compiled": {"1-16": {"matched": 4}}}
     found = replace(record_of(LAYERS, 16, "bfloat16", 0), **engaged | made | changes)
     return dict(json.loads(files.text_of(found)))
 
@@ -46,7 +47,7 @@ def living(folder: Path, run: str = "1-a") -> None:
 def measured() -> Timed:
     """One layer shape that was timed at start-up."""
     us = {t: {"aiter": 3.2 + t / 60, "vllm": 5.4 + t / 55, "triton": 2.2 + t / 90} for t in (1, 16, 64, 256)}
-    return Timed("16 heads", tuple(LAYERS), ((1, 64, "triton"), (65, 256, "aiter")), us)
+    return Timed("16 heads", tuple(LAYERS), spans((1, 64, "triton"), (65, 256, "aiter")), us)
 
 
 def checked(path: Path, name: str, data: Any, status: int) -> Path:

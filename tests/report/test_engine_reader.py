@@ -13,7 +13,10 @@ import pytest
 
 from tests.report import made_files
 from tests.report.pages import Write, data_of, glances, rows_of, tables
+from tests.support.decisions import decision
+from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands.report.page import html_of
+from vllm_aiter_mla.status.record import DecidedAlike
 
 
 @pytest.mark.parametrize(
@@ -41,7 +44,7 @@ def test_only_an_engine_that_lives_and_has_a_card_is_green(
 
 
 def test_the_ranks_of_a_server_share_a_glance_that_says_what_each_says(written: Write, tmp_path: Path) -> None:
-    skipped = {made_files.LAYERS[3]: ["sparse_mla", "sparse"]}
+    skipped = {made_files.LAYERS[3]: Skip("sparse_mla", "sparse")}
     some = {"engaged": dict.fromkeys(made_files.LAYERS[:3], "triton"), "skipped": skipped}
     changes: list[dict[str, Any]] = [{}, {"rank": 1}, {"rank": 2} | some, {"run": "2-b"}]
     for run in ("1-a", "2-b"):
@@ -54,7 +57,7 @@ def test_the_ranks_of_a_server_share_a_glance_that_says_what_each_says(written: 
 
 
 def test_the_ranks_that_run_the_same_kernels_share_a_strip(written: Write) -> None:
-    other = [{"layers": made_files.LAYERS, "kernels": [[1, 256, "aiter"]], "passed_over": []}]
+    other = [DecidedAlike(tuple(made_files.LAYERS), decision((1, 256, "aiter")))]
     changes: list[dict[str, Any]] = [{"rank": 0}, {"rank": 1}, {"rank": 2, "decided": other}]
     page = html_of([written(f"{one['rank']}.json", made_files.status(**one)) for one in changes])
     strips = {
@@ -79,7 +82,7 @@ def test_ranks_that_measured_the_same_share_one_table(written: Write) -> None:
 
 
 def test_a_status_names_each_reason_and_its_layers(written: Write) -> None:
-    skipped = {made_files.LAYERS[3]: ["sparse_mla", "<b>sparse</b> MLA"]}
+    skipped = {made_files.LAYERS[3]: Skip("sparse_mla", "<b>sparse</b> MLA")}
     engaged = dict.fromkeys(made_files.LAYERS[:3], "triton")
     page = html_of([written("status-1-0.json", made_files.status(engaged=engaged, skipped=skipped))])
     (row,) = (row for row in rows_of(page) if "3/4" in row)

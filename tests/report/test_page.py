@@ -78,7 +78,7 @@ def twins(files: dict[str, Path]) -> dict[str, tuple[Any, Any]]:
     read = {kind: json.loads(path.read_text()) for kind, path in files.items()}
     other = {kind: json.loads(json.dumps(data)) for kind, data in read.items()}
     other["status"] |= {"run": "2-b", "capture_sizes": [3]}
-    other["status"]["decided"][0]["kernels"][0][2] = "aiter"
+    other["status"]["decided"][0]["decision"]["kernels"][0]["kernel"] = "aiter"
     other["status"]["measured"][0]["us"]["64"]["triton"] = 1.0
     data_of(other["timing"])["machine"]["card"], data_of(other["timing"])["rows"][0]["us"]["triton"] = (
         "another card",

@@ -109,7 +109,7 @@ class Outcome:
         """The JSON of this run."""
         records = self.on.status
         first = records[0] if records else {"engaged": {}, "total": 0, "skipped": {}, "decode_limit": None}
-        skipped = {name: why for record in records for name, why in record["skipped"].items()}
+        skipped = {name: skip for record in records for name, skip in record["skipped"].items()}
         return {
             "name": self.run.name,
             "kv_cache_dtype": self.run.spec.vllm.kv_cache_dtype,
@@ -197,7 +197,7 @@ def _layer_table(outcomes: list[Outcome]) -> Table:
             str(record["decode_limit"] or "-"),
             " ".join(f"{start}-{end}" for start, end in record["ranges"]),
             f"{layers['engaged']}/{layers['total']}",
-            "; ".join(sorted({f"{code}: {reason}" for code, reason in layers["skipped"].values()})) or "none",
+            "; ".join(sorted({f"{skip['code']}: {skip['message']}" for skip in layers["skipped"].values()})) or "none",
             "-" if ops is None else f"{ops[0]:.1f} -> {ops[1]:.1f}",
         )
     return table

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_aiter_mla.admission import Skip
-from vllm_aiter_mla.kernels.stopwatch import name_at
+from vllm_aiter_mla.admission import REASONS, Skip
+from vllm_aiter_mla.decided import VLLM, Decision, Span, kernel_at
 from vllm_aiter_mla.serving import decision
-from vllm_aiter_mla.serving.decision import PASSED, VLLM, Checked, Decision, Figures, LayerFacts, Offer, Span, decide
+from vllm_aiter_mla.serving.decision import PASSED, Checked, Figures, LayerFacts, Offer, decide
 from vllm_aiter_mla.settings import Settings
 
 LIMIT = 1024
@@ -268,6 +268,11 @@ def inputs(draw):
     return LayerFacts(skip, offers, (255, LIMIT)), found, figures, settings
 
 
+def reasons_of(decided):
+    """Why each kernel that does not run is passed over."""
+    return {other.kernel: other.reason for other in decided.passed_over}
+
+
 def run_by(decided):
     return {span.kernel for span in decided.kernels}
 
@@ -293,17 +298,18 @@ def nothing_untimed(decided, facts, checks, figures, settings):
 
 def every_rank_has_chosen_it(decided, facts, checks, figures, settings):
     for tokens in (1, 64, 255, LIMIT) if figures is not None and decided.kernels else ():
-        theirs = {name_at(spans, tokens) for spans in figures.ranks}
+        theirs = {kernel_at(spans, tokens) for spans in figures.ranks}
         assert decided.at(tokens) == VLLM or theirs <= {decided.at(tokens)}, "a rank has not chosen this kernel"
 
 
 def a_skip_has_a_reason(decided, facts, checks, figures, settings):
     assert bool(decided.kernels) != bool(decided.skip), "neither a kernel nor a reason"
     assert decided.skip is None or decided.skip.message, "a skip without a message"
+    assert decided.skip is None or decided.skip.code in REASONS, "a skip with a code that is in no table"
 
 
 def the_rest_is_passed_over(decided, facts, checks, figures, settings):
-    reasons = dict(decided.passed_over)
+    reasons = reasons_of(decided)
     assert reasons.keys() == facts.offers.keys() - run_by(decided), "a kernel is missing among those passed over"
     assert all(reasons.values()), "passed over without a reason"
 
@@ -338,7 +344,7 @@ def test_decision_property(rule):
     holds(rule)
 
 
-def first_of_all(left, facts, tokens):
+def first_of_all(can_run, facts, tokens):
     return "triton"
 
 
@@ -346,12 +352,12 @@ PLANTS = {
     checked_kernels_only: ("_why_not", lambda name, facts, checks, settings: ""),
     auto_saturates: ("_why_not", lambda name, facts, checks, settings: getattr(checks.get(name), "failed", "-")),
     named_is_not_replaced: ("_first", first_of_all),
-    nothing_untimed: ("_chosen", lambda facts, left, figures: ((decision.Span(1, LIMIT, left[0]),), None)),
-    every_rank_has_chosen_it: ("_chosen_by_all", lambda ranks, tokens: name_at(ranks[0], tokens)),
+    nothing_untimed: ("_chosen", lambda facts, can_run, figures: ((Span(1, LIMIT, can_run[0]),), None)),
+    every_rank_has_chosen_it: ("_chosen_by_all", lambda ranks, tokens: kernel_at(ranks[0], tokens)),
     a_skip_has_a_reason: ("_without_a_kernel", lambda *_: Skip("kernel_shape", "")),
     the_rest_is_passed_over: ("_passed_over", lambda *_: iter(())),
     takes_what_it_runs: ("fastest", lambda samples, order: "aiter"),
-    without_a_gap: ("_merged", lambda points, at: tuple(decision.Span(point, point, at(point)) for point in points)),
+    without_a_gap: ("_spans_to", lambda points, at: tuple(Span(point, point, at(point)) for point in points)),
 }
 SEEN = {
     checked_kernels_only: "did not pass", auto_saturates: "overflows", named_is_not_replaced: "another kernel",
@@ -372,6 +378,6 @@ def test_decision_mutation_each_property_sees_its_bug(monkeypatch, rule):
 def test_decision_is_the_same_for_equal_inputs_and_says_why_each_kernel_does_not_run():
     first = decide(ALL, checks(aiter=WRONG), FAST_TRITON, Settings())
     assert first == decide(replace(ALL), checks(aiter=WRONG), FAST_TRITON, Settings())
-    reasons = dict(first.passed_over)
+    reasons = reasons_of(first)
     assert reasons["aiter"] == "3 steps off"
     assert "fastest" in reasons["aiter-opt"]

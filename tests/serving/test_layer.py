@@ -283,15 +283,15 @@ def test_each_check_and_warm_up_stays_within_the_decode_limit(monkeypatch, said,
 def test_what_became_of_a_layer_has_its_decision_and_no_refusal_once_it_has_run(monkeypatch, said):
     (layer, _), (failed, _) = two(Candidate(), monkeypatch), two(Candidate(wrong), monkeypatch)
     check([failed], strict=False)
-    assert failed.outcome().decided == ((), failed.decision.passed_over) != ((), ())
+    assert failed.state() == (failed.decision, "", (), failed.decision.skip)
     monkeypatch.setitem(backends.FACTORIES, "triton", lambda platform, settings: Candidate())
     check([layer], strict=True)
     refused = replace(synthetic_inputs(layer.shape()), slot_mapping=torch.zeros(7, dtype=torch.int32))
     assert layer.kernel(refused) is None
-    assert layer.outcome().skip is not None, "no batch has run it, and this is why"
+    assert layer.state().skip is not None, "no batch has run it, and this is why"
     layer.ran = "triton"
-    found = layer.outcome()
-    assert (found.ran, found.skip, found.decided[0]) == ("triton", None, layer.decision.kernels)
+    found = layer.state()
+    assert (found.ran, found.skip, found.decision) == ("triton", None, layer.decision)
 
 
 def test_a_graph_in_another_dtype_than_the_checked_one_is_left_to_vllm():

@@ -222,7 +222,7 @@ def test_a_layer_that_cannot_be_looked_at_is_left_to_vllm_and_the_others_are_ask
 
     layer = layer_of()
     assert module.emit({"elsewhere": layer}) == ("elsewhere: unknown_forward",), "outside vLLM's wrapper"
-    assert Layer.of(layer).left_out.code == "unknown_forward"
+    assert Layer.of(layer).graph_skip.code == "unknown_forward"
     monkeypatch.setattr(module, "wrapper_of", wrapper_of)
     found = module.emit({"a": torch.nn.Module(), "b": torch.nn.Module()})
     assert found == ("a: not_evaluated", "b: not_evaluated")

@@ -186,7 +186,7 @@ def test_emit_lets_an_admitted_layer_call_the_op_with_the_pairing_of_its_rotatio
     assert module.emit({"a": one.mla_attn}) == (f"a: module, rotated by {ROTARY_KERNEL}",)
     assert Layer.of(one.mla_attn).rotary_emb is one.rotary_emb
     assert one.is_neox is is_neox
-    assert Layer.of(one.mla_attn).left_out is None
+    assert Layer.of(one.mla_attn).graph_skip is None
 
 
 def test_emit_gives_each_layer_its_own_rotation(wrapper_with):
@@ -216,7 +216,7 @@ def test_emit_leaves_a_layer_to_vllm_that_cannot_be_admitted_now(wrapper_with, c
     change(one)
     assert module.emit({"a": one.mla_attn}) == (f"a: {code}",)
     assert one.is_neox is None, "what was emitted before is taken back"
-    assert Layer.of(one.mla_attn).left_out.code == code
+    assert Layer.of(one.mla_attn).graph_skip.code == code
 
 
 def test_emit_leaves_every_layer_to_vllm_whose_forwards_are_not_known(wrapper_with, monkeypatch):
@@ -225,4 +225,4 @@ def test_emit_leaves_every_layer_to_vllm_whose_forwards_are_not_known(wrapper_wi
     unknown = Skip("unknown_forward", "planted")
     monkeypatch.setattr(compat_wrapper, "why_forwards_unknown", lambda: unknown)
     assert module.emit({"a": one.mla_attn}) == ("a: unknown_forward",)
-    assert Layer.of(one.mla_attn).left_out is unknown
+    assert Layer.of(one.mla_attn).graph_skip is unknown

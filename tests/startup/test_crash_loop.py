@@ -18,13 +18,16 @@ from tests.support.made_up_clock import Named
 from tests.support.signals import heard
 from vllm_aiter_mla import files, locks
 from vllm_aiter_mla.kernels import stopwatch
+from vllm_aiter_mla.kernels.inputs import LayerShape
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving.backends import Backends
+from vllm_aiter_mla.serving.decision import PASSED, LayerFacts, decide
 from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.startup import first_call
 
 MARKER = "first-call-x"
 MI300X = Platform("gfx942", (7, 0))
+SHAPE = LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False)
 
 
 def start(folder, kind, kernel="aiter", host="pod-a"):
@@ -281,6 +284,29 @@ def test_mutation_crash_loop_a_lock_that_tells_nothing_and_is_trusted_is_caught(
     monkeypatch.setattr(first_call, "marked", lambda folder, marker: nullcontext())
     with pytest.raises(pytest.fail.Exception, match="it is built"):
         left_out_where_locks_tell_nothing(said, tmp_path, monkeypatch)
+
+
+def the_decision_tells_which_kernels_a_start_died_in(folder):
+    died(folder, first_call.marker_of("AITER", MI300X))
+    settings = Settings(enabled=True, measure=False)
+    found = Backends(settings, MI300X, {name: lambda *_, name=name: Named(name) for name in ("triton", "vllm")})
+    first_call.prepare(found, folder, 0)
+    points, offers = found.offers(SHAPE, 16)
+    decided = decide(LayerFacts(None, offers, points), {"triton": PASSED}, None, settings)
+    aborted = {other.kernel: other.aborted for other in decided.passed_over}
+    assert aborted == {"aiter": True, "aiter-opt": True, "vllm": False}, "an abort is not told"
+
+
+def test_crash_loop_the_decision_tells_which_kernels_a_start_died_in(tmp_path):
+    the_decision_tells_which_kernels_a_start_died_in(tmp_path)
+
+
+@pytest.mark.mutation
+def test_mutation_crash_loop_an_abort_that_is_only_words_is_caught(tmp_path, monkeypatch):
+    leave_out = Backends.leave_out
+    monkeypatch.setattr(Backends, "leave_out", lambda self, name, reason, aborted: leave_out(self, name, reason))
+    with pytest.raises(AssertionError, match="an abort is not told"):
+        the_decision_tells_which_kernels_a_start_died_in(tmp_path)
 
 
 def only_triton_is_marked(said, folder, monkeypatch):

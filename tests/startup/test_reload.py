@@ -136,7 +136,7 @@ def skipped(one):
     held = layer_in(one).engine_status
     assert files.read(RankStatus, held.path) == held.record
     assert set(held.record.engaged) | set(held.record.skipped) == {NAME}
-    return {name: code for name, (code, _) in held.record.skipped.items()}
+    return {name: skip.code for name, skip in held.record.skipped.items()}
 
 
 def another_shape(module):
@@ -164,7 +164,7 @@ def falls_back_and_says_so(one, said, change, code):
     assert layer_in(one).decision.skip is not None, "a kernel runs that was checked for another layer"
     assert layer_in(one).decision.skip.code == code
     assert skipped(one) == {NAME: code}, "the status file still says that the layer is engaged"
-    assert [decided.kernels for decided in layer_in(one).engine_status.record.decided] == [()]
+    assert [alike.decision.kernels for alike in layer_in(one).engine_status.record.decided] == [()]
     assert len(lines_of_fallback(said)) == 1
 
 
@@ -271,11 +271,11 @@ def test_vllms_own_worker_is_in_a_weight_transfer_from_its_start_to_its_end():
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_reload_tells_nothing_new_of_a_layer_that_its_graph_left_out(checked, said, kept):
     """It ran vLLM's kernels before, for a reason that its weights do not change; a warm start knows it from a file."""
-    layer, why = layer_in(checked), ("no_rope", "why")
-    layer.ran, layer.left_out = "", None if kept else Skip(*why)
+    layer, skip = layer_in(checked), Skip("no_rope", "why")
+    layer.ran, layer.graph_skip = "", None if kept else skip
     held = layer.engine_status
-    held.add_kept({NAME: why} if kept else {})
-    held.set_record(replace(held.record, engaged={}, skipped={NAME: why}))
+    held.add_kept_skips({NAME: skip} if kept else {})
+    held.set_record(replace(held.record, engaged={}, skipped={NAME: skip}), 1)
     held.write(held.path.parent)
     checked.reload_weights()
     assert (skipped(checked), lines_of_fallback(said)) == ({NAME: "no_rope"}, [])
@@ -286,9 +286,9 @@ def test_a_reload_leaves_a_layer_whose_batches_no_kernel_took_where_it_was(check
     layer, held = layer_in(checked), layer_in(checked).engine_status
     layer.ran, layer.would_run = "", ("triton",)
     layer._falls_back("a stride")
-    held.set_record(replace(held.record, engaged={"another": "triton"}, skipped={NAME: layer.outcome().skip}))
+    held.set_record(replace(held.record, engaged={"another": "triton"}, skipped={NAME: layer.state().skip}), 1)
     checked.reload_weights()
-    assert held.record.skipped == {NAME: ("kernel_shape", "a stride")}
+    assert held.record.skipped == {NAME: Skip("kernel_shape", "a stride")}
 
 
 def test_a_fallback_is_said_where_no_file_can_be_written_and_each_time(checked, said, monkeypatch):

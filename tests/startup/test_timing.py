@@ -22,6 +22,7 @@ from tests.support.worker import Worker, layer_in, ours
 from vllm_aiter_mla import files
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
+from vllm_aiter_mla.decided import Span
 from vllm_aiter_mla.engine import Engine
 from vllm_aiter_mla.kernels import absorb, device, reference, stopwatch
 from vllm_aiter_mla.kernels.backend import Binding
@@ -29,7 +30,6 @@ from vllm_aiter_mla.kernels.device import Device
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving import backends, decision
-from vllm_aiter_mla.serving.decision import Span
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.startup import checks, kept_figures, timing
 from vllm_aiter_mla.status.line import status_line
@@ -97,11 +97,10 @@ def test_the_status_file_holds_what_was_decided_for_each_layer(made_up, tmp_path
     one = made_up.start()
     one.compile_or_warm_up_model()
     (path,) = tmp_path.glob("status-*.json")
-    (decided,) = files.read(RankStatus, path).decided
-    found = layer_in(one).decision
-    assert decided.layers == (NAME,)
-    assert (decided.kernels, decided.passed_over) == (((1, 16, "triton"),), found.passed_over)
-    assert dict(decided.passed_over).keys() == {"aiter", "aiter-opt", "vllm"}
+    (alike,) = files.read(RankStatus, path).decided
+    assert (alike.layers, alike.decision) == ((NAME,), layer_in(one).decision)
+    assert alike.decision.kernels == (Span(1, 16, "triton"),)
+    assert {other.kernel for other in alike.decision.passed_over} == {"aiter", "aiter-opt", "vllm"}
 
 
 def test_the_next_start_reads_the_figures_and_measures_nothing(made_up, tmp_path):
@@ -264,7 +263,7 @@ def test_a_start_that_cannot_time_leaves_vllms_own_kernels_and_says_so_once(made
     state = torch.get_rng_state()
     one = made_up.start(strict=strict)
     assert {runs(one, tokens) for tokens in (1, 16, 40)} == {"vllm"}
-    assert layer_in(one).outcome().skip[0] == "not_timed"
+    assert layer_in(one).state().skip.code == "not_timed"
     (line,) = made_up.said.at(logging.WARNING)
     assert line.endswith("vLLM's own kernels run")
     assert measured(one) == []
@@ -396,7 +395,7 @@ def test_the_compile_cache_key_does_not_depend_on_which_of_ours_is_faster(made_u
 
 def test_where_vllms_own_kernels_are_the_fastest_the_status_says_so_for_all_counts(made_up):
     made_up.set_clock(MadeUpClock(costs(aiter=9.0, triton=9.0, vllm=5.0)))
-    assert measured(made_up.start())[0].chosen == ((1, LIMIT, "vllm"),)
+    assert measured(made_up.start())[0].chosen == (Span(1, LIMIT, "vllm"),)
 
 
 OURS = (Span(1, LIMIT, "aiter"),)
@@ -568,14 +567,15 @@ state = types.SimpleNamespace(
     model_parallel_is_initialized=lambda: True, get_tp_group=lambda: group(2, rank), get_pp_group=lambda: group(1, 0))
 sys.modules["vllm"] = types.ModuleType("vllm")
 sys.modules["vllm.distributed"] = types.SimpleNamespace(parallel_state=state)
-from vllm_aiter_mla.serving.decision import Span
+from vllm_aiter_mla.decided import Span
 from vllm_aiter_mla.startup import timing
+from vllm_aiter_mla import files
 from vllm_aiter_mla.compat import ranks
 good = {"a": (Span(1, 8 + rank, "aiter"),)}
 bad = timing.Untimed("planted")
 for mine in (good, bad if rank else good):
     place, answers = ranks.exchange(mine)
-    print(json.dumps([place, *timing.agree(answers)]), flush=True)
+    print(json.dumps(files.plain([place, *timing.agree(answers)])), flush=True)
 # A rank that ends while the other still talks to it makes gloo abort that one.
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()
@@ -606,5 +606,6 @@ def test_two_ranks_over_gloo_choose_the_same_and_none_waits_for_ever(tmp_path):
     assert [child.returncode for child in children] == [0, 0], outputs
     found = [[json.loads(line) for line in out.splitlines() if line.startswith("[")] for out, _ in outputs]
     assert [first[0] for first, _ in found] == [0, 1]
-    assert found[0][0][1:] == found[1][0][1:] == [{"a": [[[1, 8, "aiter"]], [[1, 9, "aiter"]]]}, []]
+    chosen = files.plain({"a": [[Span(1, 8, "aiter")], [Span(1, 9, "aiter")]]})
+    assert found[0][0][1:] == found[1][0][1:] == [chosen, []]
     assert found[0][1][1:] == found[1][1][1:] == [{}, [[1, None, "planted"]]]

@@ -16,6 +16,7 @@ from tests.rehearsal import faults
 from tests.sandbox.interpreter import Recorded
 from tests.sandbox.rehearsal_card import RehearsalCard, Scenario, TritonLaunch
 from tests.support import in_process, worker
+from tests.support.decisions import spans
 from tests.support.opcalls import NAME
 from tests.support.statuses import record_with
 from tests.support.worker import Worker, layer_in, ours
@@ -83,7 +84,7 @@ def tuned(folder):
     """The file that tuning leaves, with figures that are made up."""
     triton, key = stopwatch.machine()["triton"], "2 heads, plain weight, bfloat16 cache"
     path = tuning.path_of(folder, "AMD Instinct MI300X", triton)
-    files.write(path, tuning.TunedTiles("AMD Instinct MI300X", triton, {key: ((1, 16, BEST),)}, {}))
+    files.write(path, tuning.TunedTiles("AMD Instinct MI300X", triton, {key: spans((1, 16, BEST))}, {}))
     return path
 
 
@@ -106,7 +107,7 @@ def test_tune_keeps_the_fastest_tile_and_the_next_start_times_and_serves_it(card
     (sent,) = files.read(CheckRun, tmp_path / "sent.json").steps
     assert replace(files.part(tuning.TunedTiles, tmp_path, sent.data), evidence=found.evidence) == found
     assert found.card == "AMD Instinct MI300X"
-    assert [*found.chosen.values()] == [((1, 16, BEST),)]
+    assert [*found.chosen.values()] == [spans((1, 16, BEST))]
     one = start("auto")
     assert tile_of(one) == BEST
     assert "5.0 us a layer at 16 tokens against vLLM's own 10.0" in line(one)
@@ -125,11 +126,11 @@ def test_tune_at_few_counts_keeps_what_was_tuned_beyond_them(card, tmp_path):
     assert tune("--type", "bf16", "--tokens", "64").exit_code == 0
     (kept,) = tmp_path.glob("tuned-*.json")
     old = files.read(tuning.TunedTiles, kept)
-    ((key, ranges),) = old.chosen.items()
-    files.write(kept, replace(old, chosen={key: (*ranges, (65, 96, TABLE))}))
+    ((key, tuned),) = old.chosen.items()
+    files.write(kept, replace(old, chosen={key: (*tuned, *spans((65, 96, TABLE)))}))
     assert tune("--type", "bf16").exit_code == 0
     found = files.read(tuning.TunedTiles, kept)
-    assert found.chosen[key] == ((1, 64, BEST), (65, 96, TABLE))
+    assert found.chosen[key] == spans((1, 64, BEST), (65, 96, TABLE))
     assert [*found.us[key]] == [1, 16, 64]
 
 
@@ -143,14 +144,14 @@ def tune_at(tokens):
 
 def chosen_in(folder):
     (path,) = folder.glob("tuned-*.json")
-    (ranges,) = files.read(tuning.TunedTiles, path).chosen.values()
-    return ranges
+    (chosen,) = files.read(tuning.TunedTiles, path).chosen.values()
+    return chosen
 
 
 def test_a_count_decides_down_to_where_the_table_changes_its_tile(card, tmp_path):
     """The table has one tile for up to 256 tokens of two heads, which was not compared with any."""
     said = tune_at(272)
-    assert chosen_in(tmp_path) == ((1, 256, TABLE), (257, 272, BEST))
+    assert chosen_in(tmp_path) == spans((1, 256, TABLE), (257, 272, BEST))
     assert f"1..256 tokens  {TABLE}: not timed" in said
 
 
@@ -158,28 +159,28 @@ OTHER = "32x64/4w"
 
 
 @pytest.mark.parametrize(
-    ("tokens", "ranges"),
+    ("tokens", "chosen"),
     [
         (16, ((1, 4, OTHER), (5, 8, TABLE), (9, 16, BEST), (17, 64, OTHER))),
         (12, ((1, 4, OTHER), (5, 8, TABLE), (9, 12, BEST), (13, 16, TABLE), (17, 64, OTHER))),
         (80, ((1, 4, OTHER), (5, 16, TABLE), (17, 64, OTHER), (65, 80, BEST))),
     ],
 )
-def test_a_count_decides_down_to_the_one_timed_before_and_all_else_stays(card, tmp_path, tokens, ranges):
+def test_a_count_decides_down_to_the_one_timed_before_and_all_else_stays(card, tmp_path, tokens, chosen):
     path = tuned(tmp_path)
     old = files.read(tuning.TunedTiles, path)
     (key,) = old.chosen
     us = {count: {TABLE: 9.0} for count in (1, 4, 8, 16, 64)}
-    files.write(path, replace(old, chosen={key: ((1, 4, OTHER), (5, 16, TABLE), (17, 64, OTHER))}, us={key: us}))
+    files.write(path, replace(old, chosen={key: spans((1, 4, OTHER), (5, 16, TABLE), (17, 64, OTHER))}, us={key: us}))
     tune_at(tokens)
-    assert chosen_in(tmp_path) == ranges
+    assert chosen_in(tmp_path) == spans(*chosen)
 
 
 @pytest.mark.mutation
 def test_mutation_counts_that_earlier_runs_timed_and_nobody_looks_at_are_caught(card, monkeypatch, tmp_path):
     spliced = step.spliced
     monkeypatch.setattr(step, "spliced", lambda new, timed, old, before: spliced(new, timed, old, ()))
-    with pytest.raises(AssertionError, match=rf"\(5, 16, '{BEST}'\)"):
+    with pytest.raises(AssertionError, match=rf"first=5, last=16, kernel='{BEST}'"):
         test_a_count_decides_down_to_the_one_timed_before_and_all_else_stays(
             card, tmp_path, 16, ((1, 4, OTHER), (5, 8, TABLE), (9, 16, BEST), (17, 64, OTHER))
         )
@@ -197,7 +198,7 @@ def test_tune_leaves_a_wrong_tile_out(card, monkeypatch, tmp_path):
     assert done.exit_code == outputs.FINDING
     assert done.output.count(f"WRONG, not timed: {BEST} at 2 heads") == 1
     (kept,) = tmp_path.glob("tuned-*.json")
-    assert [*files.read(tuning.TunedTiles, kept).chosen.values()] == [((1, 16, TABLE),)]
+    assert [*files.read(tuning.TunedTiles, kept).chosen.values()] == [spans((1, 16, TABLE))]
 
 
 TOLD = ("kept in ", "fnuz cache:", f"{BEST}: 5.0", "bfloat16 cache:", f"{BEST}: 5.0")
@@ -280,12 +281,16 @@ def cut_off(kept):
 
 def strange_tile(kept):
     found = files.read(tuning.TunedTiles, kept)
-    chosen = {key: ((1, 4, "8x8/1w"), (5, 16, BEST)) for key in found.chosen}
+    chosen = {key: spans((1, 4, "8x8/1w"), (5, 16, BEST)) for key in found.chosen}
     files.write(kept, replace(found, chosen=chosen))
 
 
 def gap(kept):
-    kept.write_text(kept.read_text().replace('"chosen"', '"chosen": {"a call": [[2, 4, "16x64/4w"]]}, "was"'))
+    kept.write_text(
+        kept.read_text().replace(
+            '"chosen"', '"chosen": {"a call": [{"first": 2, "last": 4, "kernel": "16x64/4w"}]}, "was"'
+        )
+    )
 
 
 @pytest.mark.parametrize("harm", [other_card, other_triton, cut_off, strange_tile, gap])
@@ -318,9 +323,9 @@ def test_a_tuned_file_that_came_with_the_plugin_serves_where_the_machine_has_non
 def test_every_tuned_tile_that_may_serve_is_tried_by_the_check(arch, lasts, data):
     known = tiles.allowed(arch)
     firsts = [1, *(last + 1 for last in sorted(lasts)[:-1])]
-    spans = [(a, b, data.draw(st.sampled_from([*known]))) for a, b in zip(firsts, sorted(lasts), strict=True)]
+    chosen = [(a, b, data.draw(st.sampled_from([*known]))) for a, b in zip(firsts, sorted(lasts), strict=True)]
     inputs = synthetic_inputs(replace(shape_of(16, "bf16", "bf16"), device="meta"), tokens=1)
-    backend = TritonBackend({tuning.key_of(inputs): tuple(spans)})
+    backend = TritonBackend({tuning.key_of(inputs): spans(*chosen)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TritonBackend, "arch", arch)
         counts = backend.tried_counts(inputs)
@@ -341,5 +346,5 @@ def test_a_tuned_tile_has_a_name_of_its_own_and_blocks_that_the_kernel_can_addre
 
 def test_tune_takes_another_tile_only_where_it_is_clearly_faster():
     rounds = {1: {"a": [10.0] * 5, "b": [9.9] * 5}, 8: {"a": [10.0] * 5, "b": [9.0] * 5}}
-    assert decision.ranges(rounds, ["a", "b"], lambda tokens: "a") == ((1, 1, "a"), (2, 8, "b"))
-    assert decision.ranges(rounds, ["a", "b"], lambda tokens: "b") == ((1, 8, "b"),)
+    assert decision.fastest_spans(rounds, ["a", "b"], lambda tokens: "a") == spans((1, 1, "a"), (2, 8, "b"))
+    assert decision.fastest_spans(rounds, ["a", "b"], lambda tokens: "b") == spans((1, 8, "b"))

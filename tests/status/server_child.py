@@ -13,9 +13,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from tests.support.statuses import NOTHING, with_layers
 from vllm_aiter_mla.startup import first_call
 from vllm_aiter_mla.status import gauge
-from vllm_aiter_mla.status.engine_status import EngineStatus, Outcome
+from vllm_aiter_mla.status.engine_status import EngineStatus
 
 FOLDER = Path(sys.argv[1])
 MARKER = "first-call-x"
@@ -24,8 +25,8 @@ ENTERED = ExitStack()
 
 def write(rank: int = 0) -> None:
     status = EngineStatus()
-    record = status.record_of({"a": Outcome("aiter")}, 8, "fp8", rank, "passes", "cpu")
-    status.set_record(replace(record, model_name="m"))
+    record = with_layers(status, {"a": NOTHING._replace(ran="aiter")}, 8, rank=rank, integration="passes")
+    status.set_record(replace(record, model_name="m"), 0)
     status.write(FOLDER)
 
 

@@ -4,19 +4,21 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.decisions import decision
 from tests.support.planted import raising
-from tests.support.statuses import wait_for_the_file
+from tests.support.statuses import NOTHING, wait_for_the_file, with_layers
 from vllm_aiter_mla import files, locks
+from vllm_aiter_mla.admission import Skip
+from vllm_aiter_mla.decided import PassedOver
 from vllm_aiter_mla.status import engine_status, status_files
-from vllm_aiter_mla.status.engine_status import EngineStatus, Outcome
-from vllm_aiter_mla.status.record import NOT_RUN, Decided, RankStatus
+from vllm_aiter_mla.status.engine_status import EngineStatus, LayerState
+from vllm_aiter_mla.status.record import NOT_RUN, DecidedAlike, RankStatus
 
-WINDOW, ROPE = ("sliding_window", "the layer has a sliding window"), ("no_rope", "found in a graph")
-KERNELS = ((1, 512, "aiter"),)
-RAN = Outcome(ran="aiter", decided=(KERNELS, ()))
-FELL = Outcome(skip=WINDOW, decided=((), (("aiter", "why"),)))
-NOTHING = Outcome()
-DRAFT = Outcome(would_run=("aiter",))
+WINDOW, ROPE = Skip("sliding_window", "the layer has a sliding window"), Skip("no_rope", "found in a graph")
+RUNS = decision((1, 512, "aiter"))
+RAN = LayerState(RUNS, "aiter")
+FELL = LayerState(decision(skip=WINDOW, passed_over=(PassedOver("aiter", "why"),)), skip=WINDOW)
+DRAFT = NOTHING._replace(would_run=("aiter",))
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +30,8 @@ def run(monkeypatch):
 def status_of(kept=(), /, **layers):
     """The status of an engine whose line was said; ``kept`` are reasons of an earlier start."""
     status = EngineStatus()
-    status.add_kept(dict(kept))
-    status.set_record(status.record_of(layers, 512, "fp8", 0, "passes", "cpu"))
+    status.add_kept_skips(dict(kept))
+    status.set_record(with_layers(status, layers), 1)
     return status
 
 
@@ -92,11 +94,11 @@ def test_a_reason_that_the_line_has_said_ends_with_its_outcome_too():
 
 @pytest.mark.mutation("I8")
 def test_mutation_a_decided_reason_that_is_taken_for_a_kept_one_is_caught(monkeypatch):
-    def left(status, layers, engaged):
-        before = status.record.skipped if status.record else status.kept
-        return {n: one.skip or before.get(n, NOT_RUN) for n, one in layers.items() if n not in engaged}
+    def skipped(status, engaged):
+        before = status.record.skipped if status.record else status.kept_skips
+        return {n: one.skip or before.get(n, NOT_RUN) for n, one in status.layers.items() if n not in engaged}
 
-    monkeypatch.setattr(EngineStatus, "_left", left)
+    monkeypatch.setattr(EngineStatus, "_skipped", skipped)
     with pytest.raises(AssertionError, match="a reason outlives its outcome"):
         a_reason_ends_with_the_outcome_that_had_it(*REASONS["nothing kept"])
 
@@ -104,14 +106,12 @@ def test_mutation_a_decided_reason_that_is_taken_for_a_kept_one_is_caught(monkey
 def test_what_is_decided_changes_for_the_layers_of_the_correction():
     status = status_of(a=RAN, b=RAN, c=FELL)
     status.update({"a": FELL})
-    assert set(status.record.decided) == {
-        Decided(("b",), KERNELS, ()), *(Decided((name,), *FELL.decided) for name in "ac"),
-    }  # fmt: skip
+    assert set(status.record.decided) == {DecidedAlike(("b",), RUNS), DecidedAlike(("a", "c"), FELL.decision)}
 
 
 def forgets_what_holds_for_a_kernel_that_no_layer_runs():
     """Its overflows, and the tiles that were tuned for it; both come back with the layer."""
-    triton = Outcome(ran="triton", decided=(((1, 512, "triton"),), ()))
+    triton = LayerState(decision((1, 512, "triton")), "triton")
     status = status_of(a=triton, b=RAN)
     status.add_overflow("triton")
     status.add_tuned("16 heads", "a tile")
@@ -129,7 +129,14 @@ def test_a_kernel_that_no_layer_runs_any_more_is_no_longer_told_of():
 
 @pytest.mark.mutation("I8")
 def test_mutation_a_correction_of_the_layers_only_is_caught(monkeypatch):
-    monkeypatch.setattr(EngineStatus, "_with_kernels", lambda status, record: record)
+    of_kernels = EngineStatus._of_kernels
+
+    def stale(status, running):
+        if status.record is None:
+            return of_kernels(status, running)
+        return {"overflows": status.record.overflows, "tuned": status.record.tuned}
+
+    monkeypatch.setattr(EngineStatus, "_of_kernels", stale)
     with pytest.raises(AssertionError, match="the record is stale"):
         forgets_what_holds_for_a_kernel_that_no_layer_runs()
 
@@ -144,7 +151,7 @@ def test_the_file_is_written_again_unless_it_is_another_engines(tmp_path, monkey
     elif found == "no JSON":
         path.write_text("{")
     else:
-        files.write(path, replace(status.record, writer=found if found != "mine" else status.writer))
+        files.write(path, replace(status.record, instance=found if found != "mine" else status.instance))
     monkeypatch.setattr(engine_status, "REWRITE_S", 0.0)
     status.update({"a": FELL})
     wait_for_the_file()

@@ -4,16 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_aiter_mla.admission import ABORTED, REMEDIES
+from tests.support.decisions import decision, spans
+from tests.support.statuses import NOTHING, with_layers
+from vllm_aiter_mla.admission import ABORTED, REMEDIES, Skip
+from vllm_aiter_mla.decided import PassedOver
 from vllm_aiter_mla.status import line
-from vllm_aiter_mla.status.engine_status import EngineStatus, Outcome
+from vllm_aiter_mla.status.engine_status import EngineStatus
 from vllm_aiter_mla.status.line import status_line
-from vllm_aiter_mla.status.record import Decided, Timed
+from vllm_aiter_mla.status.record import DecidedAlike, Timed
 
-RECORD = EngineStatus().record_of({"a": Outcome("triton"), "b": Outcome("triton")}, 512, "fp8", 0, "module", "cpu")
-FEW = Timed("8 heads", ("c",), ((1, 64, "aiter"),), {64: {"aiter": 1.0, "vllm": 2.0}})
+RECORD = with_layers(EngineStatus(), dict.fromkeys(("a", "b"), NOTHING._replace(ran="triton")))
+FEW = Timed("8 heads", ("c",), spans((1, 64, "aiter")), {64: {"aiter": 1.0, "vllm": 2.0}})
 US = {8: {"triton": 3.0, "vllm": 4.0}, 48: {"triton": 5.0, "vllm": 7.0}, 512: {"triton": 6.0, "vllm": 5.0}}
-MOST = Timed("16 heads", ("a", "b"), ((1, 48, "triton"), (49, 512, "vllm")), US)
+MOST = Timed("16 heads", ("a", "b"), spans((1, 48, "triton"), (49, 512, "vllm")), US)
 TIMES = "(triton 1..48, vllm 49..512; 5.0 us a layer at 48 tokens against vLLM's own 7.0, measured here"
 
 
@@ -41,7 +44,11 @@ def test_the_line_says_since_when_kept_figures_hold(since, said):
 
 
 DIED = f"{ABORTED}: a start ended in its first call"
-WITHOUT_AITER = Decided(("a", "b"), ((1, 512, "triton"),), (("aiter", DIED), ("aiter-opt", DIED), ("vllm", "later")))
+PASSED_OVER = (
+    *(PassedOver(kernel, DIED, aborted=True) for kernel in ("aiter", "aiter-opt")),
+    PassedOver("vllm", "later"),
+)
+WITHOUT_AITER = DecidedAlike(("a", "b"), decision((1, 512, "triton"), passed_over=PASSED_OVER))
 
 
 def names_what_was_left_out(ranks, head):
@@ -53,7 +60,7 @@ def names_what_was_left_out(ranks, head):
 
 
 LEFT_OUT = replace(RECORD, decided=(WITHOUT_AITER,))
-FASTER = replace(LEFT_OUT, engaged={}, skipped=dict.fromkeys(("a", "b"), ("vllm_faster", "why")))
+FASTER = replace(LEFT_OUT, engaged={}, skipped=dict.fromkeys(("a", "b"), Skip("vllm_faster", "why")))
 CASES = {
     "engaged": ([LEFT_OUT], "2/2 MLA layers engaged (triton"),
     "on one rank": ([RECORD, replace(LEFT_OUT, rank=1), None], "2/2 MLA layers engaged on 2 of 3 ranks"),
@@ -67,20 +74,20 @@ def test_the_line_names_kernels_that_an_earlier_start_died_in(ranks, head):
 
 
 def test_the_line_says_once_that_the_named_kernel_is_the_one_that_was_left_out():
-    skipped = dict.fromkeys(("a", "b"), ("kernel_unavailable", f"kernel=aiter: {DIED}"))
+    skipped = dict.fromkeys(("a", "b"), Skip("kernel_unavailable", f"kernel=aiter: {DIED}"))
     said = status_line(replace(LEFT_OUT, engaged={}, skipped=skipped))
     assert said.count(ABORTED) == 1
     assert said.endswith((REMEDIES[ABORTED], "(run: vllm-aiter-mla status)"))
 
 
 def test_the_line_of_a_start_that_left_nothing_out_does_not_say_so():
-    assert "left out" not in status_line(
-        replace(RECORD, decided=(replace(WITHOUT_AITER, passed_over=(("aiter", "x"),)),))
-    )
+    """Whatever the words of the reason are."""
+    without = decision((1, 512, "triton"), passed_over=(PassedOver("aiter", DIED),))
+    assert "left out" not in status_line(replace(RECORD, decided=(DecidedAlike(("a", "b"), without),)))
 
 
 def test_ranks_that_fell_back_for_the_same_reason_are_named_together():
-    wrong, window = ("kernel_shape", "wrong"), ("sliding_window", "a window")
+    wrong, window = Skip("kernel_shape", "wrong"), Skip("sliding_window", "a window")
     fell_back = [
         replace(RECORD, rank=n, engaged={}, skipped={"a": why}) for n, why in ((1, wrong), (2, window), (3, wrong))
     ]
@@ -90,7 +97,7 @@ def test_ranks_that_fell_back_for_the_same_reason_are_named_together():
 
 @pytest.mark.parametrize("message", ["why", "why " * 200], ids=["short", "long"])
 def test_the_line_ends_with_the_remedy_however_long_the_reason_is(message):
-    skipped = dict.fromkeys(("a", "b"), ("impl", message))
+    skipped = dict.fromkeys(("a", "b"), Skip("impl", message))
     assert status_line(replace(RECORD, engaged={}, skipped=skipped)).endswith(f" -> {REMEDIES['impl']}")
 
 

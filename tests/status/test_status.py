@@ -16,9 +16,10 @@ from prometheus_client import REGISTRY, generate_latest
 from vllm.config import CUDAGraphMode
 
 from tests.support.bad_files import BAD
+from tests.support.decisions import decision
 from tests.support.opcalls import layer_of
 from tests.support.planted import raising
-from tests.support.statuses import wait_for_the_file
+from tests.support.statuses import skipped_engine, wait_for_the_file, with_layers
 from tests.support.strict import both_modes, stops
 from tests.support.worker import Worker, ours
 from vllm_aiter_mla import __version__, files, locks
@@ -26,6 +27,7 @@ from vllm_aiter_mla import engine as engines
 from vllm_aiter_mla.admission import REMEDIES, Skip
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.decided import PassedOver
 from vllm_aiter_mla.engine import Engine
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.status import engine_status, line, status_files
@@ -38,7 +40,6 @@ from vllm_aiter_mla.status.record import (
     RankStatus,
     group_by_engine,
     merge_ranks,
-    record_of_skipped_engine,
 )
 from vllm_aiter_mla.status.skips import Skips
 
@@ -74,12 +75,12 @@ def layers():
 
 
 def skip(name, code, message):
-    layers()[name].left_out = Skip(code, message)
+    layers()[name].graph_skip = Skip(code, message)
 
 
 def record_of(names=LAYERS, card="cpu"):
-    found = {name: layer.outcome() for name, layer in layers().items() if name in names}
-    return the_status().record_of(found, 512, "fp8", 0, "module", card)
+    found = {name: layer.state() for name, layer in layers().items() if name in names}
+    return with_layers(the_status(), found, card=card)
 
 
 def the_status():
@@ -133,7 +134,7 @@ def test_i8_only_rank_0_speaks_and_every_rank_writes(said, tmp_path):
     after_warm_up(rank=3)
     assert said == []
     found = written(tmp_path, "status-*-3.json")
-    assert (found["total"], found["skipped"][LAYERS[0]][0], found["decode_limit"]) == (2, "not_run", 512)
+    assert (found["total"], found["skipped"][LAYERS[0]]["code"], found["decode_limit"]) == (2, "not_run", 512)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def test_a_layer_of_a_draft_counts_by_the_kernel_that_ran_for_another_layer_unle
 
 def test_a_layer_whose_batches_no_kernel_took_says_why():
     layers()[LAYERS[0]]._falls_back("a stride")
-    assert record_of().skipped == {LAYERS[0]: ("kernel_shape", "a stride"), LAYERS[1]: NOT_RUN}
+    assert record_of().skipped == {LAYERS[0]: Skip("kernel_shape", "a stride"), LAYERS[1]: NOT_RUN}
 
 
 def test_every_engine_of_a_process_starts_empty_and_has_its_own_line(said):
@@ -207,7 +208,7 @@ def test_data_parallel_engines_are_told_of_in_the_order_of_their_numbers(said, t
 
 def forget_the_skipped(ranks, told=merge_ranks):
     found = told(ranks)
-    return replace(found, record=replace(found.record, skipped={}, total=1))
+    return replace(found, skipped={}, total=1)
 
 
 @pytest.mark.mutation("I8")
@@ -240,7 +241,7 @@ def test_a_warm_start_knows_the_reasons_of_the_cold_one_even_if_that_failed_in_i
     another_engine()
     after_warm_up()
     assert said[-1][1].startswith("0/2: no_rope: why"), "the line tells of this start only"
-    assert written(tmp_path)["skipped"][LAYERS[0]] == ["no_rope", "why"]
+    assert written(tmp_path)["skipped"][LAYERS[0]] == {"code": "no_rope", "message": "why"}
     another_engine()
     after_warm_up(key="j" * 64)
     assert "not_run" in said[-1][1], "another configuration has other graphs"
@@ -264,7 +265,7 @@ def test_a_start_that_compiles_only_a_draft_keeps_the_targets_reasons(said, tmp_
         skip(name, code, "why")
         compiled()
         after_warm_up()
-    assert {name: why[0] for name, why in written(tmp_path)["skipped"].items()} == codes
+    assert {name: skip["code"] for name, skip in written(tmp_path)["skipped"].items()} == codes
 
 
 def keeps_what_graphs_left_out(tmp_path):
@@ -283,7 +284,7 @@ def test_a_warm_start_is_not_told_what_only_happened_to_the_cold_one(tmp_path):
 @pytest.mark.mutation
 def test_mutation_a_failure_that_is_kept_for_later_starts_is_caught(tmp_path, monkeypatch):
     failed = Skip("kernel_failed", "planted")
-    monkeypatch.setattr(Layer, "fail", lambda layer, error: Layer.leave_out(layer.module, failed))
+    monkeypatch.setattr(Layer, "fail", lambda layer, error: Layer.skip_in_graph(layer.module, failed))
     with pytest.raises(AssertionError, match="told of another start's error"):
         keeps_what_graphs_left_out(tmp_path)
 
@@ -332,7 +333,7 @@ def test_ranks_of_an_engine_before_one_that_is_skipped_whole_are_no_part_of_it(s
         engage_all()
         after_warm_up(rank=rank)
     (before, _) = status_files.read_all(tmp_path, "*", pytest.fail)
-    whole = record_of_skipped_engine("dcp", "made up", (0, 1), "fp8")
+    whole = skipped_engine("dcp", "made up", (0, 1))
     status_files.write(tmp_path, replace(whole, model_name=before.model_name, engine=before.engine))
     (found,) = group_by_engine(status_files.read_all(tmp_path, "*", pytest.fail)).values()
     assert [(record.rank, record.engaged) for record in found] == [(0, {})]
@@ -341,7 +342,7 @@ def test_ranks_of_an_engine_before_one_that_is_skipped_whole_are_no_part_of_it(s
 def test_what_a_later_rank_alone_has_is_in_the_engines_record():
     first, second = (replace(record_of(), rank=rank) for rank in range(2))
     second = replace(second, overflows=("aiter",), tuned={"16 heads": "1..16 32x64"})
-    found = merge_ranks([first, second]).record
+    found = merge_ranks([first, second])
     assert (found.overflows, found.tuned) == (("aiter",), {"16 heads": "1..16 32x64"})
 
 
@@ -472,7 +473,7 @@ def test_mutation_i15_a_correction_of_another_engines_file_is_caught(monkeypatch
 @both_modes
 def test_fail_closed_a_broken_file_costs_a_warning_and_never_the_line(said, tmp_path, spoil, strict):
     path = tmp_path / f"skips-{'k' * 16}-0.json"
-    files.write(path, Skips({LAYERS[0]: ("no_rope", "why")}))
+    files.write(path, Skips({LAYERS[0]: Skip("no_rope", "why")}))
     spoil(path)
     with stops(strict, "0/2"):
         after_warm_up(strict=strict)
@@ -598,7 +599,7 @@ def ended_servers_leave_no_files(tmp_path, monkeypatch):
     assert [path.name for path in stays if not path.exists()] == []
     found = {path.name for path in tmp_path.glob("lock-*")}
     mine = f"lock-status-{os.environ[status_files.RUN]}"
-    assert found == {mine, f"{mine}-0-0-{the_status().writer}", "lock-status-3-a", other.name, *living}
+    assert found == {mine, f"{mine}-0-0-{the_status().instance}", "lock-status-3-a", other.name, *living}
 
 
 def test_files_of_this_machines_ended_servers_are_removed_also_those_of_another_version(said, tmp_path, monkeypatch):
@@ -648,11 +649,11 @@ def test_the_line_says_that_nobody_has_timed_this_card(said, card):
 
 def other(engaged=(), skipped=()):
     """The record of rank 1: names that run on AITER, and codes of the others."""
-    record = replace(EngineStatus().record_of({}, 512, "fp8", 1, "passes", "cpu"), model_name="m", engine="0")
+    record = replace(with_layers(EngineStatus(), {}, rank=1), model_name="m", engine="0")
     return replace(record, engaged=dict.fromkeys(engaged, "aiter"), skipped=dict(skipped))
 
 
-WRONG = dict.fromkeys(LAYERS, ("kernel_shape", "wrong"))
+WRONG = dict.fromkeys(LAYERS, Skip("kernel_shape", "wrong"))
 ALONE = "MLA layers engaged (aiter, fp8 KV, decode limit 512)"
 WHOLE = "MLA layers engaged on 2 of 2 ranks (aiter, fp8 KV, decode limit 512)"
 PART = "MLA layers engaged on 1 of 2 ranks (aiter, fp8 KV, decode limit 512)"
@@ -666,15 +667,15 @@ PART = "MLA layers engaged on 1 of 2 ranks (aiter, fp8 KV, decode limit 512)"
         (lambda: skip(LAYERS[0], "impl", "a b\n\x1b[2J"), [], logging.WARNING,
          f"0/2: impl: a b  [2J -> {REMEDIES['impl']}"),
         (engage_all, [other(LAYERS)], logging.INFO, f"2/2 {WHOLE}"),
-        (engage_all, [other("c", {"d": ("dtype", "x")})], logging.INFO,
+        (engage_all, [other("c", {"d": Skip("dtype", "x")})], logging.INFO,
          f"3/4 {WHOLE}; 1 skipped: dtype: x"),
         (engage_all, [other((), WRONG)], logging.WARNING,
          f"2/2 {PART}; rank 1 fell back: kernel_shape: wrong -> {REMEDIES['kernel_shape']}"),
-        (engage_all, [other((), {"c": ("dtype", "x"), "d": ("dtype", "x")})], logging.WARNING,
+        (engage_all, [other((), {"c": Skip("dtype", "x"), "d": Skip("dtype", "x")})], logging.WARNING,
          f"2/4 {PART}; rank 1 fell back: dtype: x; 2 skipped: dtype: x"),
         (engage_all, [other()], logging.INFO, f"2/2 {WHOLE}"),
         (lambda: None, [other((), {"c": NOT_RUN})], logging.WARNING,
-         f"0/3: {': '.join(NOT_RUN)} -> {REMEDIES['not_run']}"),
+         f"0/3: {NOT_RUN.reason} -> {REMEDIES['not_run']}"),
         (engage_all, [None], logging.WARNING, f"2/2 {PART}; 1 without a status"),
     ],
     ids=[
@@ -698,7 +699,7 @@ def test_i8_the_line_says_once_what_engaged_on_all_ranks_and_the_first_reason(
 def test_strict_mode_stops_a_rank_that_engaged_nothing_but_a_stage_without_mla_layers_only_if_none_engaged(
     said, monkeypatch, names, rank, elsewhere, stopped
 ):
-    later = other(elsewhere, {"d": ("dtype", "x")})
+    later = other(elsewhere, {"d": Skip("dtype", "x")})
     monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [mine, later]))
     if not names:
         engine.vllm_config.compilation_config.static_forward_context = {}
@@ -817,12 +818,12 @@ def test_gauge_of_an_engine_that_has_ended_has_no_sample(gauge, tmp_path):
     engage_all()
     after_warm_up()
     assert gauge() == {labels("engaged"): 2, labels("skipped"): 0}
-    locks.release(tmp_path / f"lock-{the_status().path.stem}-{the_status().writer}")
+    locks.release(tmp_path / f"lock-{the_status().path.stem}-{the_status().instance}")
     assert gauge() == {}
 
 
 def test_gauge_of_a_skipped_engine_counts_all_its_layers(gauge, tmp_path):
-    status_files.write(tmp_path, replace(record_of_skipped_engine("dcp", "why", (0, 1, 2), "fp8"), model_name="m"))
+    status_files.write(tmp_path, replace(skipped_engine("dcp", "why", (0, 1, 2)), model_name="m"))
     assert gauge() == {labels("engaged"): 0, labels("skipped"): 3}
 
 
@@ -836,9 +837,9 @@ def test_gauge_survives_vllms_clearing_of_its_own_metrics(gauge):
 
 
 def decided(*kernels, passed_over=()):
-    """What ``Layer.outcome`` tells of the decision of every layer."""
-    told = Layer.outcome
-    return patch.object(Layer, "outcome", lambda layer: told(layer)._replace(decided=(kernels, passed_over)))
+    """What ``Layer.state`` tells of the decision of every layer."""
+    told, made = Layer.state, decision(*kernels, passed_over=passed_over)
+    return patch.object(Layer, "state", lambda layer: told(layer)._replace(decision=made))
 
 
 OF_ENGINE = 'engine="0",model_name="m"'
@@ -860,7 +861,7 @@ def test_metrics_tell_version_and_integration_also_of_an_engine_that_is_skipped(
     after_warm_up()
     version = f'engine="0",integration="{{}}",model_name="m",version="{__version__}"'
     assert gauge("aiter_mla_info") == {version.format("module"): 1}
-    skipped = record_of_skipped_engine("dcp", "why", (0, 1), "fp8")
+    skipped = skipped_engine("dcp", "why", (0, 1))
     status_files.write(tmp_path, replace(skipped, model_name="m", engine="0"))
     assert gauge("aiter_mla_info") == {version.format(""): 1}
 
@@ -895,7 +896,7 @@ def test_mutation_a_stage_that_engages_nothing_and_agrees_is_caught(gauge, monke
     def plant(ranks):
         found = merge_ranks(ranks)
         layers = {rank.rank: rank.skipped.keys() for rank in ranks}
-        shared = {rank: why for rank, why in found.fell_back.items() if layers[rank] & found.record.engaged.keys()}
+        shared = {rank: why for rank, why in found.fell_back.items() if layers[rank] & found.engaged.keys()}
         return replace(found, fell_back=shared)
 
     monkeypatch.setattr(metric, "merge_ranks", plant)
@@ -903,20 +904,20 @@ def test_mutation_a_stage_that_engages_nothing_and_agrees_is_caught(gauge, monke
         stages(gauge, monkeypatch)
 
 
-@pytest.mark.parametrize(("reason", "told"), [("aborted_before: a start ended", 1), ("it comes later", 0)])
-def test_metrics_tell_a_kernel_that_an_earlier_start_died_in(gauge, reason, told):
+@pytest.mark.parametrize("aborted", [True, False])
+def test_metrics_tell_a_kernel_that_an_earlier_start_died_in(gauge, aborted):
     engage_all()
-    with decided((1, 512, "triton"), passed_over=(("aiter", reason),)):
+    with decided((1, 512, "triton"), passed_over=(PassedOver("aiter", "why", aborted),)):
         after_warm_up()
     found = gauge("aiter_mla_aborted_before")
-    assert found == ({'engine="0",kernel="aiter",model_name="m"': 1} if told else {})
+    assert found == ({'engine="0",kernel="aiter",model_name="m"': 1} if aborted else {})
 
 
 @pytest.mark.mutation("I8")
 def test_mutation_a_metric_that_no_alert_would_see_is_caught(gauge, monkeypatch):
     monkeypatch.setattr(metric, "aborted", lambda ranks: [])
     with pytest.raises(AssertionError, match=r"Right contains 1 more item:\s+\{'engine=\"0\",kernel=\"aiter\""):
-        test_metrics_tell_a_kernel_that_an_earlier_start_died_in(gauge, "aborted_before: a start ended", 1)
+        test_metrics_tell_a_kernel_that_an_earlier_start_died_in(gauge, aborted=True)
 
 
 @pytest.mark.mutation("I8")
@@ -934,14 +935,16 @@ SEVERAL_SERVERS = """
 import json, os, sys, time
 from dataclasses import replace
 from pathlib import Path
+from tests.support.decisions import decision
+from tests.support.statuses import NOTHING, with_layers
 from vllm_aiter_mla.status import gauge, status_files
-from vllm_aiter_mla.status.engine_status import EngineStatus, Outcome
+from vllm_aiter_mla.status.engine_status import EngineStatus
 folder = Path(sys.argv[1])
 gauge.register_metrics(folder)
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 def serves(kernel, *parts):
-    told = Outcome(kernel, decided=(((1, 8, kernel),), ()))
-    found = EngineStatus().record_of({"a": told}, 8, "fp8", 0, "passes", "cpu")
+    state = NOTHING._replace(decision=decision((1, 8, kernel)), ran=kernel)
+    found = with_layers(EngineStatus(), {"a": state}, 8)
     status_files.write(folder, replace(found, model_name="m"))
     for _ in range(100):
         registry = CollectorRegistry()

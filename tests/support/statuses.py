@@ -1,24 +1,56 @@
 """Records of engines whose layers have become what a test says."""
 
+import os
 import threading
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from vllm_aiter_mla.serving.layer import Layer
-from vllm_aiter_mla.status.engine_status import EngineStatus, Outcome
+from tests.support.decisions import decision
+from vllm_aiter_mla.admission import Skip
+from vllm_aiter_mla.status import status_files
+from vllm_aiter_mla.status.engine_status import EngineStatus, LayerState, record_of_skipped_engine
 from vllm_aiter_mla.status.record import RankStatus
+
+if TYPE_CHECKING:  # the import takes seconds, and some processes of tests only write records
+    from vllm_aiter_mla.serving.layer import Layer
+
+NOTHING = LayerState(decision())
+"""A layer that has not run, and for which nothing was decided."""
 
 
 def record_of(
     names: Iterable[str], limit: int = 16, cache: str = "fp8", rank: int = 0, card: str = "cpu"
 ) -> RankStatus:
     """The record of layers that have not run."""
-    return EngineStatus().record_of(dict.fromkeys(names, Outcome()), limit, cache, rank, "module", card)
+    return with_layers(EngineStatus(), dict.fromkeys(names, NOTHING), limit, cache, rank, card=card)
 
 
-def record_with(layer: Layer, ran: str, limit: int = 16, card: str = "cpu") -> RankStatus:
+def record_with(layer: "Layer", ran: str, limit: int = 16, card: str = "cpu") -> RankStatus:
     """The record of the engine of a layer, once that has run a kernel."""
     layer.ran = ran
-    return layer.engine_status.record_of({layer.name: layer.outcome()}, limit, "fp8", 0, "module", card)
+    return with_layers(layer.engine_status, {layer.name: layer.state()}, limit, card=card)
+
+
+def with_layers(
+    status: EngineStatus,
+    layers: dict[str, LayerState],
+    limit: int = 512,
+    cache: str = "fp8",
+    rank: int = 0,
+    integration: str = "module",
+    card: str = "cpu",
+) -> RankStatus:
+    """The record of an engine whose layers have these states, in this process's run if it has one."""
+    return status.record_of(
+        layers, rank=rank, integration=integration, card=card, decode_limit=limit, kv_cache_dtype=cache,
+        run=os.environ.get(status_files.RUN, ""),
+    )  # fmt: skip
+
+
+def skipped_engine(code: str, message: str, layers: tuple[int, ...]) -> RankStatus:
+    """The record of an engine that is skipped as a whole, in this process's run if it has one."""
+    run = os.environ.get(status_files.RUN, "")
+    return record_of_skipped_engine(Skip(code, message), layers, kv_cache_dtype="fp8", run=run)
 
 
 def wait_for_the_file() -> None:

@@ -23,6 +23,7 @@ from tools.first_card import contenders, dry, small_kernels
 from tools.first_card.asked import Asked, seen_as_nothing, shape_of
 from tools.first_card.harness import churn, verify
 from tools.first_card.prefill import prefill
+from vllm_aiter_mla import files
 from vllm_aiter_mla.kernels import reference, stopwatch
 from vllm_aiter_mla.kernels.backend import Binding, KernelBackend
 from vllm_aiter_mla.kernels.device import card
@@ -239,7 +240,7 @@ def tune(asked: Asked) -> dict[str, Any]:
     heads, counts = (2, [1]) if asked.dry == dry.VALUES else (16, [*TOKENS])
     record, wrong = command.tune_shapes(counts, [shape_of(heads, "fp8", "bf16")])
     table = {str(tokens): command.default(tokens, heads) for tokens in counts}
-    found = {"chosen": record.chosen, "us": record.us, "table": table, "ok": not wrong}
+    found = {"chosen": files.plain(record.chosen), "us": record.us, "table": table, "ok": not wrong}
     return seen_as_nothing(found, bool(wrong)) if asked.dry == dry.LAUNCHES else found
 
 

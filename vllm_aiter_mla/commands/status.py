@@ -11,9 +11,11 @@ from typing import Annotated
 import typer
 
 from vllm_aiter_mla import files
+from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands import outputs
+from vllm_aiter_mla.decided import Decision
 from vllm_aiter_mla.status.line import remedies, status_line
-from vllm_aiter_mla.status.record import Decided, RankStatus, Reason, add_silent, group_by_engine, merge_ranks
+from vllm_aiter_mla.status.record import RankStatus, add_silent, group_by_engine, merge_ranks
 from vllm_aiter_mla.status.status_files import engine_lives, read_all, serves
 
 
@@ -117,7 +119,7 @@ def _engine_line(folder: Path, name: tuple[str, str, str], ranks: Sequence[RankS
         return EngineLine(*name, line, {}, serves=None if outlives is None else False, whole=False)
     all_ranks = add_silent(ranks)
     merged = merge_ranks(all_ranks)
-    whole = merged.whole and bool(merged.record.engaged) and not merged.record.skipped
+    whole = merged.ranks_agree and bool(merged.engaged) and not merged.skipped
     line = status_line(*all_ranks)
     return EngineLine(*name, line, remedies(ranks), serves=True, whole=whole, silent=merged.silent)
 
@@ -126,22 +128,24 @@ def _decisions(ranks: Sequence[RankStatus], layer: str) -> Iterator[str]:
     """Yield for the layers whose name has the dotted part ``layer`` what runs them on which ranks, and why."""
     ranks_by_text: dict[str, list[str]] = {}
     for rank in ranks:
-        for decided in rank.decided:
-            for name in decided.layers:
+        for alike in rank.decided:
+            for name in alike.layers:
                 if f".{layer}." in f".{name}.":
-                    skip = rank.skipped.get(name)  # a graph may skip it too, and a kernel that raised
-                    text = "\n".join((f"  {name}", *_decision(decided, skip)))
+                    text = "\n".join((f"  {name}", *_decision(alike.decision, rank.skipped.get(name))))
                     ranks_by_text.setdefault(text, []).append(str(rank.rank))
     for text, numbers in ranks_by_text.items():
         first, _, rest = text.partition("\n")
         yield f"{first}, rank {', '.join(numbers)}\n{rest}"
 
 
-def _decision(decided: Decided, skip: Reason | None) -> Iterator[str]:
-    """Yield a line for each range of tokens with the kernel that runs, and for each other kernel why it does not."""
+def _decision(decision: Decision, skip: Skip | None) -> Iterator[str]:
+    """Yield the lines that say what runs a layer at how many tokens, and why each other kernel does not.
+
+    ``skip`` says why the layer is skipped: by its decision, its graph, or a kernel that raised.
+    """
     if skip is not None:
-        yield f"    vLLM's own       {': '.join(skip)}"
-    for first, last, kernel in () if skip is not None else decided.kernels:
-        yield f"    {f'{first}..{last} tokens':<16} {kernel}"
-    for name, reason in decided.passed_over:
-        yield f"    not {name:<12} {reason}"
+        yield f"    vLLM's own       {skip.reason}"
+    for span in () if skip is not None else decision.kernels:
+        yield f"    {f'{span.tokens} tokens':<16} {span.kernel}"
+    for other in decision.passed_over:
+        yield f"    not {other.kernel:<12} {other.reason}"

@@ -37,8 +37,6 @@ Replay = Callable[[], float]
 """Runs what was recorded once; microseconds per call."""
 Rounds = dict[int, dict[str, list[float]]]
 """Microseconds per call by token count and candidate, one figure per round; rounds of one count are interleaved."""
-Ranges = tuple[tuple[int, int, str], ...]
-"""(first, last, candidate) in tokens, ascending and without a gap from 1 on."""
 
 
 class OverBudgetError(RuntimeError):
@@ -246,8 +244,3 @@ def machine() -> dict[str, str]:
         "runtime": card().built_for,
         "python": platform.python_version(),
     }
-
-
-def name_at(chosen: Ranges, tokens: int) -> str | None:
-    """Return what runs at ``tokens``: beyond what was timed, what runs at the largest count; None without ranges."""
-    return next((name for _, last, name in chosen if tokens <= last), chosen[-1][2] if chosen else None)

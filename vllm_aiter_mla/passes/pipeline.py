@@ -141,7 +141,7 @@ def rewrite(graph: fx.Graph, modules: Mapping[str, Any]) -> dict[str, int]:
             counts["skipped"] += 1
             log.say_once(logging.DEBUG, f"{name} is left to vLLM: {dtype_or_skip}")
             with real_tensors():
-                Layer.leave_out(modules.get(name), dtype_or_skip)
+                Layer.skip_in_graph(modules.get(name), dtype_or_skip)
             continue
         assert isinstance(found, LayerMatch)
         found.out_dtype = dtype_or_skip
@@ -152,7 +152,7 @@ def rewrite(graph: fx.Graph, modules: Mapping[str, Any]) -> dict[str, int]:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             log.say_once(logging.WARNING, f"a layer could not be rewritten and stays as it was: {reason}")
-            Layer.leave_out(modules.get(name), Skip("rewrite_failed", reason))
+            Layer.skip_in_graph(modules.get(name), Skip("rewrite_failed", reason))
             counts["skipped"] += 1
             continue
         counts["matched"] += 1

@@ -9,6 +9,7 @@ from typing import Any
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.decided import VLLM
 from vllm_aiter_mla.kernels import absorb, stopwatch
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
@@ -19,7 +20,7 @@ from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, meta_inputs
 from vllm_aiter_mla.kernels.platform import Platform, detect_platform
 from vllm_aiter_mla.kernels.reference import AITER, VLLM_COMPILED, VLLM_KERNEL, ReferenceBackend
 from vllm_aiter_mla.kernels.vllm_own import VLLMBackend
-from vllm_aiter_mla.serving.decision import VLLM, Offer
+from vllm_aiter_mla.serving.decision import Offer
 from vllm_aiter_mla.settings import Settings
 
 AITER_KERNELS = ("aiter", "aiter-opt")
@@ -101,6 +102,7 @@ class Backends:
         self.names = candidates(settings, platform)
         self._factories = FACTORIES if factories is None else factories
         self._built: dict[str, KernelBackend | str] = {}
+        self._aborted: set[str] = set()
         self._offers: dict[Any, tuple[tuple[int, ...], dict[str, Offer]]] = {}
         if platform.arch in ARCHITECTURES:
             absorb.GEMMS.update(compat_layer.absorb_products())
@@ -113,9 +115,11 @@ class Backends:
             self._built[name] = known if factory is None else factory(self.platform, self.settings)
         return self._built[name]
 
-    def leave_out(self, name: str, reason: str) -> None:
-        """Keep this process off a back end."""
+    def leave_out(self, name: str, reason: str, aborted: bool = False) -> None:
+        """Keep this process off a back end; ``aborted``: because an earlier start ended in its first call."""
         self._built[name] = reason
+        if aborted:
+            self._aborted.add(name)
         self._offers.clear()
 
     def offers(self, shape: LayerShape, limit: int) -> tuple[tuple[int, ...], dict[str, Offer]]:
@@ -141,7 +145,7 @@ class Backends:
         offers = {}
         for name, backend in built.items():
             if isinstance(backend, str):
-                offers[name] = Offer(absent=backend)
+                offers[name] = Offer(absent=backend, aborted=name in self._aborted)
                 continue
             bound = zip(points, map(backend.bind, calls), strict=True)
             declines = {point: reason for point, reason in bound if isinstance(reason, str)}

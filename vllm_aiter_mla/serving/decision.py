@@ -11,14 +11,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
 
 from vllm_aiter_mla.admission import OVERFLOW, VLLM_FASTER, Skip
-from vllm_aiter_mla.kernels.stopwatch import Rounds, name_at
+from vllm_aiter_mla.decided import VLLM, Decision, PassedOver, Span, Spans, joined, kernel_at
+from vllm_aiter_mla.kernels.stopwatch import Rounds
 from vllm_aiter_mla.settings import Settings
 
-VLLM = "vllm"
-"""Name of vLLM's own kernels among the back ends."""
 MARGIN = 0.03
 CLEAR = 0.75
 """A candidate is clearly faster if it is faster by ``MARGIN`` in this share of the rounds. With medians only, a clock
@@ -35,6 +33,7 @@ class Offer:
     absent: str = ""  # why it cannot be built in this process
     declines: Mapping[int, str] = field(default_factory=dict)  # why it does not take the layer, at which of ``points``
     needs_check: bool = True
+    aborted: bool = False  # it is absent because an earlier start ended in its first call
 
 
 @dataclass(frozen=True)
@@ -64,54 +63,16 @@ class Checked:
 PASSED = Checked()
 
 
-class Span(NamedTuple):
-    """One kernel from ``first`` to ``last`` tokens."""
-
-    first: int
-    last: int
-    kernel: str
-
-
 @dataclass(frozen=True)
 class Figures:
     """What timing found on one rank, and what each rank of the engine chose by its own figures."""
 
     rounds: Rounds = field(default_factory=dict)  # of this rank; empty if nothing was timed
-    why: str = ""  # nothing was timed
-    ranks: tuple[tuple[Span, ...], ...] = ()  # what each rank, this one too, has chosen; empty until they have agreed
+    why: str = ""  # why nothing was timed
+    ranks: tuple[Spans, ...] = ()  # what each rank, this one too, has chosen; empty until they have agreed
 
 
 # The result.
-
-
-class PassedOver(NamedTuple):
-    """A kernel that does not run, and why."""
-
-    kernel: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What runs a layer."""
-
-    kernels: tuple[Span, ...]  # ascending, without a gap from 1 on; empty: vLLM's own graph runs everywhere
-    skip: Skip | None  # why, if empty
-    passed_over: tuple[PassedOver, ...]  # each of ``LayerFacts.offers`` that runs at no token count
-
-    def at(self, tokens: int) -> str:
-        """Return what runs at ``tokens``; beyond the last span what runs there."""
-        return name_at(self.kernels, tokens) or VLLM
-
-    @property
-    def our_kernels(self) -> tuple[str, ...]:
-        """The kernels of ours that run at some token count, by token count."""
-        return tuple(dict.fromkeys(span.kernel for span in self.kernels if span.kernel != VLLM))
-
-    @property
-    def ours(self) -> str:
-        """The first kernel of ours that runs at some token count, or ""."""
-        return next(iter(self.our_kernels), "")
 
 
 def decide(facts: LayerFacts, checks: Mapping[str, Checked], figures: Figures | None, settings: Settings) -> Decision:
@@ -127,11 +88,11 @@ def decide(facts: LayerFacts, checks: Mapping[str, Checked], figures: Figures | 
         figures: of timing; None if nothing was to be timed, and the order of ``facts.offers`` decides.
         settings: the engine's options.
     """
-    reasons = {name: _why_not(name, facts, checks, settings) for name in facts.offers}
-    left = usable(facts, checks, settings)
-    skip = facts.skip or _without_a_kernel(facts, reasons, left, settings)
-    spans, skip = ((), skip) if skip else _chosen(facts, left, figures)
-    return Decision(spans, skip, tuple(_passed_over(reasons, {span.kernel for span in spans}, skip, figures)))
+    reasons = _reasons_against(facts, checks, settings)
+    can_run = _without_a_reason(reasons)
+    skip = facts.skip or _without_a_kernel(facts, reasons, can_run, settings)
+    spans, skip = ((), skip) if skip else _chosen(facts, can_run, figures)
+    return Decision(spans, skip, tuple(_passed_over(facts, reasons, {span.kernel for span in spans}, skip, figures)))
 
 
 def would_serve(name: str, facts: LayerFacts, checks: Mapping[str, Checked], settings: Settings) -> bool:
@@ -142,56 +103,56 @@ def would_serve(name: str, facts: LayerFacts, checks: Mapping[str, Checked], set
     return name in decide(facts, {**checks, name: PASSED}, None, settings).our_kernels
 
 
-def _chosen(facts: LayerFacts, left: Sequence[str], figures: Figures | None) -> tuple[tuple[Span, ...], Skip | None]:
-    """Choose among the candidates that are left: by figures, or by the static order if nothing was to be timed.
+def _chosen(facts: LayerFacts, can_run: Sequence[str], figures: Figures | None) -> tuple[Spans, Skip | None]:
+    """Choose among the kernels that can run: by figures, or by the static order if nothing was to be timed.
 
     Ranks wait for one another, so a kernel of ours runs where every rank has chosen it, and else vLLM's own. Figures of
     two cards are never compared: they were not taken in turns.
     """
     if figures is None:
-        return _merged(facts.points, lambda tokens: _first(left, facts, tokens)), None
+        return _spans_to(facts.points, lambda tokens: _first(can_run, facts, tokens)), None
     if not figures.rounds:
         return (), Skip("not_timed", f"no kernel was timed, so none of ours is known to be faster: {figures.why}")
     rounds, counts = figures.rounds, sorted(figures.rounds)
 
     def fastest_at(tokens: int) -> str:
-        takes = [name for name in left if not facts.declines(name, tokens)]
+        takes = [name for name in can_run if not facts.declines(name, tokens)]
         return fastest(rounds[next((count for count in counts if tokens <= count), counts[-1])], takes)
 
-    ranks = (_merged(sorted({*counts, *facts.points}), fastest_at), *figures.ranks)
-    spans = _merged(sorted({span.last for spans in ranks for span in spans}), partial(_chosen_by_all, ranks))
+    ranks = (_spans_to(sorted({*counts, *facts.points}), fastest_at), *figures.ranks)
+    spans = _spans_to(sorted({span.last for spans in ranks for span in spans}), partial(_chosen_by_all, ranks))
     if {span.kernel for span in spans} == {VLLM}:
         where = " on every rank" if len(figures.ranks) > 1 else ""
         return (), Skip(VLLM_FASTER, f"no kernel was clearly faster than vLLM's own at any token count{where}")
     return spans, None
 
 
-def _chosen_by_all(ranks: Sequence[tuple[Span, ...]], tokens: int) -> str:
+def _chosen_by_all(ranks: Sequence[Spans], tokens: int) -> str:
     """Return the kernel that every rank has chosen for ``tokens``, else vLLM's own."""
-    names = {name_at(spans, tokens) or VLLM for spans in ranks}
+    names = {kernel_at(spans, tokens) or VLLM for spans in ranks}
     return names.pop() if len(names) == 1 else VLLM
 
 
 def _passed_over(
-    reasons: Mapping[str, str], run: Collection[str], skip: Skip | None, figures: Figures | None
+    facts: LayerFacts, reasons: Mapping[str, str], run: Collection[str], skip: Skip | None, figures: Figures | None
 ) -> Iterator[PassedOver]:
-    """Yield why each candidate does not run that is not among those that ``run``."""
+    """Yield each back end that is not among those that ``run``, and why it does not."""
     behind = "it comes later in the static order"
     if figures is not None:
         where = " on every rank" if len(figures.ranks) > 1 else ""
         behind = f"it was at no token count clearly the fastest{where}"
-    for name in reasons:
+    for name, reason in reasons.items():
         if name not in run:
-            yield PassedOver(name, reasons[name] or (skip.message if skip else behind))
+            yield PassedOver(name, reason or (skip.message if skip else behind), facts.offers[name].aborted)
 
 
 def usable(facts: LayerFacts, checks: Mapping[str, Checked], settings: Settings) -> tuple[str, ...]:
-    """Return the candidates that may run the layer at some token count, in static order; arguments as ``decide``."""
-    return tuple(name for name in facts.offers if not _why_not(name, facts, checks, settings))
+    """Return the back ends that may run the layer at some token count, in static order; arguments as ``decide``."""
+    return _without_a_reason(_reasons_against(facts, checks, settings))
 
 
 def takers(facts: LayerFacts) -> tuple[str, ...]:
-    """Return the candidates that can be built and take the layer at some token count, in static order."""
+    """Return the back ends that can be built and take the layer at some token count, in static order."""
     return tuple(name for name, offer in facts.offers.items() if not _takes_none(offer, facts))
 
 
@@ -202,8 +163,17 @@ def _takes_none(offer: Offer, facts: LayerFacts) -> str:
     return next(iter(offer.declines.values())) if all(point in offer.declines for point in facts.points) else ""
 
 
+def _reasons_against(facts: LayerFacts, checks: Mapping[str, Checked], settings: Settings) -> dict[str, str]:
+    """Return for each back end why it runs the layer at no token count, or "", in static order."""
+    return {name: _why_not(name, facts, checks, settings) for name in facts.offers}
+
+
+def _without_a_reason(reasons: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(name for name, reason in reasons.items() if not reason)
+
+
 def _why_not(name: str, facts: LayerFacts, checks: Mapping[str, Checked], settings: Settings) -> str:
-    """Return why a candidate runs the layer at no token count, or ""."""
+    """Return why a back end runs the layer at no token count, or ""."""
     offer, checked = facts.offers[name], checks.get(name)
     why = _takes_none(offer, facts)
     if why or not offer.needs_check:
@@ -216,12 +186,12 @@ def _why_not(name: str, facts: LayerFacts, checks: Mapping[str, Checked], settin
 
 
 def _without_a_kernel(
-    facts: LayerFacts, reasons: Mapping[str, str], left: Sequence[str], settings: Settings
+    facts: LayerFacts, reasons: Mapping[str, str], can_run: Sequence[str], settings: Settings
 ) -> Skip | None:
-    """Return why nothing of ours is to run, or is left that could, or None."""
+    """Return why no kernel of ours is to run, or can run; None if one can."""
     if settings.kernel == VLLM and VLLM in facts.offers:
         return Skip("kernel_vllm", "kernel=vllm was given, so vLLM's own kernels run")
-    if left and set(left) != {VLLM}:
+    if can_run and set(can_run) != {VLLM}:
         return None
     ours = {name: why for name, why in reasons.items() if name != VLLM}
     absent = all(facts.offers[name].absent for name in ours)
@@ -232,9 +202,9 @@ def _without_a_kernel(
     return Skip(code, f"kernel={settings.kernel}: {why}")
 
 
-def _first(left: Sequence[str], facts: LayerFacts, tokens: int) -> str:
+def _first(can_run: Sequence[str], facts: LayerFacts, tokens: int) -> str:
     """Return the first candidate in static order that takes ``tokens``; vLLM's own if none does."""
-    return next((name for name in left if not facts.declines(name, tokens)), VLLM)
+    return next((name for name in can_run if not facts.declines(name, tokens)), VLLM)
 
 
 # What is chosen from figures.
@@ -259,21 +229,17 @@ def fastest(samples: Mapping[str, Sequence[float]], order: Sequence[str], base: 
     return best
 
 
-def ranges(rounds: Rounds, order: Sequence[str], base: Callable[[int], str] = lambda tokens: VLLM) -> tuple[Span, ...]:
+def fastest_spans(rounds: Rounds, order: Sequence[str], base: Callable[[int], str] = lambda tokens: VLLM) -> Spans:
     """Return what runs from 1 token to the largest count timed; the larger of two counts decides between them.
 
     Steps are padded up to captured sizes, so the larger count is the nearer one. ``base`` is that of ``fastest``.
     """
-    return _merged(sorted(rounds), lambda tokens: fastest(rounds[tokens], order, base(tokens)))
+    return _spans_to(sorted(rounds), lambda tokens: fastest(rounds[tokens], order, base(tokens)))
 
 
-def _merged(points: Sequence[int], kernel_at: Callable[[int], str]) -> tuple[Span, ...]:
-    """Return the spans that end at ``points``, neighbours with the same kernel as one."""
-    found: list[Span] = []
-    for before, tokens in pairwise((0, *points)):
-        name = kernel_at(tokens)
-        if found and found[-1].kernel == name:
-            found[-1] = found[-1]._replace(last=tokens)
-        else:
-            found.append(Span(before + 1, tokens, name))
-    return tuple(found)
+def _spans_to(points: Sequence[int], choose: Callable[[int], str]) -> Spans:
+    """Return the spans that end at ``points``, each with the kernel that ``choose`` returns for its last token count.
+
+    Neighbours with the same kernel become one span.
+    """
+    return joined(Span(before + 1, tokens, choose(tokens)) for before, tokens in pairwise((0, *points)))

@@ -20,13 +20,14 @@ import torch
 from vllm_aiter_mla.admission import Skip, layer_skips
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.decided import VLLM, Decision
 from vllm_aiter_mla.kernels import absorb, vllm_own
 from vllm_aiter_mla.kernels.backend import KernelBackend, Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, step_key
 from vllm_aiter_mla.serving import backends, decision
 from vllm_aiter_mla.serving.backends import Backends
-from vllm_aiter_mla.serving.decision import VLLM, Checked, Decision, Figures, LayerFacts
-from vllm_aiter_mla.status.engine_status import EngineStatus, Outcome
+from vllm_aiter_mla.serving.decision import Checked, Figures, LayerFacts
+from vllm_aiter_mla.status.engine_status import EngineStatus, LayerState
 
 _KEY = "_aiter_mla_layer"  # attribute of vLLM's module that holds its ``Layer``
 GRAPHS_KEEP = "graphs that were captured keep the kernel"
@@ -49,7 +50,7 @@ class Layer:
             none.
         limit: the decode limit, the most tokens that a kernel is given.
         engine_status: the status of its engine, which the layer corrects when it falls back.
-        left_out: why the layer's graph, or its wrapper, does not call the op for it; None if it does.
+        graph_skip: why the layer's graph, or its wrapper, does not call the op for it; None if it does, or if unknown.
         ran: the kernel of ours that the layer counts as engaged with; "" before its op has run. Where vLLM's own
             kernel ran, it is the first of ours that runs at other token counts.
         would_run: the kernels that may run it, once its op was called without a batch; None before.
@@ -65,11 +66,11 @@ class Layer:
         if padded and vllm_own.may_take_parts(arch, module.num_heads, module.kv_cache_dtype.startswith("fp8")):
             padded = None
         self.padded, self.out_heads = padded, padded.heads if padded else 0
-        self.left_out: Skip | None = None
+        self.graph_skip: Skip | None = None
         self.ran = ""
         self.would_run: tuple[str, ...] | None = None
         self.rotary_emb: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
-        self._refused: Skip | None = None  # why the last batch that was bound went to vLLM's attention
+        self._batch_skip: Skip | None = None  # why the last batch that was bound went to vLLM's attention
         self._stopped: Skip | None = None  # why no kernel of ours may run it any more
         self._checks: dict[str, Checked] | None = None
         self._checked_for: LayerShape | None = None
@@ -109,10 +110,10 @@ class Layer:
         return self
 
     @classmethod
-    def leave_out(cls, module: Any, skip: Skip) -> None:
+    def skip_in_graph(cls, module: Any, skip: Skip) -> None:
         """Note why a graph, or a wrapper, does not call the op for the layer of ``module``, if it can have one."""
         with suppress(Exception):
-            cls.of(module).left_out = skip
+            cls.of(module).graph_skip = skip
 
     # What is decided about the layer.
 
@@ -234,18 +235,16 @@ class Layer:
         self._stopped = Skip(code, reason)
         self._changed()
 
-    def outcome(self) -> Outcome:
+    def state(self) -> LayerState:
         """Return what has become of the layer so far.
 
         Raises:
             UnknownWeightError: the absorbed weight has no format that the kernels know.
         """
-        decided, skip = self.decision, self.decision.skip
-        told = (decided.kernels, decided.passed_over)
-        if skip is not None:  # whatever has run before
-            return Outcome(skip=(skip.code, skip.message), decided=told)
-        skip = self.left_out or (None if self.ran else self._refused)
-        return Outcome(self.ran, self.would_run or (), None if skip is None else (skip.code, skip.message), told)
+        if self.decision.skip is not None:  # whatever has run before
+            return LayerState(self.decision, skip=self.decision.skip)
+        skip = self.graph_skip or (None if self.ran else self._batch_skip)
+        return LayerState(self.decision, self.ran, self.would_run or (), skip)
 
     def reached(self, act: torch.dtype) -> None:
         """Note which kernels may run the layer: its op was called without a batch, with activations of ``act``."""
@@ -265,7 +264,7 @@ class Layer:
         line = f"{self.name} runs vLLM's own attention from now on; {kept}: {reason}"
         log.say_once(logging.ERROR, line, key=reason)
         with log.warned("the status could not be corrected"):
-            self.engine_status.update({self.name: self.outcome()})
+            self.engine_status.update({self.name: self.state()})
 
     def reloaded(self) -> None:
         """Bind and decide again: vLLM may have loaded other strides or memory into the same tensor objects."""
@@ -339,12 +338,12 @@ class Layer:
             return ("", None) if self._stopped or self._checks is not None else self._falls_back(str(decided.skip))
         if isinstance(bound, str):
             return self._falls_back(f"{name}: {bound}")
-        self._refused = None
+        self._batch_skip = None
         return (decided.ours, None) if bound is None else (name, bound.run)
 
     def _falls_back(self, reason: str) -> tuple[str, None]:
         """Log once why batches run vLLM's attention. Reasons that differ in numbers only, as token counts, are one."""
-        self._refused = Skip("kernel_shape", reason)
+        self._batch_skip = Skip("kernel_shape", reason)
         key = f"left to vLLM: {re.sub(r'[0-9]+', 'N', reason)}"
         log.say_once(logging.ERROR, f"decode batches of some layers run vLLM's own attention: {reason}", key=key)
         return "", None

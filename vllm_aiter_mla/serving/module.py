@@ -146,7 +146,7 @@ def emit(modules: dict[str, Any]) -> tuple[str, ...]:
         called = f"module, rotated by {wrapper_of(attention).compiled_rotation}" if skip is None else skip.code
         found.append(f"{name}: {called}")
         if skip is not None:
-            Layer.leave_out(attention, skip)
+            Layer.skip_in_graph(attention, skip)
             log.say_once(logging.DEBUG, f"{name} is left to vLLM: {skip}")
     return tuple(found)
 

@@ -72,13 +72,14 @@ def leave_out_unsafe(backends: Backends, folder: Path) -> dict[str, Marker]:
         if not names or arch == "cpu" or (family == "AITER" and arch not in ARCHITECTURES):
             continue
         marker = marker_of(family, backends.platform)
-        reason = died_before(folder, marker) or why_not_marked(folder, marker)
+        died = died_before(folder, marker)
+        reason = died or why_not_marked(folder, marker)
         if reason is None:
             markers |= dict.fromkeys(names, Marker(family, marker))
             continue
         log.say_once(logging.ERROR, f"{family} is left out: {reason}")
         for name in names:
-            backends.leave_out(name, reason)
+            backends.leave_out(name, reason, aborted=died is not None)
     return markers
 
 

@@ -18,12 +18,12 @@ from pydantic import JsonValue
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.decided import VLLM
 from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import LayerShape, meta_inputs
 from vllm_aiter_mla.kernels.stopwatch import Rounds
-from vllm_aiter_mla.serving.decision import VLLM
 
 DRIVERS = (Path("/sys/module/amdgpu/version"), Path("/sys/module/nvidia/version"))
 """Files with the version of a driver that was installed apart from the Linux kernel."""

@@ -20,12 +20,13 @@ import torch
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log, ranks
+from vllm_aiter_mla.decided import VLLM, Span, Spans
 from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.absorb import UnknownWeightError
 from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.stopwatch import Rounds
-from vllm_aiter_mla.serving.decision import VLLM, Figures, Span, decide
+from vllm_aiter_mla.serving.decision import Figures, decide
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.startup import kept_figures
@@ -34,8 +35,6 @@ from vllm_aiter_mla.status.record import Timed
 VLLMS_RUN = "vLLM's own kernels run"
 NO_RIVAL = "vLLM's own kernels cannot be timed here"
 NOT_TO_TIME = "its kernels were not to be timed"
-Choice = tuple[Span, ...]
-"""The kernels that a rank has chosen for layers of one shape, by token count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class Untimed:
     why: str
 
 
-Answer = dict[str, Choice | Untimed] | Untimed
+Answer = dict[str, Spans | Untimed] | Untimed
 """What a rank hands over to the others: its choice by layer shape in words, or why the whole rank has none."""
 
 
@@ -211,13 +210,13 @@ def _time_shape(
 
 def _choose(
     groups: Mapping[str, Sequence[Layer]], timings: Mapping[str, ShapeFigures | Untimed], most: int
-) -> dict[str, Choice | Untimed]:
+) -> dict[str, Spans | Untimed]:
     """Return what this rank chooses for each layer shape, or why it could not time the shape.
 
     Its figures decide. If no kernel of ours may run, vLLM's own run up to ``most`` tokens. The ranks agree by shape, so
     one layer that is stopped decides for all layers of its shape.
     """
-    chosen = dict[str, Choice | Untimed]()
+    chosen = dict[str, Spans | Untimed]()
     for shape, group in groups.items():
         first, last, timing = group[0], group[-1], timings.get(shape, Untimed(NO_RIVAL))
         if set(last.usable()) <= {VLLM}:
@@ -230,7 +229,7 @@ def _choose(
     return chosen
 
 
-def _only_vllms(most: int) -> Choice:
+def _only_vllms(most: int) -> Spans:
     """Return the choice of vLLM's own kernels up to ``most`` tokens."""
     return (Span(1, most, VLLM),)
 
@@ -240,7 +239,7 @@ def _only_vllms(most: int) -> Choice:
 
 def _exchange_and_run(timed: RankTiming, rank: int) -> Agreement:
     """Exchange the answers, and let the layers run what the ranks agree on. Never raises, and always takes part."""
-    agreed: dict[str, tuple[Choice, ...]] = {}
+    agreed: dict[str, tuple[Spans, ...]] = {}
     try:
         index, answers = ranks.exchange(timed.answer)
         agreed, troubles = agree(answers)
@@ -252,7 +251,7 @@ def _exchange_and_run(timed: RankTiming, rank: int) -> Agreement:
     return Agreement(troubles, len(agreed), is_logged_here=index == 0)
 
 
-def agree(answers: Sequence[Answer]) -> tuple[dict[str, tuple[Choice, ...]], list[Trouble]]:
+def agree(answers: Sequence[Answer]) -> tuple[dict[str, tuple[Spans, ...]], list[Trouble]]:
     """Return what each rank has chosen by layer shape, and why shapes are missing. Pure, so every rank gets the same.
 
     A shape is missing if one of its ranks could not time it. All are missing if a rank could time nothing, because its
@@ -261,7 +260,7 @@ def agree(answers: Sequence[Answer]) -> tuple[dict[str, tuple[Choice, ...]], lis
     Args:
         answers: of all ranks, in their order.
     """
-    chosen, troubles = dict[str, list[Choice]](), list[Trouble]()
+    chosen, troubles = dict[str, list[Spans]](), list[Trouble]()
     for rank, answer in enumerate(answers):
         if isinstance(answer, Untimed):
             troubles.append(Trouble(rank, None, answer.why))
@@ -276,7 +275,7 @@ def agree(answers: Sequence[Answer]) -> tuple[dict[str, tuple[Choice, ...]], lis
     return {} if None in missing else agreed, troubles
 
 
-def _run_as_agreed(shape: str, group: Sequence[Layer], figures: ShapeFigures, choices: tuple[Choice, ...]) -> None:
+def _run_as_agreed(shape: str, group: Sequence[Layer], figures: ShapeFigures, choices: tuple[Spans, ...]) -> None:
     """Let the layers of a shape run what this rank's figures and the choices of all ranks say; keep the figures."""
     for layer in group:
         layer.timed(Figures(figures.rounds, ranks=choices))

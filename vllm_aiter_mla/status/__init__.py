@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs on the fast path, and why the rest does not.
 
-``engine_status`` is what one worker knows of its engine, and makes a ``record`` of it. ``status_files`` writes and
-reads the records of a server, ``skips`` keeps reasons for warm starts, ``line`` is the status line, and ``gauge`` the
-metrics.
+``engine_status`` holds what one worker knows of its engine, and makes the worker's ``record``. ``status_files`` writes
+and reads the records of a server. ``line`` makes the status line of them, and ``gauge`` the metrics. ``skips`` keeps
+the reasons of skipped layers for warm starts.
 """

@@ -29,14 +29,14 @@ Samples = dict[tuple[str, ...], int]
 
 @dataclass(frozen=True)
 class Metric:
-    """A gauge: what it says, and its labels after ``ENGINE_LABELS``."""
+    """A gauge: its help text, and its labels after ``ENGINE_LABELS``."""
 
     help: str
     labels: tuple[str, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all its labels."""
+        """The names of all labels."""
         return (*ENGINE_LABELS, *self.labels)
 
 
@@ -56,19 +56,19 @@ METRICS: Mapping[str, Metric] = {
 
 @dataclass(frozen=True)
 class _Collector:
-    """Answers a scrape with what the status files of this run hold at that moment."""
+    """Answers a scrape from the status files of this run."""
 
     folder: Path
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metrics; without a sample before the workers have written their status. Never raises."""
+        """Yield the metrics, which have no sample before the workers have written their status. Never raises."""
         from prometheus_client.core import GaugeMetricFamily
 
         found: Mapping[str, Samples] = {}
         try:
             found = samples(self.folder)
-        except Exception as error:  # every other metric of the server would be lost with these
-            _left_out(f"{self.folder}: {type(error).__name__}: {error}")
+        except Exception as error:  # raised, it would cost the server every other metric of the scrape
+            _say_left_out(f"{self.folder}: {type(error).__name__}: {error}")
         for name, metric in METRICS.items():
             family = GaugeMetricFamily(name, metric.help, labels=metric.names)
             for labels, value in found.get(name, {}).items():
@@ -76,7 +76,7 @@ class _Collector:
             yield family
 
 
-# Of the process, as prometheus_client's registry is.
+# What this process has put into prometheus_client's registry, of which each process has one.
 _registered: list[Any] = []
 
 
@@ -106,57 +106,56 @@ def register_metrics(folder: Path) -> None:
         REGISTRY.register(_registered[0])
 
 
-def _left_out(why: str) -> None:
+def _say_left_out(why: str) -> None:
     log.say_once(logging.WARNING, f"left out of the gauge {NAME}: {why}")
 
 
 def _refresh(gauges: Mapping[str, Any], folder: Path) -> None:
-    set_before: dict[str, Samples] = {name: {} for name in gauges}
+    ever_set: dict[str, Samples] = {name: {} for name in gauges}
     while True:
         try:
             found = samples(folder)
             for name, gauge in gauges.items():
-                # The shared files forget no sample: one that has gone reads 0.
-                for labels, value in (dict.fromkeys(set_before[name], 0) | found[name]).items():
+                # The shared files forget no sample, so a sample that has gone is set to 0.
+                for labels, value in (dict.fromkeys(ever_set[name], 0) | found[name]).items():
                     gauge.labels(*labels).set(value)
-                set_before[name] |= found[name]
+                ever_set[name] |= found[name]
         except Exception as error:
-            _left_out(f"{folder}: {type(error).__name__}: {error}")
+            _say_left_out(f"{folder}: {type(error).__name__}: {error}")
         sleep(REFRESH_S)
 
 
 def samples(folder: Path) -> dict[str, Samples]:
     """Return the samples of each of ``METRICS``, of every engine of this run.
 
-    A layer counts as engaged only if every rank that holds it says so. Ranks of a tensor-parallel group hold the same
-    layers and those of a pipeline different ones; both come out right. An engine to which vLLM gives no MLA
-    layer counts as one skipped layer. A rank without a file is silent, and nothing else: it may be another node's. An
-    engine that has ended has no sample. A file that cannot be read is left out, and named once in the log.
+    A layer counts as engaged only if every rank that holds the layer says so: ranks of a tensor-parallel group hold the
+    same layers, stages of a pipeline different ones. An engine to which vLLM gives no MLA layer counts as one skipped
+    layer. A rank without a file, which may be on another node, counts as silent and in no other sample. An engine that
+    has ended has no sample. A file that cannot be read is left out, and named once in the log.
     """
     found: dict[str, Samples] = {name: {} for name in METRICS}
-    for (_, *engine), records in group_by_engine(read_all(folder, start_run(), _left_out)).items():
+    for (_, *engine), records in group_by_engine(read_all(folder, start_run(), _say_left_out)).items():
         of_engine = {} if serves(folder, records) is False else _samples_of_engine(records)
-        for name, of_this in of_engine.items():
-            found[name] |= {(*engine, *labels): value for labels, value in of_this.items()}
+        for name, values in of_engine.items():
+            found[name] |= {(*engine, *labels): value for labels, value in values.items()}
     return found
 
 
 def _samples_of_engine(records: Sequence[RankStatus]) -> dict[str, Samples]:
-    """Return the samples of one engine, without its own labels."""
-    skipped = {name for record in records for name in record.skipped}
-    engaged = {name for record in records for name in record.engaged} - skipped
-    running: dict[tuple[str, ...], set[str]] = {}
-    for record in records:
-        for one in record.decided:
-            for first, last, kernel in one.kernels:
-                running.setdefault((kernel, f"{first}..{last}"), set()).update(engaged.intersection(one.layers))
+    """Return the samples of one engine, whose labels lack ``ENGINE_LABELS``."""
+    skipped = {layer for record in records for layer in record.skipped}
+    engaged = {layer for record in records for layer in record.engaged} - skipped
+    layers_by_span: dict[tuple[str, ...], set[str]] = {}
+    for alike in (alike for record in records for alike in record.decided):
+        for span in alike.decision.kernels:
+            layers_by_span.setdefault((span.kernel, span.tokens), set()).update(engaged.intersection(alike.layers))
     merged = merge_ranks(add_silent(records))
     fell_back, silent = len(merged.fell_back), merged.silent
     agreeing = merged.ranks - fell_back - silent
     return {
         NAME: {("engaged",): len(engaged), ("skipped",): len(skipped)},
-        "aiter_mla_kernel_layers": {of: len(layers) for of, layers in running.items() if layers},
+        "aiter_mla_kernel_layers": {labels: len(layers) for labels, layers in layers_by_span.items() if layers},
         "aiter_mla_ranks": {("agreeing",): agreeing, ("fell_back",): fell_back, ("silent",): silent},
         "aiter_mla_aborted_before": {(kernel,): 1 for kernel in aborted(records)},
-        "aiter_mla_info": {(merged.record.evidence.plugin, merged.record.integration): 1},
+        "aiter_mla_info": {(merged.first.evidence.plugin, merged.first.integration): 1},
     }

@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of what runs: of one rank, and of all ranks of an engine as one. Pure: ``status_files`` has the files."""
+"""The record of one rank, and what the records of all ranks of an engine say together.
+
+``engine_status`` makes records, ``status_files`` writes and reads them.
+"""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from pydantic import Field
 
 from vllm_aiter_mla import files
+from vllm_aiter_mla.admission import Skip
+from vllm_aiter_mla.decided import VLLM, Decision, Spans, kernel_at
 
 Count = Annotated[int, Field(ge=0, lt=2**20)]
-"""Of ranks; a file that claims more, or fewer than none, is broken."""
-Reason = tuple[str, str]
-"""Code and reason of a layer that is left to vLLM."""
+"""A number of ranks, or the number of one; a file with another value is broken."""
 
-NOT_RUN: Reason = ("not_run", "its fused op has not run")
-"""Of a layer that nothing has skipped and that is not engaged."""
+NOT_RUN = Skip("not_run", "its fused op has not run")
+"""Reason of a layer that is not engaged and for which no other reason is known."""
 WHOLE_ENGINE = "engine"
-"""Key of ``RankStatus.skipped`` for an engine to which vLLM gives no MLA layer; it counts as no layer."""
+"""Key of ``RankStatus.skipped`` for an engine to which vLLM gives no MLA layer; it does not count as a layer."""
 
 
 @dataclass(frozen=True)
@@ -25,124 +28,128 @@ class Timed:
     """What was timed for one layer shape at start-up, and chosen.
 
     Raises:
-        ValueError: nothing was timed, or a count lacks the figure of vLLM's own kernels or of the chosen one.
+        ValueError: nothing was timed, or a count lacks the figure of vLLM's own kernels or of the chosen kernel.
     """
 
     shape: str  # in words
     layers: tuple[str, ...]
-    chosen: tuple[tuple[int, int, str], ...]  # (first, last, kernel) in tokens
-    us: dict[int, dict[str, float]]  # microseconds a layer by token count and candidate, on this rank
-    since: str = ""  # when an earlier start took the figures; empty if this one did
+    chosen: Spans
+    us: dict[int, dict[str, float]]  # microseconds per layer by token count and kernel, on this rank
+    since: str = ""  # when an earlier start took the figures; empty if this start did
 
     def __post_init__(self) -> None:
-        if not self.us or any({"vllm", self.chosen_at(tokens)} - by.keys() for tokens, by in self.us.items()):
+        if not self.us or any({VLLM, kernel_at(self.chosen, tokens)} - by.keys() for tokens, by in self.us.items()):
             raise ValueError("a figure is missing")
-
-    def chosen_at(self, tokens: int) -> str:
-        """Return what was chosen for ``tokens``; empty beyond the last span."""
-        return next((kernel for _, last, kernel in self.chosen if tokens <= last), "")
 
 
 @dataclass(frozen=True)
-class Decided:
-    """What was decided for layers that are decided alike; ``RankStatus.skipped`` says why one runs none of our kernels.
-
-    The same as ``serving.decision.Decision``, for readers without torch.
-    """
+class DecidedAlike:
+    """Layers for which the same was decided."""
 
     layers: tuple[str, ...]
-    kernels: tuple[tuple[int, int, str], ...]  # (first, last, kernel) in tokens; empty: vLLM's own
-    passed_over: tuple[tuple[str, str], ...]  # (kernel, reason) of each that runs at no token count
+    decision: Decision
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What one rank's layers run on: the status file."""
+    """What the MLA layers of one rank run on: the status file.
 
-    rank: Count  # of the worker in its engine
-    integration: str  # "passes" or "module"; empty for an engine that is skipped as a whole
-    card: str  # its architecture, such as "gfx950", or "cpu"; empty like ``integration``
-    total: int  # MLA layers of this rank
+    An engine that is skipped as a whole has one record for all ranks, of rank 0. Fields that only a worker can fill are
+    empty in it, or 0.
+    """
+
+    rank: Count  # number of the worker in its engine
+    integration: str  # "passes" or "module"
+    card: str  # architecture, such as "gfx950", or "cpu"
+    total: int  # number of MLA layers of this rank
     engaged: dict[str, str]  # layer to the kernel of ours that runs it
-    skipped: dict[str, Reason]  # layer to why it is left to vLLM; or only ``WHOLE_ENGINE``
+    skipped: dict[str, Skip]  # layer, or ``WHOLE_ENGINE``, to why it runs vLLM's own code
     compiled: dict[str, dict[str, int]]  # compile range to counts by pass; empty after a warm start
     measured: tuple[Timed, ...]  # by layer shape; empty if nothing was timed
     overflows: tuple[str, ...]  # kernels that run although they turn an fp8 overflow into NaN: the user named them
-    decode_limit: int  # in tokens; 0 for an engine that is skipped as a whole
-    kv_cache_dtype: str  # of the engine, as vLLM spells it
+    decode_limit: int  # in tokens
+    kv_cache_dtype: str  # as vLLM spells it
     tuned: dict[str, str] = field(default_factory=dict)  # layer shape in words to its tuned tiles, if the kernel runs
-    decided: tuple[Decided, ...] = ()  # empty for an engine that is skipped as a whole
+    decided: tuple[DecidedAlike, ...] = ()
     capture_sizes: tuple[int, ...] = ()  # token counts of the engine's CUDA graphs; empty without graphs
     full_graphs: tuple[int, ...] = ()  # those of full graphs of decode batches
     model_name: str | None = None  # this and ``engine`` as in vLLM's metrics; None if unknown
     engine: str | None = None  # data-parallel index
-    run: str = ""  # of the server; empty before the status line
-    writer: str = ""  # of several engines of one run, the one that wrote it; empty for one that is skipped as a whole
-    ranks: Count = 0  # how many the engine has; 0 if unknown
+    run: str = ""  # name of the server's run
+    instance: str = ""  # random name of the engine: one process may start several, one after the other
+    ranks: Count = 0  # number of ranks of the engine; 0 if unknown
     evidence: files.Stamp = files.stamped("status")
 
 
 @dataclass(frozen=True)
 class EngineRecord:
-    """The ranks of an engine as one."""
+    """What the ranks of one engine say together."""
 
-    record: RankStatus  # the first rank's, with the layers of all
+    first: RankStatus  # the first rank with a record; card, cache, limit and integration are the same on all ranks
+    total: int  # number of MLA layers, each counted once
+    engaged: dict[str, str]  # layers that some rank engages, with the kernel
+    skipped: dict[str, Skip]  # layers that no rank engages, and ``WHOLE_ENGINE``
+    measured: tuple[Timed, ...]  # of the first rank that has timed: the stages of a pipeline have layers of their own
+    overflows: tuple[str, ...]  # this and ``tuned`` of all ranks
+    tuned: dict[str, str]
     ranks: int
-    fell_back: dict[int, Reason]  # with the reason; see ``merge_ranks``
-    silent: int  # ranks without a record
+    fell_back: dict[int, Skip]  # number of each rank that has fallen back, with the reason; see ``merge_ranks``
+    silent: int  # number of ranks without a record
 
     @property
-    def whole(self) -> bool:
+    def ranks_agree(self) -> bool:
         """Whether every rank runs what the others run."""
         return not self.fell_back and not self.silent
 
 
 def merge_ranks(ranks: Sequence[RankStatus | None]) -> EngineRecord:
-    """Return the records of all ranks of an engine as one.
+    """Return what the records of all ranks of an engine say together.
 
-    A layer counts as engaged if a rank runs it on one of our kernels. A rank has fallen back if it skips a layer which
-    another rank engages, or all of its layers while another rank engages some, as a stage of a pipeline may. One
-    without a record is silent. Both are named.
+    A layer counts as engaged if some rank engages it. A rank has fallen back if it skips a layer that another rank
+    engages. A rank that engages no layer, as a stage of a pipeline may, has fallen back if another rank engages some.
 
     Args:
-        ranks: their records; None of a rank that has failed, or has its file elsewhere. At least one is known.
+        ranks: their records, at least one; None for a rank that has failed, or has its file elsewhere.
     """
-    known = [record for record in ranks if record is not None]
-    engaged = {layer: kernel for record in known for layer, kernel in record.engaged.items()}
-    skipped = {layer: why for record in known for layer, why in record.skipped.items()}
+    records = [record for record in ranks if record is not None]
+    engaged = {layer: kernel for record in records for layer, kernel in record.engaged.items()}
+    skipped = {layer: skip for record in records for layer, skip in record.skipped.items()}
     fell_back = {
-        record.rank: why
-        for record in known
-        for layer, why in record.skipped.items()
+        record.rank: skip
+        for record in records
+        for layer, skip in record.skipped.items()
         if layer in engaged or (engaged and not record.engaged)
     }
-    left = {layer: why for layer, why in skipped.items() if layer not in engaged}
-    record = replace(
-        known[0], total=len((engaged | skipped).keys() - {WHOLE_ENGINE}), engaged=engaged, skipped=left,
-        # The stages of a pipeline have layers of their own.
-        measured=next((one.measured for one in known if one.measured), ()),
-        overflows=tuple(dict.fromkeys(name for one in known for name in one.overflows)),
-        tuned={layers: tiles for one in reversed(known) for layers, tiles in one.tuned.items()},
-    )  # fmt: skip
-    return EngineRecord(record, len(ranks), fell_back, len(ranks) - len(known))
+    return EngineRecord(
+        first=records[0],
+        total=len((engaged | skipped).keys() - {WHOLE_ENGINE}),
+        engaged=engaged,
+        skipped={layer: skip for layer, skip in skipped.items() if layer not in engaged},
+        measured=next((record.measured for record in records if record.measured), ()),
+        overflows=tuple(dict.fromkeys(kernel for record in records for kernel in record.overflows)),
+        tuned={shape: tiles for record in reversed(records) for shape, tiles in record.tuned.items()},
+        ranks=len(ranks),
+        fell_back=fell_back,
+        silent=len(ranks) - len(records),
+    )
 
 
-def add_silent(ranks: Sequence[RankStatus]) -> list[RankStatus | None]:
-    """Return the records of an engine's ranks, of which at least one is known, and None for each that has none here."""
-    return [*ranks, *[None] * (max(one.ranks for one in ranks) - len(ranks))]
+def add_silent(records: Sequence[RankStatus]) -> list[RankStatus | None]:
+    """Return the records of an engine's ranks, at least one, and None for each rank that has none here."""
+    return [*records, *[None] * (max(record.ranks for record in records) - len(records))]
 
 
 def group_by_engine(records: Iterable[RankStatus]) -> dict[tuple[str, str, str], list[RankStatus]]:
     """Return the records of the ranks of each engine, by (run, model name, engine); both in the order of their numbers.
 
-    Files are named by run, engine and rank. Ranks that an earlier engine of the run has left behind are not among them:
-    it was larger, or had another model.
+    Files are named by run, engine and rank, so an earlier engine of the run may have left files of ranks that the last
+    engine does not have: the earlier one was larger, or had another model. Such records are not returned.
     """
     found: dict[tuple[str, str], list[RankStatus]] = {}
-    for record in sorted(records, key=_in_order):
+    for record in sorted(records, key=_by_numbers):
         found.setdefault((record.run, record.engine or "0"), []).append(record)
     return {
-        (run, ranks[0].model_name or "", engine): [one for one in ranks if _are_of_one_engine(ranks[0], one)]
+        (run, ranks[0].model_name or "", engine): [rank for rank in ranks if _are_of_one_engine(ranks[0], rank)]
         for (run, engine), ranks in found.items()
     }
 
@@ -151,22 +158,7 @@ def _are_of_one_engine(first: RankStatus, other: RankStatus) -> bool:
     return other.model_name == first.model_name and (not first.ranks or other.rank < first.rank + first.ranks)
 
 
-def _in_order(record: RankStatus) -> tuple[str, int, str, int]:
+def _by_numbers(record: RankStatus) -> tuple[str, int, str, int]:
+    """Return a sort key with which engine "2" comes before "10"."""
     engine = record.engine or "0"
-    return record.run, len(engine), engine, record.rank  # "2" comes before "10"
-
-
-def record_of_skipped_engine(code: str, message: str, layers: Sequence[int], kv_cache_dtype: str) -> RankStatus:
-    """Return a record for an engine that was skipped as a whole: its workers run nothing of ours.
-
-    Args:
-        code: of the reason.
-        message: the reason in one line.
-        layers: indices of the model's MLA layers; only the workers know their names.
-        kv_cache_dtype: of the engine, as vLLM spells it.
-    """
-    skipped = dict.fromkeys([f"layer {index}" for index in layers] or [WHOLE_ENGINE], (code, message))
-    return RankStatus(
-        rank=0, integration="", card="", total=len(layers), engaged={}, skipped=skipped, compiled={}, measured=(),
-        overflows=(), decode_limit=0, kv_cache_dtype=kv_cache_dtype, ranks=1,
-    )  # fmt: skip
+    return record.run, len(engine), engine, record.rank

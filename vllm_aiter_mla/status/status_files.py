@@ -2,8 +2,8 @@
 """The status files of a server's run, and the locks that tell whether the server still runs.
 
 A run is one server: its front end names it in the environment, and its workers inherit the name. The front end holds
-the run's lock. Each engine of a worker holds one of its own, which tells that it outlives its front end. What is wrong
-with a file is raised to the caller.
+the run's lock. Each engine of a worker holds a lock of its own, which tells whether the engine outlives its front end.
+Whatever goes wrong with a file is raised to the caller.
 """
 
 import hashlib
@@ -12,7 +12,6 @@ import secrets
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from vllm_aiter_mla import files, locks
@@ -25,26 +24,26 @@ LOCK = "lock-status-"
 
 
 def start_run() -> str:
-    """Name this server's run in the environment, unless a parent process has, and return the name."""
+    """Name this server's run in the environment, unless a parent process has done so, and return the name."""
     return os.environ.setdefault(RUN, f"{host_id()}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def host_id() -> str:
-    """Return what tells the runs of this machine from those of others that share the folder."""
+    """Return how the names of this machine's runs begin: other machines may share the folder."""
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 
 
 def join_run(folder: Path) -> str:
     """Return the name of this server's run; hold its lock to the end of this process, unless another process does.
 
-    For the front end, which comes first, and for workers of another machine (Ray): they have a folder of their own,
-    where the first of them holds the lock.
+    The front end calls this first. Workers on another machine (Ray) call it too: they have a folder of their own, where
+    the first worker holds the lock.
 
     Args:
         folder: where the plugin keeps its files; made if it is missing.
 
     Raises:
-        OSError: the lock cannot be made.
+        OSError: the lock cannot be taken.
     """
     folder.mkdir(parents=True, exist_ok=True)
     run = start_run()
@@ -60,23 +59,22 @@ def path_of(folder: Path, record: RankStatus) -> Path:
 def write(folder: Path, record: RankStatus) -> None:
     """Write the status file of one rank of this server's run.
 
-    Holds the lock of its engine to the end of this process. Removes the files of this machine's servers that have
-    ended.
+    Holds the lock of the record's engine to the end of this process. Removes the files of this machine's servers that
+    have ended.
 
     Args:
         folder: where the plugin keeps its files; made if it is missing.
-        record: of ``EngineStatus.record_of`` or ``record_of_skipped_engine``.
+        record: of ``EngineStatus.record_of`` or ``record_of_skipped_engine``, with the run.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written, or a lock cannot be taken.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    record = replace(record, run=start_run())
-    # A worker on its front end's machine leaves the lock: a free one says that the front end has ended.
+    # A worker on its front end's machine does not take the run's lock: if it is free, the front end has ended.
     if not record.run.startswith(f"{host_id()}-"):
         join_run(folder)
-    # No other process has an engine of this ``writer``. An engine that is skipped as a whole has none: each process
-    # of the run that reads its config writes the same record, and the lock of one of them is enough.
+    # Only this process has an engine of this ``instance``. An engine that is skipped as a whole has no ``instance``:
+    # each process of the run that reads its config writes the same record, and the lock of one process is enough.
     locks.hold(_lock_of_engine(folder, record))
     files.write(path_of(folder, record), record)
     _remove_ended(folder, record.evidence.host)
@@ -85,11 +83,11 @@ def write(folder: Path, record: RankStatus) -> None:
 def _remove_ended(folder: Path, host: str) -> None:
     """Remove status files and locks of servers of this machine that have ended.
 
-    A lock may mean nothing to another machine that shares the folder, so its files stay. A file of another version
-    goes too: its name tells its run.
+    Files of another machine that shares the folder stay, because its locks may mean nothing here. A file of another
+    version is removed too: its name tells its run.
     """
     for path in folder.glob("status-*-*.json"):
-        with suppress(Exception):  # another program's file, or one that is being written: leave it
+        with suppress(Exception):  # another program's file, or a file that is being written: it stays
             data = files.load(path)
             is_mine = files.stamp_in(data)[0] == "status" and data[files.KEY]["host"] == host
             if is_mine and _has_ended(folder, run=path.stem.removeprefix("status-").rsplit("-", 2)[0]):
@@ -105,13 +103,13 @@ def _has_ended(folder: Path, run: str) -> bool:
     return all(locks.is_held(lock) is False for lock in of_run)
 
 
-def read_all(folder: Path, run: str, bad: Callable[[str], None]) -> list[RankStatus]:
-    """Return the status files in a folder, sorted by name.
+def read_all(folder: Path, run: str, tell_unreadable: Callable[[str], None]) -> list[RankStatus]:
+    """Return the records of the status files in a folder, sorted by the files' names.
 
     Args:
         folder: where the plugin keeps its files.
-        run: of one server, or "*" for all.
-        bad: takes one line for each file that cannot be read, or holds something else.
+        run: the name of one server's run, or "*" for all runs.
+        tell_unreadable: takes one line for each file that cannot be read, or holds something else.
     """
     records = []
     for path in sorted(folder.glob(f"status-{run}-*.json")):
@@ -120,23 +118,23 @@ def read_all(folder: Path, run: str, bad: Callable[[str], None]) -> list[RankSta
         except FileNotFoundError:
             continue  # removed since the folder was listed
         except (OSError, ValueError) as error:
-            bad(str(error))
+            tell_unreadable(str(error))
     return records
 
 
 def serves(folder: Path, ranks: Sequence[RankStatus]) -> bool | None:
     """Return whether an engine and its front end live; None if that cannot be told.
 
-    A script may shut its engine down and live on. An engine of which another machine has a rank (Ray) lives as long as
-    its front end: the lock of that rank may mean nothing here.
+    A script may shut its engine down and live on. An engine that has a rank on another machine (Ray) is taken to live
+    as long as its front end, because the lock of that rank may mean nothing here.
 
     Args:
         folder: where the plugin keeps its files.
         ranks: the records of the engine, at least one.
     """
-    front_end = locks.is_held(_lock_of_run(folder, ranks[0].run))
-    here = all(record.evidence.host == socket.gethostname() for record in ranks)
-    return engine_lives(folder, ranks) if front_end and here else front_end
+    front_end_lives = locks.is_held(_lock_of_run(folder, ranks[0].run))
+    all_here = all(record.evidence.host == socket.gethostname() for record in ranks)
+    return engine_lives(folder, ranks) if front_end_lives and all_here else front_end_lives
 
 
 def engine_lives(folder: Path, ranks: Sequence[RankStatus]) -> bool | None:
@@ -149,7 +147,7 @@ def _name_of(record: RankStatus) -> str:
     return f"status-{record.run}-{record.engine or 0}-{record.rank}"
 
 
-# What a lock is made of may come from a file, so only the last part of it counts as a name.
+# The name of a lock may come from a file, so ``Path.name`` cuts off whatever would lead to another folder.
 
 
 def _lock_of_run(folder: Path, run: str) -> Path:
@@ -157,5 +155,5 @@ def _lock_of_run(folder: Path, run: str) -> Path:
 
 
 def _lock_of_engine(folder: Path, record: RankStatus) -> Path:
-    writer = f"-{record.writer}" if record.writer else ""
-    return folder / f"lock-{Path(f'{_name_of(record)}{writer}').name}"
+    instance = f"-{record.instance}" if record.instance else ""
+    return folder / f"lock-{Path(f'{_name_of(record)}{instance}').name}"

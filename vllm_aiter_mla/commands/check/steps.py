@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_aiter_mla.admission import REMEDIES
 from vllm_aiter_mla.commands import machine, process
 from vllm_aiter_mla.commands.check.context import Context, WrongOptionError
 from vllm_aiter_mla.commands.check.engine.steps import (
@@ -70,7 +69,7 @@ def plan_model(context: Context) -> Step:
     detail = f"{plan.layers.engaged}/{plan.layers.mla} MLA layers would engage on {plan.arch}"
     if plan.outcome == "unknown":
         detail = f"not known whether layers would engage on {plan.arch}"
-    lines = tuple(f"{reason.code}: {reason.message} -> {REMEDIES[reason.code]}" for reason in plan.reasons)
+    lines = tuple(str(reason) for reason in plan.reasons)
     return Step(_status_of_plans({plan.outcome}), detail, lines, plan)
 
 

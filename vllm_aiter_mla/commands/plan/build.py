@@ -71,7 +71,7 @@ def make_plan(answer: Answer, vllm: LoadedVllm, variables: Variables) -> record.
         **_graph(engine, answer.user_options.settings, limit),
         outcome=_outcome(reasons, engaged, total),
         layers=record.Layers(total, drafts, model.layers, engaged),
-        reasons=tuple(record.Reason(level(reason.code), reason.code, reason.message) for reason in reasons),
+        reasons=tuple(reasons),
         kernels=main.spans if main else None,
         figures=_figures(model, main, limit, engine.view.enforce_eager) if main else None,
         assumptions=tuple(_assumptions(answer, vllm, variables, main)),
@@ -132,17 +132,12 @@ def _integration(engine: EngineFacts, settings: Settings) -> str:
     return engine.gate.integration if engine.gate else integration_of(engine.view, settings)
 
 
-def level(code: str) -> str:
-    """Return who skips: "engine", "layer", "graph" or "kernel"."""
-    return next(name for name, codes in admission.LEVELS.items() if code in codes)
-
-
 def _outcome(reasons: list[Skip], engaged: int, total: int) -> str:
     """Return "engaged", "some", "skipped" or "unknown"."""
-    codes = {reason.code for reason in reasons}
     if total and engaged == total:
         return "engaged"
-    if UNKNOWN & codes and not any(level(code) == "engine" for code in codes - UNKNOWN):
+    known = [reason for reason in reasons if reason.code not in UNKNOWN]
+    if len(known) < len(reasons) and not any(reason.level == "engine" for reason in known):
         return "unknown"
     return "some" if engaged else "skipped"
 
@@ -162,14 +157,13 @@ def _layer_reasons(kinds: list[_PlannedKind], total: int, engine_codes: set[str]
 def _graph(engine: EngineFacts, settings: Settings, limit: int) -> dict[str, Any]:
     """Return which integration would run, vLLM's compile ranges, and its captured sizes."""
     view, sizes = engine.view, engine.graphs.captured
-    cut = why_not_passes(view)
     compiled = view.mode == "VLLM_COMPILE" and not view.enforce_eager
     ranges = engine.ranges if compiled else ()
     passes = engine.gate is not None and engine.gate.integration == "passes"
     no_graph = "--enforce-eager" if view.enforce_eager else "CUDA graphs are off"
     return {
         "integration": _integration(engine, settings),
-        "why_not_passes": None if cut is None else record.Cause(cut.code, cut.message),
+        "why_not_passes": why_not_passes(view),
         "compile_ranges": record.Ranges(
             ranges,
             sum(admission.within_limit(end, limit) for _, end in ranges) if passes else 0,

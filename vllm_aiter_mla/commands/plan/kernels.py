@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla.admission import OVERFLOW, LayerView
-from vllm_aiter_mla.commands.plan.record import KernelSpan
+from vllm_aiter_mla.commands.plan.record import PlannedSpan
+from vllm_aiter_mla.decided import VLLM, Decision, PassedOver
 from vllm_aiter_mla.kernels import absorb
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.route import PER_HEAD_TOKENS
@@ -21,7 +22,7 @@ from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.kernels.triton import backend as triton
 from vllm_aiter_mla.kernels.triton import tiles
 from vllm_aiter_mla.serving.backends import AITER_KERNELS, FACTORIES, Backends, Factory
-from vllm_aiter_mla.serving.decision import VLLM, Checked, Decision, LayerFacts, decide
+from vllm_aiter_mla.serving.decision import Checked, LayerFacts, decide
 from vllm_aiter_mla.settings import Settings
 
 # A plan is made for the ROCm release that the AITER path needs; the step machine looks at the installed one.
@@ -64,7 +65,7 @@ class _PlannedVLLM(ReferenceBackend):
 
 def planned(
     arch: str, settings: Settings, view: LayerView, format: str, block_size: int, limit: int
-) -> tuple[Decision, tuple[KernelSpan, ...]]:
+) -> tuple[Decision, tuple[PlannedSpan, ...]]:
     """Return the decision of a start that times nothing, and its spans cut where another variant of a kernel runs.
 
     ``view`` has the heads of one rank. ``format`` is that of its absorb weight, by the name of ``kernels.absorb``.
@@ -81,8 +82,8 @@ def planned(
     return decision, tuple(_spans(backends, shape, facts, decision))
 
 
-def _spans(backends: Backends, shape: LayerShape, facts: LayerFacts, decision: Decision) -> Iterator[KernelSpan]:
-    passed_over, order = dict(decision.passed_over), list(facts.offers)
+def _spans(backends: Backends, shape: LayerShape, facts: LayerFacts, decision: Decision) -> Iterator[PlannedSpan]:
+    runs_nowhere, order = {other.kernel: other.reason for other in decision.passed_over}, list(facts.offers)
     entries = (entry for table in tiles.TABLE.values() for entry in table)
     borders = {PER_HEAD_TOKENS - 1, *(entry.tokens(shape.heads) for entry in entries)}
     for span in decision.kernels:
@@ -90,12 +91,12 @@ def _spans(backends: Backends, shape: LayerShape, facts: LayerFacts, decision: D
         ends = sorted({border for border in borders if span.first <= border < span.last} | {span.last})
         point = next(point for point in facts.points if span.first <= point)
         earlier = order[: order.index(span.kernel)] if span.kernel in order else order
-        reasons = ((name, passed_over.get(name) or facts.offers[name].declines.get(point)) for name in earlier)
-        why, first = tuple((name, reason) for name, reason in reasons if reason), span.first
+        reasons = ((name, runs_nowhere.get(name) or facts.offers[name].declines.get(point)) for name in earlier)
+        passed_over, first = tuple(PassedOver(name, reason) for name, reason in reasons if reason), span.first
         details = ((end, _detail(backends, span.kernel, synthetic_inputs(shape, end, padded=None))) for end in ends)
         for detail, same in groupby(details, itemgetter(1)):
             *_, (last, _) = same
-            yield KernelSpan(first, last, span.kernel, detail, why)
+            yield PlannedSpan(first, last, span.kernel, detail, passed_over)
             first = last + 1
 
 

@@ -2,12 +2,12 @@
 """The plan as lines of text."""
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
-from vllm_aiter_mla.admission import REMEDIES, UNSUPPORTED
+from vllm_aiter_mla.admission import UNSUPPORTED
 from vllm_aiter_mla.commands.outputs import one_line
 from vllm_aiter_mla.commands.plan.issues import why_no_shape
 from vllm_aiter_mla.commands.plan.record import Plan
+from vllm_aiter_mla.decided import joined
 
 FEW = 6
 WEIGHTS = {
@@ -28,8 +28,7 @@ def table(plans: Sequence[Plan]) -> str:
     first = plans[0]
     rows = [("-tp", "heads per rank", "limit", "MLA layers", "integration", "kernel, untimed")]
     for plan in plans:
-        groups = (list(group) for _, group in groupby(plan.kernels or (), lambda span: span.kernel))
-        spans = [f"{group[0].first}..{group[-1].last} {group[0].kernel or 'none'}" for group in groups]
+        spans = [f"{span.tokens} {span.kernel}" for span in joined(plan.kernels or ())]
         engaged = "not known" if plan.outcome == "unknown" else f"{plan.layers.engaged}/{plan.layers.mla}"
         why = f" ({', '.join(dict.fromkeys(reason.code for reason in plan.reasons))})" if plan.reasons else ""
         size, heads, limit = plan.options.tp, plan.heads_per_rank, plan.limit
@@ -48,12 +47,12 @@ def _lines(plan: Plan) -> Iterator[str]:
     engaged = f"{plan.layers.engaged}/{plan.layers.mla} MLA layers would engage"
     yield f"Status line: {'not known' if plan.outcome == 'unknown' else engaged}"
     for reason in plan.reasons:
-        yield f"  {reason.scope}: {reason.code}: {reason.message}"
-        yield f"    -> {REMEDIES[reason.code]}"
+        yield f"  {reason.level}: {reason.reason}"
+        yield f"    -> {reason.remedy}"
     kernels = plan.kernels or ()
     for span in kernels[1:]:
         if span.kernel != kernels[0].kernel:
-            yield f"  from {span.first} tokens on they would run on {span.kernel or 'nothing'}: see below"
+            yield f"  from {span.first} tokens on they would run on {span.kernel}: see below"
     yield ""
     yield from _graph_lines(plan)
     yield ""
@@ -144,16 +143,15 @@ def _kernels(plan: Plan) -> Iterator[str]:
         yield "  none"
     reasons_above = set[str]()
     for span in plan.kernels or ():
-        where = f"{span.first}..{span.last} tokens"
         detail = f": {span.detail}" if span.detail else ""
-        yield f"  {where:<18} {span.kernel or 'none'}{detail}"
-        names: dict[str, list[str]] = {}
-        for name, reason in span.skips:
-            names.setdefault(reason, []).append(name)
-        for reason, passed_over in names.items():
+        yield f"  {f'{span.tokens} tokens':<18} {span.kernel}{detail}"
+        by_reason: dict[str, list[str]] = {}
+        for other in span.passed_over:
+            by_reason.setdefault(other.reason, []).append(other.kernel)
+        for reason, names in by_reason.items():
             if reason not in reasons_above:
-                yield f"{'':<21}not {', '.join(passed_over)}: {reason}"
-        reasons_above |= names.keys()
+                yield f"{'':<21}not {', '.join(names)}: {reason}"
+        reasons_above |= by_reason.keys()
 
 
 def _figures(plan: Plan) -> Iterator[str]:

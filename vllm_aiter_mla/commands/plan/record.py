@@ -7,6 +7,8 @@ Imports no torch. ``schemas.json`` says what the fields mean.
 from dataclasses import dataclass
 
 from vllm_aiter_mla import files
+from vllm_aiter_mla.admission import Skip
+from vllm_aiter_mla.decided import PassedOver, Span
 from vllm_aiter_mla.kernels.formulas import Launch
 from vllm_aiter_mla.settings import Settings
 
@@ -103,31 +105,11 @@ class Layers:
 
 
 @dataclass(frozen=True)
-class Cause:
-    """Why something would not run."""
+class PlannedSpan(Span):
+    """Token counts at which one variant of a kernel would run."""
 
-    code: str
-    message: str
-
-
-@dataclass(frozen=True)
-class Reason:
-    """Why layers would not engage; ``scope`` says who skips them."""
-
-    scope: str
-    code: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class KernelSpan:
-    """Batch sizes that run alike."""
-
-    first: int  # tokens
-    last: int
-    kernel: str | None  # back end that runs, or None
-    detail: str  # which of its kernels, or which tile
-    skips: tuple[tuple[str, str], ...]  # (name, reason) of the back ends passed over
+    detail: str  # the variant, in words
+    passed_over: tuple[PassedOver, ...]  # kernels that come before it in the static order
 
 
 @dataclass(frozen=True)
@@ -175,13 +157,13 @@ class Plan:
     absorb_weights: dict[str, int]
     limit: int
     integration: str
-    why_not_passes: Cause | None
+    why_not_passes: Skip | None
     compile_ranges: Ranges
     captures: Captures
     outcome: str
     layers: Layers
-    reasons: tuple[Reason, ...]
-    kernels: tuple[KernelSpan, ...] | None
+    reasons: tuple[Skip, ...]
+    kernels: tuple[PlannedSpan, ...] | None
     figures: Figures | None
     assumptions: tuple[str, ...]
     known_issues: tuple[KnownIssue, ...] = ()  # none without a known shape

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_aiter_mla import files
-from vllm_aiter_mla.admission import OVERFLOW, REMEDIES
+from vllm_aiter_mla.admission import OVERFLOW
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.check.steps import ran_on_the_card
 from vllm_aiter_mla.commands.check.timing.record import STAND_IN, Measurement
@@ -136,8 +136,7 @@ def _glance(run: CheckRun, records: Sequence[Any], passed: str) -> Glance:
     versions = {head: here[name] for name, head in (("torch", "torch"), ("rocm", "ROCm")) if name in here}
     versions |= {head: used[name] for name, head in VERSIONS.items() if used.get(name)}
     left = [f"{step.name}: {step.detail}" for step in run.steps if step.status in ("skipped", "unknown")]
-    reasons = (reason for record in plans for reason in record.reasons)
-    left += [f"{reason.code}: {reason.message} -> {REMEDIES.get(reason.code, '')}" for reason in reasons]
+    left += [str(reason) for record in plans for reason in record.reasons]
     left += [f"{backend}: {why}" for record in verifications for backend, why in record.missing.items()]
     card = "emulated: " * (passed == ON_EMULATOR) + card
     what = " and ".join(map(label_of, plans)) or run.model or "no model"

@@ -5,12 +5,14 @@ import socket
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
+from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands.plan.record import Cost, Plan
 from vllm_aiter_mla.commands.report import charts
 from vllm_aiter_mla.commands.report.blocks import PLAN, Glance, Page
+from vllm_aiter_mla.decided import Span, joined, kernel_at
 from vllm_aiter_mla.kernels.formulas import Launch
 from vllm_aiter_mla.status.line import status_line
 from vllm_aiter_mla.status.record import RankStatus
@@ -30,16 +32,17 @@ def status(page: Page, record: RankStatus) -> Glance:
         record.kv_cache_dtype, record.decode_limit or None, _joined(rewritten), _joined(record.capture_sizes),
     ), record.skipped.items())  # fmt: skip
     for alike in record.decided:
-        if alike.kernels:
-            _add_spans(page, "Status", "Which kernel runs", f"{name}: {len(alike.layers)} layers", alike.kernels)
+        if spans := alike.decision.kernels:
+            _add_spans(page, "Status", "Which kernel runs", f"{name}: {len(alike.layers)} layers", spans)
     for shape in record.measured:
         names = sorted({kernel for figures in shape.us.values() for kernel in figures})
-        rows = [(tokens, *map(us.get, names), shape.chosen_at(tokens)) for tokens, us in sorted(shape.us.items())]
+        by_tokens = sorted(shape.us.items())
+        rows = [(tokens, *map(us.get, names), kernel_at(shape.chosen, tokens)) for tokens, us in by_tokens]
         heads, chart = ("tokens", *(f"{kernel}, us" for kernel in names), "runs"), charts.over_tokens(names, rows)
         notes = [f"{name}: {len(shape.layers)} layers"]
         page.add("Status", f"Timed at start-up, {shape.shape}, per layer", heads, rows, chart, notes)
     word, means = _outcome(page.input.folder, record, max(record.ranks - page.input.ranks, 0))
-    reasons = dict.fromkeys(f"{code}: {text}" for code, text in record.skipped.values())
+    reasons = dict.fromkeys(skip.reason for skip in record.skipped.values())
     not_told = "not told" if record.engaged else "not told: the engine was skipped as a whole"
     card = "a CPU, for tests" if record.card == "cpu" else record.card or not_told
     return Glance(word, f"server of {record.model_name or 'a model'}", card, means, tuple(reasons), run=record.run)
@@ -70,8 +73,8 @@ def _outcome(folder: Path, record: RankStatus, silent: int) -> tuple[str, str]:
 def plan(page: Page, record: Plan) -> None:
     """Add a plan: nothing in it was run."""
     captures, label = record.captures, f"{page.input.name}: {label_of(record)}"
-    kernels = dict.fromkeys(span.kernel for span in record.kernels or () if span.kernel)
-    skipped = [(f"{reason.scope} {reason.code}", (reason.code, reason.message)) for reason in record.reasons]
+    kernels = dict.fromkeys(span.kernel for span in record.kernels or ())
+    skipped = [(f"{skip.level} {skip.code}", skip) for skip in record.reasons]
     ranges = record.compile_ranges.ranges[: record.compile_ranges.inside]
     _add_layers(page, PLAN, (
         label, "not known" if record.outcome == "unknown" else f"{record.layers.engaged}/{record.layers.mla}",
@@ -80,9 +83,8 @@ def plan(page: Page, record: Plan) -> None:
         _joined((*captures.inside, *captures.outside)) or captures.note,
     ), skipped)  # fmt: skip
     if record.kernels:
-        spans = [(span.first, span.last, span.kernel or "vllm") for span in record.kernels]
         note = "The first start on a card times them."
-        _add_spans(page, PLAN, f"Which kernel could run, {label}", note, spans)
+        _add_spans(page, PLAN, f"Which kernel could run, {label}", note, record.kernels)
     if record.figures:
         _add_layer(page, label, record.figures.by_tokens)
     fields = ("id", "effect", "state", "remedy", "link")
@@ -112,13 +114,11 @@ def _end_to_end(launches: Sequence[Launch]) -> list[tuple[float, float, str]]:
     return [(at / 1e6, end / 1e6, of.name) for (at, end), of in zip(pairwise(ends), launches, strict=True)]
 
 
-def _add_layers(
-    page: Page, section: str, cells: Sequence[object], skipped: Iterable[tuple[str, Sequence[str]]]
-) -> None:
-    """Add a row to the table of layers; ``skipped`` names each layer with code and reason."""
+def _add_layers(page: Page, section: str, cells: Sequence[object], skipped: Iterable[tuple[str, Skip]]) -> None:
+    """Add a row to the table of layers; ``skipped`` says why each layer is."""
     layers_by_reason = defaultdict(list)
-    for layer, (code, text) in skipped:
-        layers_by_reason[f"{code}: {text}"].append(layer)
+    for layer, skip in skipped:
+        layers_by_reason[skip.reason].append(layer)
     reasons = [f"{why} ({len(layers)}): {_joined(layers)}" for why, layers in layers_by_reason.items()]
     heads = ("input", "would engage" if section == PLAN else "engaged", "kernels", "KV cache", "decode limit",
              "rewritten ranges", "captured sizes", "skipped")  # fmt: skip
@@ -129,12 +129,11 @@ def _joined(values: Iterable[object]) -> str | None:
     return ", ".join(map(str, values)) or None
 
 
-def _add_spans(page: Page, section: str, about: str, note: str, spans: Sequence[tuple[int, int, str]]) -> None:
-    """Add which kernel runs at how many tokens; what it runs on in several ways counts once."""
-    joined = [[*group] for _, group in groupby(spans, lambda span: span[2])]
-    spans = [(group[0][0], group[-1][1], group[0][2]) for group in joined]
-    title = f"{about}: " + ", ".join(f"{kernel} {first}..{last}" for first, last, kernel in spans)
-    strip = {"": [(first, last + 1, kernel) for first, last, kernel in spans]}
+def _add_spans(page: Page, section: str, about: str, note: str, spans: Sequence[Span]) -> None:
+    """Add which kernel runs at how many tokens; variants of one kernel count as one."""
+    spans = joined(spans)
+    title = f"{about}: " + ", ".join(f"{span.kernel} {span.tokens}" for span in spans)
+    strip = {"": [(span.first, span.last + 1, span.kernel) for span in spans]}
     draw = partial(charts.strips, "tokens in the step", strip, planned=section == PLAN, log=True)
-    rows = [(f"{first}..{last}", kernel) for first, last, kernel in spans]
+    rows = [(span.tokens, span.kernel) for span in spans]
     page.add(section, title, ("tokens", "kernel"), rows, draw, [note])

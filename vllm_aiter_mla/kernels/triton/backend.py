@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vllm_aiter_mla.decided import Spans
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight, drops_values
 from vllm_aiter_mla.kernels.backend import OWN_BMM, Binding, KernelBackend
 from vllm_aiter_mla.kernels.device import card
@@ -14,7 +15,6 @@ from vllm_aiter_mla.kernels.formats import is_fp8
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, contract_violation
 from vllm_aiter_mla.kernels.platform import CARDS
 from vllm_aiter_mla.kernels.reference import TRITON
-from vllm_aiter_mla.kernels.stopwatch import Ranges
 from vllm_aiter_mla.kernels.triton import interpreted, tiles, tuning
 from vllm_aiter_mla.kernels.triton.tiles import BLOCK_K, INT32_SPAN, MXFP4_ARCH, Tile, tile_for
 
@@ -38,7 +38,7 @@ class TritonBackend(KernelBackend):
     bounds = OWN_BMM
     caches = (False, True)  # Triton compiles another variant, with 64-bit offsets, for a large cache
 
-    def __init__(self, chosen: Mapping[str, Ranges] | None = None) -> None:
+    def __init__(self, chosen: Mapping[str, Spans] | None = None) -> None:
         self._chosen = dict(chosen or {})
         self._untuned: set[tuple[Any, ...]] = set()  # shapes that failed their check with the chosen tiles
 
@@ -49,20 +49,19 @@ class TritonBackend(KernelBackend):
 
     def tile(self, inputs: DecodeInputs, tokens: int) -> Tile:
         """Return the tile of calls like ``inputs`` with ``tokens`` rows."""
-        chosen = self._ranges(inputs)
-        label = next((label for _, last, label in chosen if tokens <= last), None)  # beyond what was timed the table's
+        # Beyond what was timed the table's.
+        label = next((span.kernel for span in self._spans(inputs) if tokens <= span.last), None)
         return tile_for(self.arch, tokens, inputs.num_heads) if label is None else tiles.allowed(self.arch)[label]
 
     def tuned(self, inputs: DecodeInputs) -> str:
         """See the base class: tiles by tokens, as in "16x64/4w 1..32"."""
-        chosen = self._ranges(inputs)
-        return ", ".join(f"{label} {first}..{last}" for first, last, label in chosen)
+        return ", ".join(f"{span.kernel} {span.tokens}" for span in self._spans(inputs))
 
     def untune(self, inputs: DecodeInputs) -> None:
         """See the base class: the table's tiles take over for calls of this shape. Others have passed their check."""
         self._untuned.add(_shape(inputs))
 
-    def _ranges(self, inputs: DecodeInputs) -> Ranges:
+    def _spans(self, inputs: DecodeInputs) -> Spans:
         """Return which tiles a file has chosen for calls of this shape, by tokens."""
         return () if _shape(inputs) in self._untuned else self._chosen.get(tuning.key_of(inputs), ())
 
@@ -86,7 +85,7 @@ class TritonBackend(KernelBackend):
 
     def tried_counts(self, inputs: DecodeInputs) -> tuple[int, ...]:
         """See the base class: one for each tile."""
-        return tiles.tried_counts(self.arch, inputs.num_heads, self._ranges(inputs))
+        return tiles.tried_counts(self.arch, inputs.num_heads, self._spans(inputs))
 
     def warm_up(self, template: DecodeInputs, token_counts: Iterable[int]) -> None:
         """Compile and load every variant that captures of ``token_counts`` rows need. Call it outside capture.

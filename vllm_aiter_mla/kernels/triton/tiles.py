@@ -8,6 +8,8 @@ Neither torch nor Triton is imported here: the kernel compiles without torch, an
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm_aiter_mla.decided import Span
+
 NO_LIMIT = 1 << 31
 INT32_SPAN = 1 << 31  # of bytes or elements: from here on Triton takes 64-bit offsets
 LEAST_TOKENS = 16  # of a block, by the matrix instructions
@@ -115,12 +117,12 @@ def allowed(arch: str) -> dict[str, Tile]:
     return {tile.label: tile for tile in (*MORE, *(entry.tile for entry in TABLE.get(arch, FALLBACK)))}
 
 
-def tried_counts(arch: str, heads: int, chosen: Sequence[tuple[int, int, str]] = ()) -> tuple[int, ...]:
+def tried_counts(arch: str, heads: int, chosen: Sequence[Span] = ()) -> tuple[int, ...]:
     """Return one token count for each tile of ``arch``: the fullest it takes, or one row more than its block holds.
 
-    ``chosen`` has (first, last, label) in tokens of what runs instead of the table's.
+    ``chosen`` names the tiles that run instead of the table's.
     """
-    spans = [(first, last, allowed(arch)[label]) for first, last, label in chosen]
+    spans = [(span.first, span.last, allowed(arch)[span.kernel]) for span in chosen]
     for entry in TABLE.get(arch, FALLBACK):
         first = spans[-1][1] + 1 if spans else 1
         if first <= (last := entry.tokens(heads)):

@@ -8,8 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from vllm_aiter_mla import files
+from vllm_aiter_mla.decided import Spans
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.kernels.stopwatch import Ranges
 from vllm_aiter_mla.kernels.triton.tiles import allowed
 
 SHIPPED = Path(__file__).parent / "tuned"
@@ -21,20 +21,20 @@ class TunedTiles:
     """What was fastest on one card with one release of Triton.
 
     Raises:
-        ValueError: the ranges of a call do not follow one another from 1 on.
+        ValueError: the spans of a call do not follow one another from 1 token on.
     """
 
     card: str  # its name, as torch has it
     triton: str  # the release
-    chosen: dict[str, Ranges]  # by ``key_of``: (first, last, label of a tile) in tokens, as far as was timed
+    chosen: dict[str, Spans]  # by ``key_of``: the tiles, as far as was timed
     us: dict[str, dict[int, dict[str, float]]]  # median microseconds by ``key_of``, token count and tile
     evidence: files.Stamp = files.stamped("tuned")
 
     def __post_init__(self) -> None:
-        for ranges in self.chosen.values():
-            follows = all(before[1] + 1 == after[0] for before, after in pairwise(ranges))
-            if not ranges or ranges[0][0] != 1 or not follows or any(first > last for first, last, _ in ranges):
-                raise ValueError("the ranges of tokens do not follow one another from 1 on")
+        for spans in self.chosen.values():
+            follows = all(before.last + 1 == after.first for before, after in pairwise(spans))
+            if not spans or spans[0].first != 1 or not follows or any(span.first > span.last for span in spans):
+                raise ValueError("the spans do not follow one another from 1 token on")
 
 
 def key_of(inputs: DecodeInputs) -> str:
@@ -48,7 +48,7 @@ def path_of(folder: Path, card: str, triton: str) -> Path:
     return folder / f"tuned-{re.sub(r'[^A-Za-z0-9.+]+', '-', f'{card} triton {triton}')}.json"
 
 
-def load(folders: Sequence[Path], card: str, triton: str, arch: str) -> tuple[Mapping[str, Ranges], str]:
+def load(folders: Sequence[Path], card: str, triton: str, arch: str) -> tuple[Mapping[str, Spans], str]:
     """Return the chosen tiles by ``key_of`` of the first folder that has the file, and what was left out and why.
 
     The machine's own folder comes first. ``card`` and ``triton`` are as in ``TunedTiles``.
@@ -63,8 +63,9 @@ def load(folders: Sequence[Path], card: str, triton: str, arch: str) -> tuple[Ma
         if (found.card, found.triton) != (card, triton):
             return {}, f"{path}: for {found.card} with Triton {found.triton}, this is {card} with {triton}"
         known = allowed(arch)
-        strange = {key: label for key, ranges in found.chosen.items() for *_, label in ranges if label not in known}
+        tiles = ((key, span.kernel) for key, spans in found.chosen.items() for span in spans)
+        strange = {key: label for key, label in tiles if label not in known}
         why = "".join(f"{path}: {key}: {label} is no tile of this kernel" for key, label in [*strange.items()][:1])
-        return {key: ranges for key, ranges in found.chosen.items() if key not in strange}, why
+        return {key: spans for key, spans in found.chosen.items() if key not in strange}, why
     others = ", ".join(sorted(path.name for path in folders[0].glob("tuned-*.json")))
     return {}, f"{others}: for another card or Triton; this is {card} with {triton}" if others else ""

@@ -20,6 +20,7 @@ from vllm_aiter_mla.commands.check.engine.record import PREFILLS, SIDES, EngineA
 from vllm_aiter_mla.commands.check.record import Step
 from vllm_aiter_mla.commands.plan.issues import has_fp8_cache
 from vllm_aiter_mla.commands.plan.record import Plan
+from vllm_aiter_mla.decided import kernel_at
 from vllm_aiter_mla.kernels import formulas
 from vllm_aiter_mla.status import status_files
 from vllm_aiter_mla.status.line import status_line
@@ -156,7 +157,7 @@ def _why_apart(by_scenario: Mapping[str, distance.Figures], off: EngineAnswer, p
 def _why_not_engaged(on: EngineAnswer) -> str | None:
     """Return why not every layer of every rank runs the fast path or is faster with vLLM's own kernels, or None."""
     explained = [
-        len(rank.engaged) + sum(code == VLLM_FASTER for code, _ in rank.skipped.values()) == rank.total > 0
+        len(rank.engaged) + sum(skip.code == VLLM_FASTER for skip in rank.skipped.values()) == rank.total > 0
         for rank in on.ranks
     ]
     if not explained or not all(explained):
@@ -228,8 +229,6 @@ def compare_launches(context: Context) -> Step:
 
 def _planned_savings(context: Context) -> int:
     """Return how many launches the counted step of the first rank saves by plan, where our kernels run in it."""
-    from vllm_aiter_mla.kernels.stopwatch import name_at
-
     plan = context.plan
     assert plan is not None, "there is a plan"
     tokens = _counted_tokens(plan)
@@ -238,8 +237,8 @@ def _planned_savings(context: Context) -> int:
         return 0  # vLLM's own graph
     launches, of_vllm = _launches_of_a_layer(plan)
     kernels = [
-        name_at(decided.kernels, tokens) or ""
-        for decided in first_rank.decided for layer in decided.layers if layer in first_rank.engaged
+        kernel_at(alike.decision.kernels, tokens)
+        for alike in first_rank.decided for layer in alike.layers if layer in first_rank.engaged
     ]  # fmt: skip
     return sum(max(of_vllm - launches.get(kernel.partition("-")[0], of_vllm), 0) for kernel in kernels)
 

@@ -13,6 +13,7 @@ from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check.timing.child import Request
 from vllm_aiter_mla.commands.compat.offline import load_plugins
 from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.decided import Span, Spans, kernel_at
 from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import LayerShape, meta_inputs, synthetic_inputs
@@ -53,15 +54,13 @@ def tune(request: Request) -> tuple[tuning.TunedTiles, str | None]:
             # Below the smallest count the table may have tiles that were not compared: these stay.
             borders = [count for count in range(1, counts[0]) if tile_of_table(count) != tile_of_table(count + 1)]
             points: stopwatch.Rounds = {**{count: {} for count in borders}, **rounds}
-            us, ranges = (
-                stopwatch.medians(rounds),
-                decision.ranges(points, [*tiles.allowed(card().arch)], tile_of_table),
-            )
-            path = keep(replace(record, chosen={key: ranges}, us={key: us}))
+            us = stopwatch.medians(rounds)
+            spans = decision.fastest_spans(points, [*tiles.allowed(card().arch)], tile_of_table)
+            path = keep(replace(record, chosen={key: spans}, us={key: us}))
             if not record.chosen:
                 process.tell(f"kept in {path}; the next start checks these tiles and names them in its status line")
-            record = replace(record, chosen=record.chosen | {key: ranges}, us=record.us | {key: us})
-            for line in _lines(key, ranges, us, tile_of_table):
+            record = replace(record, chosen=record.chosen | {key: spans}, us=record.us | {key: us})
+            for line in _lines(key, spans, us, tile_of_table):
                 process.tell(line)
             card().give_back()
     for why in wrong:
@@ -70,17 +69,17 @@ def tune(request: Request) -> tuple[tuning.TunedTiles, str | None]:
 
 
 def _lines(
-    key: str, ranges: stopwatch.Ranges, us: Mapping[int, Mapping[str, float]], tile_of_table: Callable[[int], str]
+    key: str, spans: Spans, us: Mapping[int, Mapping[str, float]], tile_of_table: Callable[[int], str]
 ) -> Iterator[str]:
-    """Yield a line for each range of tokens: the tile that was chosen, its time, and that of the table's tile."""
+    """Yield a line for each span of tokens: the tile that was chosen, its time, and that of the table's tile."""
     yield f"{key}:"
-    for first, last, label in ranges:
-        if last not in us:
-            yield f"  {first}..{last} tokens  {label}: not timed, the table's"
+    for span in spans:
+        label, table = span.kernel, tile_of_table(span.last)
+        if span.last not in us:
+            yield f"  {span.tokens} tokens  {label}: not timed, the table's"
             continue
-        table = tile_of_table(last)
-        beaten = f"; the table's {table} {us[last][table]:.2f}" if label != table else ", the table's"
-        yield f"  {first}..{last} tokens  {label}: {us[last][label]:.2f} us{beaten}"
+        beaten = f"; the table's {table} {us[span.last][table]:.2f}" if label != table else ", the table's"
+        yield f"  {span.tokens} tokens  {label}: {us[span.last][label]:.2f} us{beaten}"
 
 
 def default(tokens: int, heads: int) -> str:
@@ -96,7 +95,7 @@ def timed(shape: LayerShape, key: str, counts: Sequence[int], wrong: list[str]) 
     """
     call, able = meta_inputs(shape), {}
     for label in tiles.allowed(card().arch):
-        backend = TritonBackend({key: ((1, sys.maxsize, label),)})
+        backend = TritonBackend({key: (Span(1, sys.maxsize, label),)})
         if (why := backend.refuse(call)) is not None:
             raise ValueError(why)
         checked = checks.self_check(label, backend, shape, (), max(counts))
@@ -110,21 +109,18 @@ def timed(shape: LayerShape, key: str, counts: Sequence[int], wrong: list[str]) 
     return stopwatch.time_shape(able, shape, synthetic_inputs(shape).weight, counts, stopwatch.Budget(float("inf")))
 
 
-def spliced(
-    new: stopwatch.Ranges, timed: Collection[int], old: stopwatch.Ranges, before: Collection[int]
-) -> stopwatch.Ranges:
-    """Return the old ranges with the new tile at each count that was ``timed``, and beyond their end the new ones.
+def spliced(new: Spans, timed: Collection[int], old: Spans, before: Collection[int]) -> Spans:
+    """Return the old spans with the new tile at each count that was ``timed``, and beyond their end the new ones.
 
     A count decides down to the next one that was timed now or ``before``.
     """
-    end = old[-1][1] if old else 0
+    end = old[-1].last if old else 0
 
     def tile_at(tokens: int) -> str:
-        ranges = old if tokens not in timed and tokens <= end else new
-        return next(label for _, last, label in ranges if tokens <= last)
+        return kernel_at(old if tokens not in timed and tokens <= end else new, tokens)
 
-    points = {*timed, *before, *(last for _, last, _ in (*old, *new))}
-    return decision.ranges({tokens: {} for tokens in points}, (), tile_at)
+    points = {*timed, *before, *(span.last for span in (*old, *new))}
+    return decision.fastest_spans({tokens: {} for tokens in points}, (), tile_at)
 
 
 def keep(record: tuning.TunedTiles) -> Path:
@@ -138,8 +134,8 @@ def keep(record: tuning.TunedTiles) -> Path:
     with suppress(OSError, ValueError):  # none, or one that start-up leaves out as well
         old = files.read(tuning.TunedTiles, path)
         chosen = {
-            key: spliced(ranges, record.us[key], old.chosen.get(key, ()), old.us.get(key, ()))
-            for key, ranges in record.chosen.items()
+            key: spliced(spans, record.us[key], old.chosen.get(key, ()), old.us.get(key, ()))
+            for key, spans in record.chosen.items()
         }
         us = {key: old.us.get(key, {}) | by_tokens for key, by_tokens in record.us.items()}
         record = replace(record, chosen=old.chosen | chosen, us=old.us | us)

@@ -1,0 +1,16 @@
+"""Decisions about layers, from tuples."""
+
+from vllm_aiter_mla.admission import Skip
+from vllm_aiter_mla.decided import Decision, PassedOver, Span, Spans
+
+
+def spans(*kernels: tuple[int, int, str]) -> Spans:
+    """Spans from (first, last, kernel) in tokens."""
+    return tuple(Span(*each) for each in kernels)
+
+
+def decision(
+    *kernels: tuple[int, int, str], skip: Skip | None = None, passed_over: tuple[PassedOver, ...] = ()
+) -> Decision:
+    """A decision from (first, last, kernel) in tokens."""
+    return Decision(spans(*kernels), skip, passed_over)
