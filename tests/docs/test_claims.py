@@ -84,7 +84,7 @@ def refused(line: str) -> list[str]:
         model, only = given.params["model"], given.params["only"] or ()
         chosen = steps.chosen([step for word in only for step in word.split(",")], model is not None)
         check._check_words(model, given, chosen)
-        check._check_options(given, chosen, model)
+        check._check_groups(given, chosen, model)
     except Exception as error:  # typer's or our own
         return [f"{type(error).__name__}: {error}"]
     return []

@@ -259,7 +259,7 @@ class TritonLaunch:
 
     @staticmethod
     def run(
-        tokens: int, slots: int, q: torch.Tensor, weight: torch.Tensor, weight_scale: Any, q_scale: torch.Tensor,
+        tokens: int, q: torch.Tensor, weight: torch.Tensor, weight_scale: Any, q_scale: torch.Tensor,
         *others: Any, N: int, M: int, IS_NEOX: bool, **tile: Any,  # noqa: N803
     ) -> None:  # fmt: skip
         """Take what ``launcher.Launch`` gives the kernel: tensors with their strides, and constants by name."""

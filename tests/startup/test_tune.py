@@ -245,7 +245,7 @@ def two_widths():
     """Calls of a target and of its draft, which have as many heads and other widths."""
     shape = replace(shape_of(16, "bf16", "bf16"), device="meta")
     target, draft = (synthetic_inputs(replace(shape, nope_dim=nope)) for nope in (128, 192))
-    return TritonBackend({tuning.key_of(target): ((1, 16, BEST),)}), target, draft
+    return TritonBackend({tuning.key_of(target): spans((1, 16, BEST))}), target, draft
 
 
 def assert_only_the_draft_is_untuned(backend, target, draft):
