@@ -61,7 +61,15 @@ def test_only_some_steps_run_without_a_model(only, named):
 def test_only_what_was_asked_for_by_name_gives_3_where_it_could_not_look():
     found = [Step("passed", "", name="machine"), Step("skipped", "no GPU", name="launches")]
     assert command.exit_status([*found, Step("passed", "", name="engine")], on_cpu=False) == outputs.FINE
-    assert command.exit_status(found, on_cpu=True, each=True) == outputs.NOT_LOOKED
+    assert command.exit_status(found, on_cpu=True, require_all=True) == outputs.NOT_LOOKED
+
+
+@pytest.mark.parametrize("device", [(), ("--device", "cpu")])
+def test_a_step_that_was_asked_for_and_skipped_is_said_and_no_option_that_was_given_is_advised(device):
+    done = CliRunner().invoke(app, ["check", "--only", "timing", *device])
+    assert done.exit_code == outputs.NOT_LOOKED
+    assert "1 skipped of the steps that were asked for" in done.output
+    assert "--device cpu" not in done.output.splitlines()[-1]
 
 
 @pytest.mark.parametrize("status", get_args(Status))

@@ -330,9 +330,10 @@ def test_mutation_a_planted_fault_makes_its_own_step_fail(
 def test_the_timing_is_of_the_models_own_layer(card: dict[str, Any]) -> None:
     widths = {"nope": 192, "rope": 32, "latent": 256}
     card["plan"]["model"]["kinds"][0].update(widths)
-    card["plan"]["model"]["dtype"] = "float16"
+    card["plan"]["model"]["dtype"], card["plan"]["options"]["kv_cache_dtype"] = "float16", "auto"
     outcomes()
-    shape = card["timed"].shape("bf16", 16)
+    assert [*card["timed"].layers()] == [("fp16", 16)]
+    shape = card["timed"].shape("fp16", 16)
     assert (shape.nope_dim, shape.rope, shape.latent, shape.act) == (*widths.values(), torch.float16)
     assert timing_child.kind_of(shape) == "fp16"
 

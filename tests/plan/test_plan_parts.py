@@ -22,7 +22,7 @@ from vllm_aiter_mla.commands.plan.record import NotKnownError
 from vllm_aiter_mla.kernels import formulas
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving.backends import candidates
-from vllm_aiter_mla.settings import Settings
+from vllm_aiter_mla.settings import LIMIT_FIELD, Settings
 
 ENGINE = admission.ConfigView(
     in_window=False, missing=("x",), op_schema=("x",), atom_active=True, is_mla=False, is_sparse=True,
@@ -249,3 +249,28 @@ def test_a_key_that_is_almost_the_plugins_own_is_said(tmp_path):
     )
     notes = " ".join(given.notes)
     assert [f"additional_config.{key} " in notes for key in ("aiter-mla", "another")] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("number", "named"),
+    [
+        ("num_drafts", "--speculative-config"),
+        ("max_token_num", f"pass_config.{LIMIT_FIELD} or additional_config.aiter_mla.max_token_num"),
+        ("max_num_seqs", "--max-num-seqs"),
+    ],
+)
+def test_a_number_that_no_engine_comes_near_is_named_as_it_is_typed(number, named):
+    made, too_many = plans.made_up_answer(), 2**40
+    if number == "max_token_num":
+        made = plans.made_up_answer(Settings(max_token_num=too_many))
+    else:
+        options = replace(made.engine.options, **{number: too_many})
+        made = replace(made, engine=replace(made.engine, options=options))
+    with pytest.raises(ValueError, match=f"{named}[^ ]* {too_many}: "):
+        build.make_plan(made, plans.VLLM, {})
+
+
+def test_a_plan_over_a_card_that_is_made_up_says_what_vllm_looks_through():
+    (said,) = (text for text in plans.made_up().assumptions if "made up" in text)
+    assert "amdsmi" in said
+    assert "no ROCm" not in said

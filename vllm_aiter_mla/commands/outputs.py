@@ -96,14 +96,15 @@ def why_not_writable(path: Path | None) -> str | None:
     if str(path).startswith("-"):
         return "an option in the place of a file; for a file of that name give ./ before it"
     try:
-        if files.is_device(path) or path.is_symlink():  # a link is replaced
-            path = path.parent if path.is_symlink() else path
-        elif path.is_dir():
-            return "is a folder"
-        elif not path.exists():
-            path = path.parent
-            if not path.is_dir():
-                return "its folder does not exist"
+        if not files.is_device(path):
+            if path.is_symlink():  # the link is replaced
+                path = path.parent
+            elif path.is_dir():
+                return "is a folder"
+            elif not path.exists():
+                path = path.parent
+                if not path.is_dir():
+                    return "its folder does not exist"
         return None if os.access(path, os.W_OK) else "not writable"
     except OSError as error:
         return error.strerror

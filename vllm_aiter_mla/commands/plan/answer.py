@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM itself decides for ``vllm serve`` on an AMD card: its finished ``VllmConfig``, and its MLA layers.
 
-The plugin is loaded, so the engine's own gate decides. ``card`` says what is made up where there is no ROCm, and
-``commands.compat.rocm_config`` what is made up for a model without weights.
+The plugin is loaded, so the engine's own gate decides. ``card`` says what is made up where vLLM finds no AMD card,
+and ``commands.compat.rocm_config`` what is made up for a model without weights.
 """
 
 import importlib.util
@@ -40,7 +40,7 @@ class LoadedVllm:
     """vLLM as this process has loaded it."""
 
     arch: str  # the card that it sees
-    is_made_up: bool  # the card is: vLLM finds no ROCm here
+    is_made_up: bool  # the card is: vLLM finds none here
     version: str
     switches: dict[str, bool]  # ``offline.VARIABLES`` as it reads them
 

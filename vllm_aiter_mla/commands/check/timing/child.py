@@ -16,7 +16,7 @@ import torch
 from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check.options import Weights
 from vllm_aiter_mla.commands.check.timing import rivals
-from vllm_aiter_mla.commands.check.timing.record import VLLM, Measurement, Row, row_of
+from vllm_aiter_mla.commands.check.timing.record import TYPES_OF_16_BITS, VLLM, Measurement, Row, row_of
 from vllm_aiter_mla.commands.compat.offline import load_plugins
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
@@ -24,6 +24,7 @@ from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.device import card
+from vllm_aiter_mla.kernels.formats import is_fp8
 from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import detect_platform
 from vllm_aiter_mla.kernels.vllm_own import may_take_parts
@@ -173,4 +174,4 @@ def shape_of(
 def kind_of(shape: LayerShape) -> str:
     """Return the type of the query and the cache, as a ``Row`` has it."""
     name = str(shape.cache_dtype).removeprefix("torch.")
-    return {"bfloat16": "bf16", "float16": "fp16"}.get(name, "fp8")
+    return "fp8" if is_fp8(shape.cache_dtype) else TYPES_OF_16_BITS.get(name, name)

@@ -11,7 +11,7 @@ from vllm_aiter_mla.commands.check.context import NO_GPU, Context
 from vllm_aiter_mla.commands.check.kernels.step import planned_weights
 from vllm_aiter_mla.commands.check.options import Kind, Weights
 from vllm_aiter_mla.commands.check.record import Step
-from vllm_aiter_mla.commands.check.timing.record import MOST_TOKENS, Measurement
+from vllm_aiter_mla.commands.check.timing.record import MOST_TOKENS, TYPES_OF_16_BITS, Measurement
 from vllm_aiter_mla.commands.plan.issues import has_fp8_cache
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _request(context: Context) -> Request:
         request = Request((), layer.heads or HEADS, tuple(kind.value for kind in kinds), weights.value)
         request = request if layer.nope is None else replace(request, nope=layer.nope)
     else:
-        sizes, kind = plan.model.kinds[0], "fp8" if has_fp8_cache(plan) else "bf16"
+        sizes, kind = plan.model.kinds[0], "fp8" if has_fp8_cache(plan) else TYPES_OF_16_BITS[plan.model.dtype]
         tokens = (*(count for count in TOKENS_OF_A_MODEL if count < plan.limit), min(plan.limit, MOST_TOKENS))
         request = Request(
             (), (plan.heads_per_rank,), (kind,), planned_weights(plan).value, sizes.nope, sizes.rope, sizes.latent,
