@@ -75,7 +75,7 @@ def test_a_step_that_was_asked_for_and_skipped_is_said_and_no_option_that_was_gi
 @pytest.mark.parametrize("status", get_args(Status))
 def test_a_step_that_could_not_look_did_not_run_on_the_card(status):
     ran = status not in ("skipped", "unknown", "cut off")
-    assert steps.ran_on_the_card([Step(status, "", name="timing")]) is ran
+    assert steps.ran_what_a_card_can([Step(status, "", name="timing")]) is ran
 
 
 # What ends a process in the middle of a case: two back ends, of which the first aborts in its second case.
@@ -349,7 +349,7 @@ def test_several_plans_are_a_table_with_a_row_for_each(monkeypatch):
         sizes = [options[options.index("-tp") + 1] for options in deployments]
         return tuple(replace(made, options=replace(made.options, tp=int(size))) for size in sizes)
 
-    monkeypatch.setattr(ask, "plans", made_up_plans)
+    monkeypatch.setattr(ask, "ask_for_plans", made_up_plans)
     done = CliRunner().invoke(app, ["check", "deepseek-r1", "--only", "plan", "-tp", "1,2"])
     rows = [line.split()[0] for line in done.stdout.splitlines() if re.match(r" *\d+ ", line)]
     assert rows[:2] == ["1", "2"]
@@ -376,9 +376,9 @@ def test_a_plan_after_another_in_one_process_is_that_of_a_process_of_its_own(tmp
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     source, variables = model.find(str(tmp_path)), model.environment((), {})
     options = [("-tp", size, "--kv-cache-dtype", "fp8") for size in ("1", "4")]
-    together = ask.plans(source, options, "gfx942", variables, False)
+    together = ask.ask_for_plans(source, options, "gfx942", variables, False)
     assert log.read_text().count("imported") == 1
-    alone = ask.plans(source, options[1:], "gfx942", variables, False)
+    alone = ask.ask_for_plans(source, options[1:], "gfx942", variables, False)
     assert without_time(together[1]) == without_time(alone[0]), "nothing is left of the first"
     assert [plan.heads_per_rank for plan in together] == [128, 32]
     assert printout.table(together)

@@ -52,7 +52,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Any:
         worker = plans.worker("gfx942", ())
         return tuple(issues.with_known_issues(worker.ask(source, tuple(arguments))[0]) for arguments in asked)
 
-    monkeypatch.setattr(ask, "plans", made_plans)
+    monkeypatch.setattr(ask, "ask_for_plans", made_plans)
 
     def run(*line: str) -> tuple[int, str]:
         done = CliRunner().invoke(app, ["check", line[0], "--only", "plan", *line[1:]])

@@ -190,13 +190,13 @@ def test_a_library_that_is_missing_is_not_known_and_no_wrong_option():
     try:
         import_module("a_library_that_nobody_has")
     except ImportError as error:
-        told = answer._our_error(error, ["--option"], is_option=True)
+        told = answer._our_error(error, ["--option"], before_parsing=True)
     assert isinstance(told, NotKnownError)
     assert "a_library_that_nobody_has" in str(told)
 
 
 def test_a_file_that_an_option_names_and_that_is_not_there_is_a_wrong_option():
-    told = answer._our_error(FileNotFoundError(2, "No such file", "no.yaml"), [], is_option=True)
+    told = answer._our_error(FileNotFoundError(2, "No such file", "no.yaml"), [], before_parsing=True)
     assert not isinstance(told, NotKnownError)
     assert "no.yaml" in str(told)
 
@@ -206,7 +206,7 @@ def test_a_module_that_an_option_names_and_that_is_not_there_is_a_wrong_option()
         try:
             raise ModuleNotFoundError("No module named 'mine'", name="mine")
         except ModuleNotFoundError as error:
-            return answer._our_error(error, arguments, is_option=True)
+            return answer._our_error(error, arguments, before_parsing=True)
 
     assert not isinstance(told(["-cc", '{"pass": "mine.ours"}']), NotKnownError)
     for other in ('{"backend": "mine_high"}', '{"backend": "to.mine"}', "--nothing"):
@@ -217,7 +217,7 @@ def test_an_error_of_another_library_whose_errors_are_no_method_is_a_wrong_optio
     class OtherError(Exception):
         errors = ("one", "another")
 
-    told = answer._our_error(OtherError("no such layer"), (), is_option=True)
+    told = answer._our_error(OtherError("no such layer"), (), before_parsing=True)
     assert (type(told), str(told)) == (ValueError, "no such layer")
 
 
@@ -244,7 +244,7 @@ def test_aiter_that_is_off_comes_before_what_vllm_raises_without_it():
 
 def test_a_key_that_is_almost_the_plugins_own_is_said(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    _, given = answer.engine_args(
+    _, given = answer.planned_args(
         tmp_path, ["--additional-config", json.dumps({"aiter-mla": {"enabled": True}, "another": {}})]
     )
     notes = " ".join(given.notes)
@@ -267,7 +267,7 @@ def test_a_number_that_no_engine_comes_near_is_named_as_it_is_typed(number, name
         options = replace(made.engine.options, **{number: too_many})
         made = replace(made, engine=replace(made.engine, options=options))
     with pytest.raises(ValueError, match=f"{named}[^ ]* {too_many}: "):
-        build.make_plan(made, plans.VLLM, {})
+        build.record_of(made, plans.VLLM, {})
 
 
 def test_a_plan_over_a_card_that_is_made_up_says_what_vllm_looks_through():

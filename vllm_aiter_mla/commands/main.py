@@ -48,10 +48,10 @@ def _renamed(word: str, renamed: Mapping[str, str]) -> str:
     if word.startswith("--"):
         name, equals, value = word.partition("=")
         return renamed.get(name, name) + equals + value
-    name, value = renamed.get(word[:2]), word[2:]
-    if name is None or (name in TAKE_NUMBERS and value and not value.isdecimal()):
+    option, value = renamed.get(word[:2]), word[2:]
+    if option is None or (option in TAKE_NUMBERS and value and not value.isdecimal()):
         return word
-    return name + f"={value}" * bool(value)
+    return option + f"={value}" * bool(value)
 
 
 app = typer.Typer(

@@ -38,7 +38,7 @@ class Weights(StrEnum):
         return {"bf16": ("plain",), "fp8": ("fp8", fp8), "mxfp4": ("mxfp4",)}[self.value]
 
 
-class Kind(StrEnum):
+class CacheType(StrEnum):
     """Types of the query and the cache."""
 
     fp8 = "fp8"
@@ -134,10 +134,10 @@ class TimingOptions:
             "--tune", rich_help_panel=Group.TIMING, help="Time the Triton kernel's tiles; starts take the fastest."
         ),
     ] = False
-    kind: Annotated[
-        Kind,
+    cache_type: Annotated[
+        CacheType,
         typer.Option("--type", rich_help_panel=Group.TIMING_WITHOUT_MODEL, help="Type of the query and the cache."),
-    ] = Kind.both
+    ] = CacheType.both
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ class Run:
 
     def record(self, status: int | None) -> CheckRun:
         """Return the record with this exit status, which is None while the run goes on and if it was cut off."""
-        on_a_card = self.context.options.on_a_card if steps.ran_on_the_card(self.ended) else None
+        on_a_card = self.context.options.on_a_card if steps.ran_what_a_card_can(self.ended) else None
         return CheckRun(self.model, status, (*self.ended, *self._so_far), on_a_card)
 
     def _note(self, step: Step) -> None:
@@ -155,4 +155,4 @@ def exit_status(ended: Sequence[Step], on_cpu: bool, require_all: bool = False) 
         return outputs.NO_GAIN
     if "unknown" in states or (require_all and "skipped" in states):
         return outputs.NOT_LOOKED
-    return outputs.FINE if require_all or on_cpu or steps.ran_on_the_card(ended) else outputs.NOT_LOOKED
+    return outputs.FINE if require_all or on_cpu or steps.ran_what_a_card_can(ended) else outputs.NOT_LOOKED

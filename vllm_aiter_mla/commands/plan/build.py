@@ -33,8 +33,8 @@ MOST = {
 """How each number is typed, and its largest value: above it the sizes that a plan computes do not fit 64 bits."""
 
 
-def make_plan(answer: Answer, vllm: LoadedVllm, variables: Variables) -> record.Plan:
-    """Return the plan. Kernels and figures are those of the most frequent kind of layer.
+def record_of(answer: Answer, vllm: LoadedVllm, variables: Variables) -> record.Plan:
+    """Return the record of a plan. Kernels and figures are those of the most frequent kind of layer.
 
     Raises:
         ValueError: a number that no engine comes near.
@@ -92,7 +92,7 @@ class _PlannedKind:
     ) -> None:
         self.built, self.view, self.count = built, built.view, count
         self.tp = engine.options.tp
-        self.fp8_cache = self.view.kv_cache_dtype.startswith("fp8")
+        self.fp8_cache = record.is_fp8_cache(self.view.kv_cache_dtype)
         unpadded = vllm_own.may_take_parts(arch, self.view.num_heads, self.fp8_cache)  # as ``serving.layer`` has it
         self.out_heads = self.view.num_heads if unpadded else built.out_heads or self.view.num_heads
         self.reasons = admission.layer_skips(self.view)

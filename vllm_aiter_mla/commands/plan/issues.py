@@ -34,11 +34,6 @@ def why_no_shape(plan: Plan) -> str | None:
     return "the model has no MLA layer" if is_without_mla else "the plan is not known"
 
 
-def has_fp8_cache(plan: Plan) -> bool:
-    """Return whether the KV cache that was planned is in fp8."""
-    return str(plan.options.kv_cache_dtype).startswith("fp8")
-
-
 def applies(issue: Mapping[str, Any], plan: Plan) -> bool:
     """Return whether a known issue is of the shape that was planned; what is not known counts as concerned.
 
@@ -56,7 +51,7 @@ def applies(issue: Mapping[str, Any], plan: Plan) -> bool:
 
 FIELDS: dict[str, Callable[[Any, Plan], bool]] = {
     "arch": lambda cards, plan: plan.arch in cards,
-    "cache": lambda cache, plan: cache in ("any", "fp8" if has_fp8_cache(plan) else "16 bits"),
+    "cache": lambda cache, plan: cache in ("any", "fp8" if plan.has_fp8_cache else "16 bits"),
     "switch": lambda name, plan: plan.environment[name][0].lower() in ("1", "true"),
     "graphs": lambda _, plan: not plan.captures.full,
     "absorb": lambda formats, plan: any(weight in formats for weight in plan.absorb_weights or (plan.absorb_weight,)),

@@ -35,7 +35,7 @@ from vllm_aiter_mla.startup import checks
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TimingRequest:
     """What is timed: each number of tokens, at each number of heads in each type, for one layer."""
 
     tokens: tuple[int, ...]  # rows of a decode step; empty for what ``tune`` chooses
@@ -74,7 +74,7 @@ class Contenders:
     overflowing: list[str]  # those that turn an fp8 overflow into NaN: they do not count as ours
 
 
-def time_kernels(request: Request, left_out: Mapping[str, str]) -> Measurement:
+def time_kernels(request: TimingRequest, left_out: Mapping[str, str]) -> Measurement:
     """Time every size; return the record.
 
     A size that raises ends the run, and ``stopped`` says which and why. What was timed before is kept. ``wrong`` says

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import process
-from vllm_aiter_mla.commands.check.timing.child import Request
+from vllm_aiter_mla.commands.check.timing.child import TimingRequest
 from vllm_aiter_mla.commands.compat.offline import load_plugins
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.decided import Span, Spans, kernel_at
@@ -26,7 +26,7 @@ LIMIT = 1024
 """Up to how many tokens tiles are timed, unless the user names the counts."""
 
 
-def tune(request: Request) -> tuple[tuning.TunedTiles, str | None]:
+def tune(request: TimingRequest) -> tuple[tuning.TunedTiles, str | None]:
     """Tune the tiles for each layer, keep them at once and tell a line for each range of tokens.
 
     A shape that raises ends the run. What was tuned before is kept, next to what earlier runs have tuned. Without
