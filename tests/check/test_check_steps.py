@@ -687,7 +687,7 @@ def test_a_wrong_model_or_option_exits_2_and_is_named(arguments: list[str], name
 
 def test_rounding_does_not_explain_a_run_without_tokens() -> None:
     assert not distance.is_explained(distance.Figures())
-    assert distance.is_explained(replace(distance.Figures(), tokens=1, compared=1, agreed=1))
+    assert distance.is_explained(replace(distance.Figures(), tokens=1, compared=1, tokens_equal=1))
 
 
 def vllm_is_faster(card: dict[str, Any]) -> None:

@@ -142,7 +142,10 @@ def printable(text: str) -> str:
 
 
 def folded(text: str) -> str:
-    """Return the text in lines of ``width`` characters. The rest of a long line is indented as its last column is."""
+    """Return the text in lines of ``width`` characters. The rest of a long line is indented as its last column is.
+
+    Columns are set apart by two blanks, and "- " begins one: the rest of "  heads   128 / TP 8" is indented by 10.
+    """
     return "\n".join("\n".join(_fold(each)) for each in text.splitlines())
 
 

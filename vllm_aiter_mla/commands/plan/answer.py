@@ -204,7 +204,10 @@ def _our_error(error: BaseException, arguments: Sequence[str], before_parsing: b
 
 
 def _message(error: BaseException) -> str:
-    """Return what an error says, without what only a programmer reads; of a check of pydantic's with the options."""
+    """Return what an error says, without the parts that only a programmer reads.
+
+    An error of pydantic holds several findings: each is named with its option.
+    """
     findings, named = getattr(error, "errors", None), []
     if callable(findings):  # pydantic's
         for finding in findings():

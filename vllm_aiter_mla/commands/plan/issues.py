@@ -27,7 +27,7 @@ def with_known_issues(plan: Plan) -> Plan:
 
 
 def why_no_shape(plan: Plan) -> str | None:
-    """Return why no layer's shape was planned, or None; an unknown shape is not one without faults."""
+    """Return why no layer's shape was planned, or None if one was: without it known issues cannot be looked up."""
     if plan.model.kinds:
         return None if plan.absorb_weight else "the format of the absorb weights is not known"
     is_without_mla = not plan.layers.mla and plan.outcome != "unknown"

@@ -58,7 +58,10 @@ def _request(context: Context) -> KernelsRequest:
         return request
     limit = request.options.limit or min(max(plan.limit, LIMITS[0]), LIMITS[1])
     return replace(
-        request, options=replace(request.options, limit=limit), sizes=_sizes(plan), weights=planned_weights(plan)
+        request,
+        options=replace(request.options, limit=limit),
+        sizes=_sizes(plan),
+        weights=Weights.of_format(str(plan.absorb_weight)),
     )
 
 
@@ -85,12 +88,6 @@ def _sizes(plan: Plan) -> dict[str, int]:
     """Return the sizes of the most frequent layer on one rank, as ``Geometry`` names them."""
     layer = plan.model.kinds[0]
     return {name: getattr(layer, name) for name in ("nope", "rope", "latent", "v")} | {"heads": plan.heads_per_rank}
-
-
-def planned_weights(plan: Plan) -> Weights:
-    """Return the format of the absorb weights that was planned."""
-    name = str(plan.absorb_weight)
-    return Weights({"plain": "bf16"}.get(name, name))
 
 
 def _verified(context: Context, request: KernelsRequest, backend: str, before: Sequence[Verification]) -> Verification:

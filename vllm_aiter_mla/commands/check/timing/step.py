@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check.context import NO_GPU, Context
-from vllm_aiter_mla.commands.check.kernels.step import planned_weights
 from vllm_aiter_mla.commands.check.options import CacheType, Weights
 from vllm_aiter_mla.commands.check.record import Step
 from vllm_aiter_mla.commands.check.timing.record import MOST_TOKENS, TYPES_OF_16_BITS, Measurement
@@ -66,8 +65,8 @@ def _request(context: Context) -> TimingRequest:
         sizes, kind = plan.model.kinds[0], "fp8" if plan.has_fp8_cache else TYPES_OF_16_BITS[plan.model.dtype]
         tokens = (*(count for count in TOKENS_OF_A_MODEL if count < plan.limit), min(plan.limit, MOST_TOKENS))
         request = TimingRequest(
-            (), (plan.heads_per_rank,), (kind,), planned_weights(plan).value, sizes.nope, sizes.rope, sizes.latent,
-            plan.model.dtype,
+            (), (plan.heads_per_rank,), (kind,), Weights.of_format(str(plan.absorb_weight)).value, sizes.nope,
+            sizes.rope, sizes.latent, plan.model.dtype,
         )  # fmt: skip
     return replace(request, tokens=options.tokens or (() if options.tune else tokens))
 
