@@ -61,13 +61,21 @@ def test_only_some_steps_run_without_a_model(only, named):
 def test_only_what_was_asked_for_by_name_gives_3_where_it_could_not_look():
     found = [Step("passed", "", name="machine"), Step("skipped", "no GPU", name="launches")]
     assert command.exit_status([*found, Step("passed", "", name="engine")], on_cpu=False) == outputs.FINE
-    assert command.exit_status(found, on_cpu=True, each=True) == outputs.NOT_LOOKED
+    assert command.exit_status(found, on_cpu=True, require_all=True) == outputs.NOT_LOOKED
+
+
+@pytest.mark.parametrize("device", [(), ("--device", "cpu")])
+def test_a_step_that_was_asked_for_and_skipped_is_said_and_no_option_that_was_given_is_advised(device):
+    done = CliRunner().invoke(app, ["check", "--only", "timing", *device])
+    assert done.exit_code == outputs.NOT_LOOKED
+    assert "1 skipped of the steps that were asked for" in done.output
+    assert "--device cpu" not in done.output.splitlines()[-1]
 
 
 @pytest.mark.parametrize("status", get_args(Status))
 def test_a_step_that_could_not_look_did_not_run_on_the_card(status):
     ran = status not in ("skipped", "unknown", "cut off")
-    assert steps.ran_on_the_card([Step(status, "", name="timing")]) is ran
+    assert steps.ran_what_a_card_can([Step(status, "", name="timing")]) is ran
 
 
 # What ends a process in the middle of a case: two back ends, of which the first aborts in its second case.
@@ -341,7 +349,7 @@ def test_several_plans_are_a_table_with_a_row_for_each(monkeypatch):
         sizes = [options[options.index("-tp") + 1] for options in deployments]
         return tuple(replace(made, options=replace(made.options, tp=int(size))) for size in sizes)
 
-    monkeypatch.setattr(ask, "plans", made_up_plans)
+    monkeypatch.setattr(ask, "ask_for_plans", made_up_plans)
     done = CliRunner().invoke(app, ["check", "deepseek-r1", "--only", "plan", "-tp", "1,2"])
     rows = [line.split()[0] for line in done.stdout.splitlines() if re.match(r" *\d+ ", line)]
     assert rows[:2] == ["1", "2"]
@@ -368,9 +376,9 @@ def test_a_plan_after_another_in_one_process_is_that_of_a_process_of_its_own(tmp
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     source, variables = model.find(str(tmp_path)), model.environment((), {})
     options = [("-tp", size, "--kv-cache-dtype", "fp8") for size in ("1", "4")]
-    together = ask.plans(source, options, "gfx942", variables, False)
+    together = ask.ask_for_plans(source, options, "gfx942", variables, False)
     assert log.read_text().count("imported") == 1
-    alone = ask.plans(source, options[1:], "gfx942", variables, False)
+    alone = ask.ask_for_plans(source, options[1:], "gfx942", variables, False)
     assert without_time(together[1]) == without_time(alone[0]), "nothing is left of the first"
     assert [plan.heads_per_rank for plan in together] == [128, 32]
     assert printout.table(together)

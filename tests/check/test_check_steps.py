@@ -75,7 +75,7 @@ def made_up_plan(**changes: Any) -> dict[str, Any]:
     return found | {"outcome": "engaged", "heads_per_rank": 16} | changes
 
 
-ASK, RUN = ask.plans, engine_steps.run_engine
+ASK, RUN = ask.ask_for_plans, engine_steps.run_engine
 """What ``card`` replaces."""
 
 
@@ -88,7 +88,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     row = timing.row_of(1, 16, "fp8", {"vllm": 10.0, "triton": 5.0}, {})
     made["measured"] = timing.Measurement({"card": "a card"}, "fp8", (row,), {}, "")
     monkeypatch.setattr(machine, "run_checks", lambda _, env: made.update(machine=env) or made["checks"])
-    monkeypatch.setattr(ask, "plans", lambda *_: (issues.with_known_issues(plans.parsed(made["plan"])),))
+    monkeypatch.setattr(ask, "ask_for_plans", lambda *_: (issues.with_known_issues(plans.parsed(made["plan"])),))
     # In this process, where the card is made up; tests/rehearsal runs the real ones.
     in_process.install(monkeypatch, lambda name, env: made.update({CALLED.get(name, name): env}))
     monkeypatch.setattr(session, "FINDERS", {"aiter": lambda: "of a made-up card"})
@@ -330,9 +330,10 @@ def test_mutation_a_planted_fault_makes_its_own_step_fail(
 def test_the_timing_is_of_the_models_own_layer(card: dict[str, Any]) -> None:
     widths = {"nope": 192, "rope": 32, "latent": 256}
     card["plan"]["model"]["kinds"][0].update(widths)
-    card["plan"]["model"]["dtype"] = "float16"
+    card["plan"]["model"]["dtype"], card["plan"]["options"]["kv_cache_dtype"] = "float16", "auto"
     outcomes()
-    shape = card["timed"].shape("bf16", 16)
+    assert [*card["timed"].layers()] == [("fp16", 16)]
+    shape = card["timed"].shape("fp16", 16)
     assert (shape.nope_dim, shape.rope, shape.latent, shape.act) == (*widths.values(), torch.float16)
     assert timing_child.kind_of(shape) == "fp16"
 
@@ -481,7 +482,7 @@ def test_field_f5_a_plan_that_is_not_known_does_not_pass(card: dict[str, Any]) -
     """vLLM could not build the layers here: no step takes their missing shape for one."""
     answer = plans.made_up_answer()
     skip, facts = Skip("not_known", "no such kernel"), replace(answer.model, listed_layers=61)
-    made = build.make_plan(replace(answer, model=facts, layers=[], skip=skip), plans.VLLM, model.environment((), {}))
+    made = build.record_of(replace(answer, model=facts, layers=[], skip=skip), plans.VLLM, model.environment((), {}))
     card["plan"] = json.loads(files.text_of(made))
     found = outcomes(strict=True)
     assert (card["plan"]["outcome"], found["plan"].status, failed(found)) == ("unknown", "unknown", [])
@@ -618,7 +619,7 @@ def test_a_step_that_raises_has_failed_and_the_next_one_runs(
     ("function", "step", "said", "skipped"),
     [
         (machine.examine, "machine", "its process {how}: {line}", []),
-        (ask.make_plans, "plan", "vLLM {how}", [*steps.STEPS][2:]),
+        (ask.plan_in_child, "plan", "vLLM {how}", [*steps.STEPS][2:]),
         (idle.why_not, "timing", "its process {how}: {line}", []),
         (engine_child.drive_engine, "engine",
          "vLLM's engine with the flag on {how}: {line}", ["prefill", "decode", "launches"]),
@@ -630,7 +631,7 @@ def test_a_step_whose_process_ends_has_failed_and_the_record_says_how(
 ) -> None:  # fmt: skip
     """Of kernels, timing and tuning, which tell what they find, tests are next to those of the steps."""
     in_process.install(monkeypatch, ends={process.name_of(function): 0})
-    monkeypatch.setattr(ask, "plans", ASK if step == "plan" else ask.plans)
+    monkeypatch.setattr(ask, "ask_for_plans", ASK if step == "plan" else ask.ask_for_plans)
     monkeypatch.setattr(engine_steps, "run_engine", RUN if step == "engine" else engine_steps.run_engine)
     path = tmp_path / "check.json"
     done = CliRunner().invoke(app, ["check", "deepseek-r1", "-tp", "8", "--json", str(path)])
@@ -686,7 +687,7 @@ def test_a_wrong_model_or_option_exits_2_and_is_named(arguments: list[str], name
 
 def test_rounding_does_not_explain_a_run_without_tokens() -> None:
     assert not distance.is_explained(distance.Figures())
-    assert distance.is_explained(replace(distance.Figures(), tokens=1, compared=1, agreed=1))
+    assert distance.is_explained(replace(distance.Figures(), tokens=1, compared=1, tokens_equal=1))
 
 
 def vllm_is_faster(card: dict[str, Any]) -> None:

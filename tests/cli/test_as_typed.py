@@ -186,8 +186,9 @@ OLD_AND_NEW = [
          "--heads", "8", "--quick"],
     ),
     (
-        ["measure", "-n", "16", "-n8", "-t", "1", "--tune", "--type", "fp8"],
-        ["--only", "timing", "--heads", "16", "--heads=8", "--tokens", "1", "--tune", "--type", "fp8"],
+        ["measure", "M", "-tp", "8", "-n", "16", "-n8", "-t", "1", "-tp4", "--tune", "--type", "fp8"],
+        ["--only", "timing", "M", "-tp", "8", "--heads", "16", "--heads=8", "--tokens", "1", "-tp4", "--tune",
+         "--type", "fp8"],
     ),
 ]  # fmt: skip
 

@@ -43,6 +43,13 @@ def test_a_path_that_cannot_be_written_is_named_with_its_reason(places, name, re
     assert outputs.why_not_writable(places / name) == reason
 
 
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/stderr"])
+def test_a_user_who_may_not_write_in_dev_may_write_to_its_streams(monkeypatch, name):
+    """These are links, and no link to a device is replaced."""
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != Path("/dev"))
+    assert outputs.why_not_writable(Path(name)) is None
+
+
 @pytest.mark.parametrize(("command", "option"), [("check", "--json"), ("report", "-o")])
 def test_a_command_names_the_option_the_path_and_the_reason_before_its_work(places, command, option):
     typed = [command, *(["x.json"] if command == "report" else []), option, str(places / "folder")]

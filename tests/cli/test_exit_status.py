@@ -42,7 +42,7 @@ def machine_finds(status):
 
 def plan_says(outcome):
     def plant(monkeypatch, folder):
-        monkeypatch.setattr(ask, "plans", lambda *_: (replace(plans.made_up(), outcome=outcome),))
+        monkeypatch.setattr(ask, "ask_for_plans", lambda *_: (replace(plans.made_up(), outcome=outcome),))
 
     return plant
 

@@ -121,7 +121,7 @@ def test_a_problem_outweighs_an_unknown(
     monkeypatch.setattr(command, "run_checks", lambda *_: tuple(Check(one, "", name=one) for one in statuses))
     in_process.install(monkeypatch)
     step = steps.look_at_machine(Context(CheckOptions(only=("machine",))))
-    assert exit_status([step], on_cpu=False, each=True) == status
+    assert exit_status([step], on_cpu=False, require_all=True) == status
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken\nbox"), SystemExit(3), ImportError("no")])

@@ -52,7 +52,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Any:
         worker = plans.worker("gfx942", ())
         return tuple(issues.with_known_issues(worker.ask(source, tuple(arguments))[0]) for arguments in asked)
 
-    monkeypatch.setattr(ask, "plans", made_plans)
+    monkeypatch.setattr(ask, "ask_for_plans", made_plans)
 
     def run(*line: str) -> tuple[int, str]:
         done = CliRunner().invoke(app, ["check", line[0], "--only", "plan", *line[1:]])
@@ -196,7 +196,7 @@ def test_field_o11_a_gate_can_ask_for_every_step(skipped: bool, asked: bool, sta
     found = [Step("passed", "", name=name) for name in STEPS]
     if skipped:
         found[-1] = Step("skipped", "no GPU", name=found[-1].name)
-    assert exit_status(found, False, each=asked) == status
+    assert exit_status(found, False, require_all=asked) == status
     parameters = typer.main.get_command(app).commands["check"].params  # type: ignore[attr-defined]
     assert "--require-all" in [name for one in parameters for name in one.opts]
 

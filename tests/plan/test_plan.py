@@ -41,7 +41,7 @@ def some_slow(rows, quick):
 @pytest.fixture
 def shared(monkeypatch):
     """Let the command ask the process that answers for all tests, whatever the card."""
-    monkeypatch.setattr(ask, "plans", plans.ask)
+    monkeypatch.setattr(ask, "ask_for_plans", plans.ask)
 
 
 def invoke(*arguments):

@@ -22,7 +22,7 @@ from vllm_aiter_mla.commands.plan.record import NotKnownError
 from vllm_aiter_mla.kernels import formulas
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving.backends import candidates
-from vllm_aiter_mla.settings import Settings
+from vllm_aiter_mla.settings import LIMIT_FIELD, Settings
 
 ENGINE = admission.ConfigView(
     in_window=False, missing=("x",), op_schema=("x",), atom_active=True, is_mla=False, is_sparse=True,
@@ -190,13 +190,13 @@ def test_a_library_that_is_missing_is_not_known_and_no_wrong_option():
     try:
         import_module("a_library_that_nobody_has")
     except ImportError as error:
-        told = answer._our_error(error, ["--option"], is_option=True)
+        told = answer._our_error(error, ["--option"], before_parsing=True)
     assert isinstance(told, NotKnownError)
     assert "a_library_that_nobody_has" in str(told)
 
 
 def test_a_file_that_an_option_names_and_that_is_not_there_is_a_wrong_option():
-    told = answer._our_error(FileNotFoundError(2, "No such file", "no.yaml"), [], is_option=True)
+    told = answer._our_error(FileNotFoundError(2, "No such file", "no.yaml"), [], before_parsing=True)
     assert not isinstance(told, NotKnownError)
     assert "no.yaml" in str(told)
 
@@ -206,7 +206,7 @@ def test_a_module_that_an_option_names_and_that_is_not_there_is_a_wrong_option()
         try:
             raise ModuleNotFoundError("No module named 'mine'", name="mine")
         except ModuleNotFoundError as error:
-            return answer._our_error(error, arguments, is_option=True)
+            return answer._our_error(error, arguments, before_parsing=True)
 
     assert not isinstance(told(["-cc", '{"pass": "mine.ours"}']), NotKnownError)
     for other in ('{"backend": "mine_high"}', '{"backend": "to.mine"}', "--nothing"):
@@ -217,7 +217,7 @@ def test_an_error_of_another_library_whose_errors_are_no_method_is_a_wrong_optio
     class OtherError(Exception):
         errors = ("one", "another")
 
-    told = answer._our_error(OtherError("no such layer"), (), is_option=True)
+    told = answer._our_error(OtherError("no such layer"), (), before_parsing=True)
     assert (type(told), str(told)) == (ValueError, "no such layer")
 
 
@@ -244,8 +244,33 @@ def test_aiter_that_is_off_comes_before_what_vllm_raises_without_it():
 
 def test_a_key_that_is_almost_the_plugins_own_is_said(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    _, given = answer.engine_args(
+    _, given = answer.planned_args(
         tmp_path, ["--additional-config", json.dumps({"aiter-mla": {"enabled": True}, "another": {}})]
     )
     notes = " ".join(given.notes)
     assert [f"additional_config.{key} " in notes for key in ("aiter-mla", "another")] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("number", "named"),
+    [
+        ("num_drafts", "--speculative-config"),
+        ("max_token_num", f"pass_config.{LIMIT_FIELD} or additional_config.aiter_mla.max_token_num"),
+        ("max_num_seqs", "--max-num-seqs"),
+    ],
+)
+def test_a_number_that_no_engine_comes_near_is_named_as_it_is_typed(number, named):
+    made, too_many = plans.made_up_answer(), 2**40
+    if number == "max_token_num":
+        made = plans.made_up_answer(Settings(max_token_num=too_many))
+    else:
+        options = replace(made.engine.options, **{number: too_many})
+        made = replace(made, engine=replace(made.engine, options=options))
+    with pytest.raises(ValueError, match=f"{named}[^ ]* {too_many}: "):
+        build.record_of(made, plans.VLLM, {})
+
+
+def test_a_plan_over_a_card_that_is_made_up_says_what_vllm_looks_through():
+    (said,) = (text for text in plans.made_up().assumptions if "made up" in text)
+    assert "amdsmi" in said
+    assert "no ROCm" not in said

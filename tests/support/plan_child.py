@@ -89,7 +89,7 @@ def planned(request: dict[str, Any], vllm: answer.LoadedVllm) -> tuple[Plan, dic
     with mock.patch.object(*bug) if bug else nullcontext():
         made = answer.ask_vllm(Path(request["folder"]), request["arguments"])
         variables = {name: (value, origin) for name, (value, origin) in request["variables"].items()}
-        found = build.make_plan(made, vllm, variables)
+        found = build.record_of(made, vllm, variables)
     last = decisions[-1] if decisions else None
     skip = last.code if isinstance(last, Skip) else None
     return found, {"limit": getattr(last, "limit", None), "skip": skip}

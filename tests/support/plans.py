@@ -75,7 +75,7 @@ def planned(name: str, *arguments: str, arch: str = ARCH, env: tuple[str, ...] =
 
 
 def ask(source: model.Source, asked: Any, arch: str, variables: Any, verbose: bool) -> tuple[Plan, ...]:
-    """Answer for ``ask.plans`` of the step by the process of all tests, whatever the card and the variables."""
+    """Answer for ``ask.ask_for_plans`` of the step by the process of all tests, whatever the card and the variables."""
     return tuple(worker(ARCH, ENV).ask(source, tuple(arguments))[0] for arguments in asked)
 
 
@@ -104,7 +104,7 @@ def made_up_answer(settings: Settings = Settings(), **changes: Any) -> Answer:  
 
 def made_up(*env: str, **changes: Any) -> Plan:
     """The plan of ``made_up_answer(**changes)`` under the variables ``env``."""
-    return build.make_plan(made_up_answer(**changes), VLLM, model.environment(env, {}))
+    return build.record_of(made_up_answer(**changes), VLLM, model.environment(env, {}))
 
 
 def codes(plan: dict[str, Any]) -> list[str]:

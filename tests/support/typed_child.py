@@ -41,7 +41,7 @@ def main(bug: str = "") -> None:
         raise ValueError("asked")
 
     steps.STEPS = {"plan": steps.Entry(steps.plan_model, needs=())}  # the others do not read the command line
-    ask.plans = plans
+    ask.ask_for_plans = plans
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # a line may name a file to write
         for line in sys.stdin:
             reached: list[list[str]] = []

@@ -264,8 +264,9 @@ def test_a_part_of_a_name_selects_every_case_that_holds_it_and_a_whole_name_one(
     assert [item.case.name for item in found.items] == names
 
 
-def test_list_prints_cases_and_oracles_and_runs_nothing():
-    done = cli("--list")
+@pytest.mark.parametrize("only", [(), ("--only", "kernels")])
+def test_list_prints_cases_and_oracles_and_runs_nothing(only):
+    done = CliRunner().invoke(app, ["check", *only, "--list"])
     assert done.exit_code == 0
     assert "mixed-batch-piecewise: " in done.output
     assert "no-table-copy: " in done.output

@@ -1,2 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: one module per command, each importing what it needs only when it runs."""
+"""The command line, which ``main`` reads. Each part imports what it needs only when it runs.
+
+- ``check``, ``status`` and ``report`` are the commands.
+- ``machine`` and ``plan`` are steps of ``check``; its other steps are in folders of its own.
+- ``process`` runs a function in another process, and ``compat`` asks vLLM. ``outputs`` writes files and text.
+  ``serve_options`` knows the names of vLLM's options, ``cards`` those of AMD's cards.
+"""

@@ -21,6 +21,7 @@ COMMANDS = ("check", "status", "report")
 VERIFY_OPTIONS = {
     "-b": "--backend", "--only": "--case", "-k": "--case", "--seed": "--data-seed", "--replays": "--long-run"
 }  # fmt: skip
+TAKE_NUMBERS = ("--tokens", "--heads")
 ALIASES: dict[str, tuple[str, dict[str, str]]] = {
     "doctor": ("machine", {}),
     "plan": ("plan", {}),
@@ -43,12 +44,14 @@ class WithAliases(TyperGroup):
 
 
 def _renamed(word: str, renamed: Mapping[str, str]) -> str:
-    """Return an option by its new name: ``-n2`` too."""
+    """Return an option by its new name: ``-n2`` too. ``-tp`` and ``-tp8`` are vLLM's, because ``-t`` takes a number."""
     if word.startswith("--"):
         name, equals, value = word.partition("=")
         return renamed.get(name, name) + equals + value
-    short, value = word[:2], word[2:]
-    return renamed[short] + f"={value}" * bool(value) if short in renamed else word
+    option, value = renamed.get(word[:2]), word[2:]
+    if option is None or (option in TAKE_NUMBERS and value and not value.isdecimal()):
+        return word
+    return option + f"={value}" * bool(value)
 
 
 app = typer.Typer(

@@ -96,14 +96,15 @@ def why_not_writable(path: Path | None) -> str | None:
     if str(path).startswith("-"):
         return "an option in the place of a file; for a file of that name give ./ before it"
     try:
-        if files.is_device(path) or path.is_symlink():  # a link is replaced
-            path = path.parent if path.is_symlink() else path
-        elif path.is_dir():
-            return "is a folder"
-        elif not path.exists():
-            path = path.parent
-            if not path.is_dir():
-                return "its folder does not exist"
+        if not files.is_device(path):
+            if path.is_symlink():  # the link is replaced
+                path = path.parent
+            elif path.is_dir():
+                return "is a folder"
+            elif not path.exists():
+                path = path.parent
+                if not path.is_dir():
+                    return "its folder does not exist"
         return None if os.access(path, os.W_OK) else "not writable"
     except OSError as error:
         return error.strerror
@@ -141,7 +142,10 @@ def printable(text: str) -> str:
 
 
 def folded(text: str) -> str:
-    """Return the text in lines of ``width`` characters. The rest of a long line is indented as its last column is."""
+    """Return the text in lines of ``width`` characters. The rest of a long line is indented as its last column is.
+
+    Columns are set apart by two blanks, and "- " begins one: the rest of "  heads   128 / TP 8" is indented by 10.
+    """
     return "\n".join("\n".join(_fold(each)) for each in text.splitlines())
 
 

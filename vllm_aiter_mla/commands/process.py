@@ -186,7 +186,7 @@ def _run_to_its_end(
     hear: Callable[[], bool],
     outcome: Path,
 ) -> str:
-    """Run the process to its end, and end what it leaves behind; return how it ended.
+    """Run the process to its end, and end what it leaves behind; return how it ended, or "" if only its outcome counts.
 
     ``hear`` runs every ``LOOK_S``; it returns whether the process told something.
     """
@@ -205,7 +205,7 @@ def _run_to_its_end(
             if not has_outcome and outcome.is_file():
                 has_outcome, until = True, time.monotonic() + GRACE_S
             if time.monotonic() >= until:
-                return f"had not ended {GRACE_S} s after its answer" if has_outcome else f"was silent for {TIMEOUT_S} s"
+                return "" if has_outcome else f"was silent for {TIMEOUT_S} s"
         hear()
     finally:
         _kill(child.pid)

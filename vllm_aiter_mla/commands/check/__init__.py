@@ -148,6 +148,7 @@ def check(
             raise WrongOptionError("--html -: a file is needed, standard output has the table")
         html_of = None if html is None else renderer()
         names = tuple(name.strip() for words in only or () for name in words.split(","))
+        names = names or ("kernels",) * listing
         chosen = steps.chosen(names, model is not None)
         _check_words(model, context, chosen)
         _check_groups(context, chosen, model)
@@ -177,9 +178,10 @@ def check(
             run.carry_out()
     except WrongOptionError as error:
         outputs.fail(f"check: {error}")
-    status = exit_status(run.ended, check_options.on_cpu, require_all or bool(names))
+    require_all = require_all or bool(names)
+    status = exit_status(run.ended, check_options.on_cpu, require_all)
     with outputs.text_apart(json):
-        show.table(model, run.ended, show.last_line(run.ended, status))
+        show.table(model, run.ended, show.last_line(run.ended, status, require_all))
     run.write(status, html, html_of)
     raise typer.Exit(status)
 

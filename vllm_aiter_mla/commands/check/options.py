@@ -33,12 +33,22 @@ class Weights(StrEnum):
     fp8 = "fp8"
     mxfp4 = "mxfp4"
 
+    @property
+    def format_name(self) -> str:
+        """The format's name in ``kernels.absorb``."""
+        return "plain" if self is Weights.bf16 else self.value
+
+    @classmethod
+    def of_format(cls, name: str) -> "Weights":
+        """Return the member of a format of ``kernels.absorb``."""
+        return next(weights for weights in cls if weights.format_name == name)
+
     def key(self, fp8: Any) -> tuple[Any, ...]:
         """Return the format as ``AbsorbWeight.key`` names it; ``fp8`` is the card's type."""
-        return {"bf16": ("plain",), "fp8": ("fp8", fp8), "mxfp4": ("mxfp4",)}[self.value]
+        return (self.format_name, fp8) if self is Weights.fp8 else (self.format_name,)
 
 
-class Kind(StrEnum):
+class CacheType(StrEnum):
     """Types of the query and the cache."""
 
     fp8 = "fp8"
@@ -134,10 +144,10 @@ class TimingOptions:
             "--tune", rich_help_panel=Group.TIMING, help="Time the Triton kernel's tiles; starts take the fastest."
         ),
     ] = False
-    kind: Annotated[
-        Kind,
+    cache_type: Annotated[
+        CacheType,
         typer.Option("--type", rich_help_panel=Group.TIMING_WITHOUT_MODEL, help="Type of the query and the cache."),
-    ] = Kind.both
+    ] = CacheType.both
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ class Run:
 
     def record(self, status: int | None) -> CheckRun:
         """Return the record with this exit status, which is None while the run goes on and if it was cut off."""
-        on_a_card = self.context.options.on_a_card if steps.ran_on_the_card(self.ended) else None
+        on_a_card = self.context.options.on_a_card if steps.ran_what_a_card_can(self.ended) else None
         return CheckRun(self.model, status, (*self.ended, *self._so_far), on_a_card)
 
     def _note(self, step: Step) -> None:
@@ -142,16 +142,17 @@ def _why_not_idle(context: Context, name: str) -> str | None:
     return process.call(idle.why_not, needed, environment=context.options.environment())
 
 
-def exit_status(ended: Sequence[Step], on_cpu: bool, each: bool = False) -> int:
-    """Return 1 if a step failed, else 4 if one gains nothing, else 3 if nothing ran on a card as it should, else 0.
+def exit_status(ended: Sequence[Step], on_cpu: bool, require_all: bool = False) -> int:
+    """Return 1 if a step failed, else 4 if one gains nothing, else 3 if not everything was looked at, else 0.
 
-    ``each``: 3 also if one of the steps was skipped, as where it was asked for by name.
+    Any step that is "unknown" gives 3. With ``require_all``, as where steps are asked for by name, so does one that was
+    skipped. Otherwise a step must have run that can run on a card, unless ``on_cpu``.
     """
     states = {step.status for step in ended}
     if "failed" in states:
         return outputs.FINDING
     if "no gain" in states:
         return outputs.NO_GAIN
-    if "unknown" in states or (each and "skipped" in states):
+    if "unknown" in states or (require_all and "skipped" in states):
         return outputs.NOT_LOOKED
-    return outputs.FINE if each or on_cpu or steps.ran_on_the_card(ended) else outputs.NOT_LOOKED
+    return outputs.FINE if require_all or on_cpu or steps.ran_what_a_card_can(ended) else outputs.NOT_LOOKED

@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_aiter_mla.commands import outputs
-from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.check.kernels import printout as kernels_printout
 from vllm_aiter_mla.commands.check.record import Step
 from vllm_aiter_mla.commands.check.timing import printout as timing_printout
@@ -110,8 +109,8 @@ def table(model: str | None, ended: Sequence[Step], last: str) -> None:
     print(outputs.folded(f"check: {last}"))
 
 
-def last_line(ended: Sequence[Step], status: int) -> str:
-    """Return in one line what the run as a whole showed, and what to do."""
+def last_line(ended: Sequence[Step], status: int, require_all: bool = False) -> str:
+    """Return in one line what the run as a whole showed, and what to do; the arguments are those of ``exit_status``."""
     count = sum(step.status == "skipped" for step in ended)
     if status == outputs.FINDING:
         return "FAILED: do not switch the fast path on before the steps above pass"
@@ -120,7 +119,7 @@ def last_line(ended: Sequence[Step], status: int) -> str:
     if status == outputs.NOT_LOOKED:
         if any(step.status == "unknown" for step in ended):
             return "not everything could be told; the steps above say why"
-        if steps.ran_on_the_card(ended):
+        if require_all:
             return f"{count} skipped of the steps that were asked for"
         return "nothing ran on a card: run this where vLLM serves (--device cpu runs what a CPU can run)"
     return f"every step that ran passed; {count} skipped" if count else "every step passed"

@@ -55,7 +55,7 @@ def plan_model(context: Context) -> Step:
     assert options.source is not None, "there is a model"
     sizes, deployments = model.deployments(options.arguments)
     try:
-        plans = ask.plans(options.source, deployments, options.arch, options.variables, options.verbose)
+        plans = ask.ask_for_plans(options.source, deployments, options.arch, options.variables, options.verbose)
     except ValueError as error:
         raise WrongOptionError(str(error)) from error
     except NotKnownError as error:
@@ -100,7 +100,7 @@ class Entry:
     needs: tuple[str, ...] = ("plan",)  # steps that run before this one, where there is a model
     needs_model: bool = True
     needs_shape: bool = False  # the plan must know the shape of a layer
-    is_on_card: bool = False  # the step says something about the card
+    can_run_on_card: bool = False  # on a card the step runs there; ``kernels`` can run on a CPU too
     needs_idle_cards: bool = False  # another process on the cards would spoil the step
 
 
@@ -108,9 +108,9 @@ STEPS: dict[str, Entry] = {
     "machine": Entry(look_at_machine, needs=(), needs_model=False),
     "plan": Entry(plan_model, needs=()),
     "issues": Entry(look_up_issues),
-    "kernels": Entry(verify_kernels, needs_model=False, needs_shape=True, is_on_card=True),
-    "timing": Entry(time_kernels, needs_model=False, needs_shape=True, is_on_card=True, needs_idle_cards=True),
-    "engine": Entry(compare_engines, needs_shape=True, is_on_card=True, needs_idle_cards=True),
+    "kernels": Entry(verify_kernels, needs_model=False, needs_shape=True, can_run_on_card=True),
+    "timing": Entry(time_kernels, needs_model=False, needs_shape=True, can_run_on_card=True, needs_idle_cards=True),
+    "engine": Entry(compare_engines, needs_shape=True, can_run_on_card=True, needs_idle_cards=True),
     "prefill": Entry(compare_prefill_rows, ("plan", "engine")),
     "decode": Entry(compare_decode_with_prefill, ("plan", "engine")),
     "launches": Entry(compare_launches, ("plan", "engine"), needs_shape=True),
@@ -140,7 +140,7 @@ def why_without_a_shape(plan: Plan | None) -> str | None:
     return NO_PLAN if plan is None else why_no_shape(plan)
 
 
-def ran_on_the_card(ended: Sequence[Step]) -> bool:
-    """Return whether a step ran that says something about the card."""
+def ran_what_a_card_can(ended: Sequence[Step]) -> bool:
+    """Return whether a step ran that can run on a card: with --device cpu it did not."""
     ran = ("passed", "failed", "warning", "no gain")
-    return any(step.status in ran for step in ended if step.name in STEPS and STEPS[step.name].is_on_card)
+    return any(step.status in ran for step in ended if step.name in STEPS and STEPS[step.name].can_run_on_card)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,8 +29,16 @@ data parallelism are left out too, by their prefix."""
 MOST_DECODED = 64
 """Tokens that a request of ``decoding`` generates at most: each step takes one, or more with drafts."""
 
-Request = tuple[str, list[int], int, int]
-"""(request id, prompt token ids, tokens to generate, engine step at which it arrives)"""
+
+class Prompt(NamedTuple):
+    """What a user sends to an engine."""
+
+    id: str
+    tokens: list[int]
+    new_tokens: int  # how many to generate
+    arrival: int  # the engine's step at which it arrives
+
+
 TokenLogprobs = tuple[int, dict[int, float]]
 """One generated token: its id and the log-probabilities of the likeliest ids."""
 
@@ -112,25 +120,27 @@ def start(parsed: Any, random_layers: int | None) -> Any:
     return LLMEngine.from_engine_args(args, usage_context=UsageContext.OPENAI_API_SERVER)
 
 
-def generate(engine: Any, requests: Sequence[Request]) -> list[list[TokenLogprobs]]:
-    """Drive the engine through requests, greedily; return tokens and top-5 log-probabilities of each request."""
+def generate(engine: Any, prompts: Sequence[Prompt]) -> list[list[TokenLogprobs]]:
+    """Drive the engine through prompts, greedily; return tokens and top-5 log-probabilities of each."""
     from vllm import SamplingParams
 
-    waiting = sorted(requests, key=lambda request: request[3])
+    waiting = sorted(prompts, key=lambda prompt: prompt.arrival)
     done: dict[str, list[TokenLogprobs]] = {}
     step = 0
     while waiting or engine.has_unfinished_requests():
-        while waiting and (waiting[0][3] <= step or not engine.has_unfinished_requests()):
-            request_id, prompt, new_tokens, _ = waiting.pop(0)
-            params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=5)
-            engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+        while waiting and (waiting[0].arrival <= step or not engine.has_unfinished_requests()):
+            prompt = waiting.pop(0)
+            params = SamplingParams(
+                temperature=0, max_tokens=prompt.new_tokens, ignore_eos=True, detokenize=False, logprobs=5
+            )
+            engine.add_request(prompt.id, {"prompt_token_ids": prompt.tokens}, params)
         for output in engine.step():
             if output.finished:
                 completion = output.outputs[0]
                 probs = [{id_: entry.logprob for id_, entry in of.items()} for of in completion.logprobs]
                 done[output.request_id] = list(zip(completion.token_ids, probs, strict=True))
         step += 1
-    return [done[request[0]] for request in requests]
+    return [done[prompt.id] for prompt in prompts]
 
 
 def prompt_logprobs(engine: Any, texts: Sequence[list[int]]) -> list[list[float]]:
@@ -164,8 +174,8 @@ def _prefill(engine: Any, texts: Sequence[list[int]], **sampling: Any) -> list[A
 
 
 @contextmanager
-def decoding(engine: Any, requests: Sequence[Request]) -> Iterator[None]:
-    """Let these requests decode during a block, for at most ``MOST_DECODED`` tokens each; then end them.
+def decoding(engine: Any, prompts: Sequence[Prompt]) -> Iterator[None]:
+    """Let these prompts decode during a block, for at most ``MOST_DECODED`` tokens each; then end them.
 
     The block begins once every request that runs at the same time has its first token: no step in it has a prefill row.
     If a request ends before that, the budget of tokens is too small for such a step, and the block begins at once.
@@ -173,9 +183,9 @@ def decoding(engine: Any, requests: Sequence[Request]) -> Iterator[None]:
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=MOST_DECODED, ignore_eos=True, detokenize=False)
-    names = [f"decoding-{request_id}" for request_id, *_ in requests]
-    for name, (_, prompt, *_) in zip(names, requests, strict=True):
-        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    names = [f"decoding-{prompt.id}" for prompt in prompts]
+    for name, prompt in zip(names, prompts, strict=True):
+        engine.add_request(name, {"prompt_token_ids": prompt.tokens}, params)
     at_once = min(len(names), engine.vllm_config.scheduler_config.max_num_seqs)
     begun, ended = set[str](), False
     while len(begun) < at_once and not ended:  # a small budget spreads the prompts over many steps
@@ -200,9 +210,9 @@ class CountsKernels:
         return self._stop()
 
 
-def launches_of_a_step(engine: Any, requests: Sequence[Request]) -> int:
-    """Return how many kernels one decode step of these requests launches on the first rank; 0 on a CPU."""
-    with decoding(engine, requests):
+def launches_of_a_step(engine: Any, prompts: Sequence[Prompt]) -> int:
+    """Return how many kernels one decode step of these prompts launches on the first rank; 0 on a CPU."""
+    with decoding(engine, prompts):
         engine.collective_rpc("start_counting")
         engine.step()
         counts = engine.collective_rpc("stop_counting")

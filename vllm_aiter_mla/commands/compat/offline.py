@@ -121,10 +121,13 @@ def _reads_any_json(action: Any) -> bool:
         return False
 
 
-def reset(parsed: Any, concerns: Callable[[str], bool]) -> list[str]:
-    """Set the options whose name ``concerns`` back to vLLM's default; return those that had another value, as typed."""
+def reset(parsed: Any, is_reset: Callable[[str], bool]) -> list[str]:
+    """Set options back to vLLM's default; return those that had another value, as typed.
+
+    ``is_reset`` says of an option's name, as in "max_num_seqs", whether it is set back.
+    """
     defaults = vars(serve_parser().parse_args([]))
-    changed = [name for name, value in vars(parsed).items() if concerns(name) and value != defaults.get(name)]
+    changed = [name for name, value in vars(parsed).items() if is_reset(name) and value != defaults.get(name)]
     for name in changed:
         setattr(parsed, name, defaults.get(name))
     return ["--" + name.replace("_", "-") for name in changed]

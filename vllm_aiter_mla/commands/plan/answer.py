@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM itself decides for ``vllm serve`` on an AMD card: its finished ``VllmConfig``, and its MLA layers.
 
-The plugin is loaded, so the engine's own gate decides. ``card`` says what is made up where there is no ROCm, and
-``commands.compat.rocm_config`` what is made up for a model without weights.
+The plugin is loaded, so the engine's own gate decides. ``card`` says what is made up where vLLM finds no AMD card,
+and ``commands.compat.rocm_config`` what is made up for a model without weights.
 """
 
 import importlib.util
@@ -40,7 +40,7 @@ class LoadedVllm:
     """vLLM as this process has loaded it."""
 
     arch: str  # the card that it sees
-    is_made_up: bool  # the card is: vLLM finds no ROCm here
+    is_made_up: bool  # the card is: vLLM finds none here
     version: str
     switches: dict[str, bool]  # ``offline.VARIABLES`` as it reads them
 
@@ -107,7 +107,7 @@ def load_vllm(arch: str | None) -> LoadedVllm:
     return LoadedVllm(seen, is_made_up, str(release.vllm_version()), offline.switches())
 
 
-def engine_args(folder: Path, arguments: Sequence[str]) -> tuple[Any, UserOptions]:
+def planned_args(folder: Path, arguments: Sequence[str]) -> tuple[Any, UserOptions]:
     """Return vLLM's ``AsyncEngineArgs`` with the plugin switched on, for a config without a tokenizer.
 
     Raises:
@@ -168,7 +168,7 @@ def ask_vllm(folder: Path, arguments: Sequence[str]) -> Answer:
     """
     user_options, engine = None, None
     try:
-        args, user_options = engine_args(folder, arguments)
+        args, user_options = planned_args(folder, arguments)
         config = rocm_config.finished_config(args)
         model, engine = model_facts(config.model_config), engine_facts(config, user_options.settings)
         layers = rocm_config.mla_layers(config) if model.is_mla else []
@@ -176,27 +176,27 @@ def ask_vllm(folder: Path, arguments: Sequence[str]) -> Answer:
         engine = replace(engine, options=replace(engine.options, block_size=config.cache_config.block_size))
     except (Exception, SystemExit) as error:
         if user_options is None or engine is None:
-            raise _our_error(error, arguments, is_option=user_options is None) from error
+            raise _our_error(error, arguments, before_parsing=user_options is None) from error
         ours = offline.missing_field_error(error)
         skip = Skip("config_class", str(ours)) if ours else Skip("not_known", _with_its_line(error))
         return Answer(user_options, model, engine, [], skip)
     return Answer(user_options, model, engine, layers)
 
 
-def _our_error(error: BaseException, arguments: Sequence[str], is_option: bool) -> Exception:
+def _our_error(error: BaseException, arguments: Sequence[str], before_parsing: bool) -> Exception:
     """Return our own error, with a message of one line, for an error of vLLM's.
 
     It is a ValueError if the model or an option is wrong: also if the option names a file, a repository or a module
-    that is not there. Otherwise it is a NotKnownError.
+    that is not there. Otherwise it is a NotKnownError. ``before_parsing``: the error came before the options were read.
     """
     if ours := offline.missing_field_error(error) or next(_led_to(error, (offline.ConfigClassError,)), None):
         return NotKnownError(f"not known: {ours} -> {REMEDIES['config_class']}")
-    lacks = next(_led_to(error, (ImportError,) if is_option else (ImportError, OSError)), None)
+    lacks = next(_led_to(error, (ImportError,) if before_parsing else (ImportError, OSError)), None)
     if lacks is not None and not _is_named(getattr(lacks, "name", None), arguments):
         what = getattr(lacks, "name", None) or "something"
         return NotKnownError(f"not known, vLLM lacks {what} on this machine: {_with_its_line(error)}")
     message = _message(error)
-    if is_option or message.startswith("--"):
+    if before_parsing or message.startswith("--"):
         return ValueError(message)
     if isinstance(error, (ValueError, NotImplementedError)):
         return ValueError(f"vLLM does not take this model with these options: {message or type(error).__name__}")
@@ -204,7 +204,10 @@ def _our_error(error: BaseException, arguments: Sequence[str], is_option: bool) 
 
 
 def _message(error: BaseException) -> str:
-    """Return what an error says, without what only a programmer reads; of a check of pydantic's with the options."""
+    """Return what an error says, without the parts that only a programmer reads.
+
+    An error of pydantic holds several findings: each is named with its option.
+    """
     findings, named = getattr(error, "errors", None), []
     if callable(findings):  # pydantic's
         for finding in findings():

@@ -12,7 +12,7 @@ from pathlib import Path
 from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.plan import issues
 from vllm_aiter_mla.commands.plan.model import Source, Variables
-from vllm_aiter_mla.commands.plan.record import NotKnownError, Plan
+from vllm_aiter_mla.commands.plan.record import PASSED_ON, Plan
 from vllm_aiter_mla.settings import NAMESPACE
 
 # The plan makes no connection, leaves no file, and sees the plugin where VLLM_PLUGINS leaves it out.
@@ -20,7 +20,7 @@ QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULT
          "PYTHONSAFEPATH": "1"}  # fmt: skip
 
 
-def plans(
+def ask_for_plans(
     source: Source, deployments: Sequence[Sequence[str]], arch: str | None, variables: Variables, verbose: bool
 ) -> tuple[Plan, ...]:
     """Return a plan of ``source`` for the options of ``vllm serve`` of each deployment.
@@ -39,9 +39,9 @@ def plans(
     with process.workspace(), source.folder() as folder, tempfile.TemporaryDirectory() as cache:
         try:
             of_vllm = process.call(
-                make_plans, folder, deployments, arch, variables, environment=child_environment(variables, cache),
+                plan_in_child, folder, deployments, arch, variables, environment=child_environment(variables, cache),
                 log=2 if verbose else subprocess.DEVNULL,  # 2 is stderr
-                raises=(NotKnownError, ValueError, RuntimeError),
+                raises=PASSED_ON,
             )  # fmt: skip
         except process.EndedError as error:
             raise RuntimeError(f"vLLM {error.how}; --verbose shows its log") from error
@@ -54,13 +54,13 @@ def with_source(plan: Plan, source: Source) -> Plan:
     return replace(plan, model=replace(plan.model, **place))
 
 
-def make_plans(
+def plan_in_child(
     folder: Path, deployments: Sequence[Sequence[str]], arch: str | None, variables: Variables
 ) -> list[Plan]:
-    """Make the plans in this process, which loads vLLM for it; see ``child.plans``."""
+    """Call ``child.plan_each``, whose import loads torch, in the process that ``ask_for_plans`` starts."""
     from vllm_aiter_mla.commands.plan import child
 
-    return child.plans(folder, deployments, arch, variables)
+    return child.plan_each(folder, deployments, arch, variables)
 
 
 def child_environment(variables: Variables, cache: str) -> dict[str, str]:

@@ -18,27 +18,32 @@ from vllm_aiter_mla.commands.plan.answer import Answer, EngineFacts, LoadedVllm
 from vllm_aiter_mla.commands.plan.model import Variables
 from vllm_aiter_mla.kernels import formulas, vllm_own
 from vllm_aiter_mla.kernels.absorb import FORMATS
-from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, Settings
+from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, OPTIONS, Settings
 
 # What the matcher says of a layer without RoPE (passes/match.py): it reads graphs, and a plan has none.
 NO_ROPE = Skip("no_rope", "no rotary embedding is applied to q")
 UNKNOWN = {"not_known", "config_class"}  # codes with which nobody can tell what a server would do
-# Above these the sizes that a plan computes do not fit 64 bits.
-MOST = {"max_num_seqs": 2**20, "max_num_batched_tokens": 2**30, "block_size": 2**16, "num_drafts": 2**10,
-        LIMIT_FIELD: 2**30}  # fmt: skip
+MOST = {
+    "max_num_seqs": ("--max-num-seqs", 2**20),
+    "max_num_batched_tokens": ("--max-num-batched-tokens", 2**30),
+    "block_size": ("--block-size", 2**16),
+    "num_drafts": ("--speculative-config.num_speculative_tokens", 2**10),
+    LIMIT_FIELD: (f"--compilation-config.pass_config.{LIMIT_FIELD} or {OPTIONS}.max_token_num", 2**30),
+}
+"""How each number is typed, and its largest value: above it the sizes that a plan computes do not fit 64 bits."""
 
 
-def make_plan(answer: Answer, vllm: LoadedVllm, variables: Variables) -> record.Plan:
-    """Return the plan. Kernels and figures are those of the most frequent kind of layer.
+def record_of(answer: Answer, vllm: LoadedVllm, variables: Variables) -> record.Plan:
+    """Return the record of a plan. Kernels and figures are those of the most frequent kind of layer.
 
     Raises:
         ValueError: a number that no engine comes near.
     """
     settings, model, engine = answer.user_options.settings, answer.model, answer.engine
     numbers = {LIMIT_FIELD: settings.max_token_num, **vars(engine.options)}
-    for name, most in MOST.items():
+    for name, (as_typed, most) in MOST.items():
         if (number := numbers[name] or 0) > most:
-            raise ValueError(f"--{name.replace('_', '-')} {number}: a number up to {most} expected")
+            raise ValueError(f"{as_typed} {number}: a number up to {most} expected")
     # Where the gate declines, the limit that it would have set.
     sizes = engine.options.max_num_seqs, engine.options.num_drafts or 0, settings.max_token_num
     limit = engine.gate.limit if engine.gate else admission.decode_limit(*sizes)
@@ -87,7 +92,7 @@ class _PlannedKind:
     ) -> None:
         self.built, self.view, self.count = built, built.view, count
         self.tp = engine.options.tp
-        self.fp8_cache = self.view.kv_cache_dtype.startswith("fp8")
+        self.fp8_cache = record.is_fp8_cache(self.view.kv_cache_dtype)
         unpadded = vllm_own.may_take_parts(arch, self.view.num_heads, self.fp8_cache)  # as ``serving.layer`` has it
         self.out_heads = self.view.num_heads if unpadded else built.out_heads or self.view.num_heads
         self.reasons = admission.layer_skips(self.view)
@@ -206,7 +211,10 @@ def _assumptions(answer: Answer, vllm: LoadedVllm, variables: Variables, main: _
     """
     arch, engine, settings = vllm.arch, answer.engine, answer.user_options.settings
     if vllm.is_made_up:
-        yield f"this machine has no ROCm: vLLM ran with a driver, cards and libraries made up for {arch}"
+        yield (
+            "vLLM finds no AMD card here (that takes torch for ROCm, and amdsmi): it ran with a driver, cards and "
+            f"libraries made up for {arch}"
+        )
     yield from _defaults(answer, vllm, variables)
     if answer.model.is_mla and not settings.enabled:
         yield f"pass_config.{FLAG_FIELD} is not given: planned as if it were true"

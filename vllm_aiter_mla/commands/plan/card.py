@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An AMD card that is not here: what vLLM's own ``RocmPlatform`` asks of a machine, made up for this process.
 
-Nothing is made up on a ROCm machine. Elsewhere this is:
+Nothing is made up where torch is built for ROCm and ``amdsmi`` is there: vLLM finds AMD's cards through it. Elsewhere
+this is:
 
 1. packages of a ROCm image, ``_PACKAGES``: vLLM asks whether they are there, and imports names of them;
 2. ``amdsmi``, the driver's library: eight linked cards, their architecture and their memory;

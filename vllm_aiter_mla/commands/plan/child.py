@@ -17,39 +17,37 @@ from vllm_aiter_mla.admission import LayerView
 from vllm_aiter_mla.commands.compat import rocm_config
 from vllm_aiter_mla.commands.plan import answer, build, kernels
 from vllm_aiter_mla.commands.plan.model import Variables
-from vllm_aiter_mla.commands.plan.record import NotKnownError, Plan
+from vllm_aiter_mla.commands.plan.record import PASSED_ON, Plan
 from vllm_aiter_mla.settings import Settings
 
 Made = TypeVar("Made")
-PASSED_ON = (NotKnownError, ValueError, RuntimeError)
-"""Errors that reach the caller's process as they are."""
 
 
-def plans(folder: Path, deployments: Sequence[Sequence[str]], arch: str | None, variables: Variables) -> list[Plan]:
+def plan_each(folder: Path, deployments: Sequence[Sequence[str]], arch: str | None, variables: Variables) -> list[Plan]:
     """Return a plan for the options of each deployment.
 
     Raises:
-        NotKnownError, ValueError: as ``ask.plans`` raises it.
+        NotKnownError, ValueError: as ``ask.ask_for_plans`` raises it.
         RuntimeError: likewise; no other error is raised, so that the caller's process can raise each.
     """
     try:
         vllm = answer.load_vllm(arch)
 
-        def make_plan(arguments: Sequence[str]) -> Plan:
-            return build.make_plan(answer.ask_vllm(folder, arguments), vllm, variables)
+        def plan(arguments: Sequence[str]) -> Plan:
+            return build.record_of(answer.ask_vllm(folder, arguments), vllm, variables)
 
         if len(deployments) == 1:
-            return [make_plan(deployments[0])]
+            return [plan(deployments[0])]
         with suppress(Exception):  # it only saves time
             warm()
-        return [in_a_fork(partial(make_plan, arguments)) for arguments in deployments]
+        return [in_a_fork(partial(plan, arguments)) for arguments in deployments]
     except Exception as error:
         raise that_can_be_pickled(error) from error
 
 
 def that_can_be_pickled(error: BaseException) -> Exception:
     """Return an error that stands for another one and that another process can raise."""
-    if isinstance(error, (NotKnownError, ValueError, RuntimeError)) and type(error) in PASSED_ON:
+    if isinstance(error, PASSED_ON) and type(error) in PASSED_ON:  # a class that is derived from one may not be there
         return error
     return ValueError(str(error)) if isinstance(error, ValueError) else RuntimeError(f"{type(error).__name__}: {error}")
 

@@ -27,16 +27,11 @@ def with_known_issues(plan: Plan) -> Plan:
 
 
 def why_no_shape(plan: Plan) -> str | None:
-    """Return why no layer's shape was planned, or None; an unknown shape is not one without faults."""
+    """Return why no layer's shape was planned, or None if one was: without it known issues cannot be looked up."""
     if plan.model.kinds:
         return None if plan.absorb_weight else "the format of the absorb weights is not known"
     is_without_mla = not plan.layers.mla and plan.outcome != "unknown"
     return "the model has no MLA layer" if is_without_mla else "the plan is not known"
-
-
-def has_fp8_cache(plan: Plan) -> bool:
-    """Return whether the KV cache that was planned is in fp8."""
-    return str(plan.options.kv_cache_dtype).startswith("fp8")
 
 
 def applies(issue: Mapping[str, Any], plan: Plan) -> bool:
@@ -56,7 +51,7 @@ def applies(issue: Mapping[str, Any], plan: Plan) -> bool:
 
 FIELDS: dict[str, Callable[[Any, Plan], bool]] = {
     "arch": lambda cards, plan: plan.arch in cards,
-    "cache": lambda cache, plan: cache in ("any", "fp8" if has_fp8_cache(plan) else "16 bits"),
+    "cache": lambda cache, plan: cache in ("any", "fp8" if plan.has_fp8_cache else "16 bits"),
     "switch": lambda name, plan: plan.environment[name][0].lower() in ("1", "true"),
     "graphs": lambda _, plan: not plan.captures.full,
     "absorb": lambda formats, plan: any(weight in formats for weight in plan.absorb_weights or (plan.absorb_weight,)),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vllm_aiter_mla.admission import OVERFLOW, LayerView
-from vllm_aiter_mla.commands.plan.record import PlannedSpan
+from vllm_aiter_mla.commands.plan.record import PlannedSpan, is_fp8_cache
 from vllm_aiter_mla.decided import VLLM, Decision, PassedOver
 from vllm_aiter_mla.kernels import absorb
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
@@ -75,7 +75,7 @@ def planned(
     shape = shape_of(view, format, block_size, backends.platform)
     points, offers = backends.offers(shape, limit)
     # By its sources AITER's op overflows to NaN. Every kernel is taken to pass its check.
-    overflows = view.kv_cache_dtype.startswith("fp8")
+    overflows = is_fp8_cache(view.kv_cache_dtype)
     checks = {name: Checked(writes_nan=overflows and name in AITER_KERNELS) for name in offers}
     facts = LayerFacts(None, offers, points, absorb.drops_values(format, view.qk_nope_head_dim))
     decision = decide(facts, checks, None, settings)
@@ -114,7 +114,7 @@ def _detail(backends: Backends, kernel: str, inputs: DecodeInputs) -> str:
 def shape_of(view: LayerView, format: str, block_size: int, platform: Platform) -> LayerShape:
     """Return the shape of a planned layer, without memory: sizes and dtypes as vLLM hands them over."""
     act = getattr(torch, view.model_dtype)
-    stored = platform.fp8 if view.kv_cache_dtype.startswith("fp8") else act
+    stored = platform.fp8 if is_fp8_cache(view.kv_cache_dtype) else act
     weight = (format, platform.fp8) if format == "fp8" else (format,)
     return LayerShape(
         view.num_heads, view.qk_nope_head_dim, stored, stored, block_size, False, act, "meta", view.kv_lora_rank,

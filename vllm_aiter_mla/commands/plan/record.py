@@ -17,6 +17,15 @@ class NotKnownError(RuntimeError):
     """There is no plan, because vLLM could not be asked on this machine: no option is wrong."""
 
 
+PASSED_ON = (NotKnownError, ValueError, RuntimeError)
+"""Errors that reach the caller of the process that plans as they are."""
+
+
+def is_fp8_cache(kv_cache_dtype: str) -> bool:
+    """Return whether a KV cache of this type holds fp8; the type is in vLLM's words, as in "fp8_e4m3"."""
+    return kv_cache_dtype.startswith("fp8")
+
+
 @dataclass(frozen=True)
 class Kind:
     """Layers of one kind, with their heads over all ranks."""
@@ -169,3 +178,8 @@ class Plan:
     known_issues: tuple[KnownIssue, ...] = ()  # none without a known shape
     warnings: tuple[str, ...] = ()  # what was probably typed by mistake
     evidence: files.Stamp = files.stamped("plan")
+
+    @property
+    def has_fp8_cache(self) -> bool:
+        """Whether the KV cache that was planned is in fp8."""
+        return is_fp8_cache(self.options.kv_cache_dtype)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a page shows of a run of ``check``: its steps, and the records that its plan, kernels and timing left.
 
-The demo names a step by what it ran over too, as in "engine, fp8 cache": its kind is the part before the comma.
+The demo names a step by what it ran over too, as in "engine, fp8 cache": the part before the comma is the step's name.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import OVERFLOW
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
-from vllm_aiter_mla.commands.check.steps import ran_on_the_card
+from vllm_aiter_mla.commands.check.steps import ran_what_a_card_can
 from vllm_aiter_mla.commands.check.timing.record import STAND_IN, Measurement
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.commands.report import charts
@@ -68,11 +68,11 @@ def _check_that_it_agrees(run: CheckRun) -> None:
     amiss = [f"{step.name} {step.status}" for step in run.steps if step.status not in ("passed", "warning", "skipped")]
     if run.exit == 0 and (amiss or not run.steps):
         raise ValueError(f"exit status 0, and {', '.join(amiss) or 'no step'}")
-    if run.on_a_card is None and ran_on_the_card(run.steps):
+    if run.on_a_card is None and ran_what_a_card_can(run.steps):
         raise ValueError("on_a_card is null, and a step ran that can run on a card")
 
 
-def _kind(step: Step) -> str:
+def _step_name(step: Step) -> str:
     return step.name.partition(",")[0]
 
 
@@ -82,9 +82,9 @@ def _records(step: Step) -> Iterator[tuple[Callable[[Page, Any], None], Any]]:
     Raises:
         ValueError: a record is of another version, or is none.
     """
-    if step.data is None or _kind(step) not in RECORDS:
+    if step.data is None or _step_name(step) not in RECORDS:
         return
-    cls, show = RECORDS[_kind(step)]
+    cls, show = RECORDS[_step_name(step)]
     for data in step.data if isinstance(step.data, list) else [step.data]:
         if files.stamp_in(data)[0] != TUNED:
             yield show, files.parse(cls, Path(step.name), data)
@@ -94,7 +94,7 @@ def _outcome_of_step(step: Step, passed: str) -> str:
     """Return the word for a step: what passed on a CPU, or is a promise, never looks like what passed on a card."""
     if step.status != "passed":
         return step.status
-    return NOTHING_RAN if _kind(step) == "plan" else passed
+    return NOTHING_RAN if _step_name(step) == "plan" else passed
 
 
 def _outcome(run: CheckRun, plans: Sequence[Plan], passed: str) -> tuple[str, str]:
@@ -109,7 +109,7 @@ def _outcome(run: CheckRun, plans: Sequence[Plan], passed: str) -> tuple[str, st
         return word, means
     if passed == ON_CPU:
         means = "every step that ran passed, on this CPU, which shows nothing of a card"
-    done = [step.name for step in run.steps if step.status in ("passed", "warning") and _kind(step) != "plan"]
+    done = [step.name for step in run.steps if step.status in ("passed", "warning") and _step_name(step) != "plan"]
     return passed, f"{means}: {', '.join(done)}"
 
 
@@ -153,7 +153,7 @@ def _card(used: Mapping[str, str], here: Mapping[str, str], on_a_card: bool | No
 
 def _add_figures(page: Page, step: Step) -> None:
     """Add the figures of a step that leaves no record, under their names there."""
-    kind, of = _kind(step), f"{step.name}, {page.input.name}"
+    kind, of = _step_name(step), f"{step.name}, {page.input.name}"
     if not step.data:
         return
     if kind == "engine":
@@ -222,4 +222,4 @@ RECORDS: dict[str, tuple[type[Any], Callable[[Page, Any], None]]] = {
     "kernels": (Verification, kernels),
     "timing": (Measurement, timing),
 }
-"""Record and what shows it, by the kind of step."""
+"""Record and what shows it, by the name of a step."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_aiter_mla.commands.check.engine.record import ABOVE, MIXED, PREFILLS, EngineAnswer, Side
 from vllm_aiter_mla.commands.compat import engine as compat_engine
-from vllm_aiter_mla.commands.compat.engine import Request
+from vllm_aiter_mla.commands.compat.engine import Prompt
 from vllm_aiter_mla.commands.compat.offline import load_plugins, serve_options
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
 
@@ -35,24 +35,24 @@ class EngineOptions:
     limit: int  # the decode limit in tokens, for batches on both sides of it
 
 
-def random_requests(seed: int, lengths: Sequence[int], new_tokens: int, arrivals: Sequence[int] = ()) -> list[Request]:
-    """Return requests with random prompts of these lengths; all arrive at once by default."""
+def random_prompts(seed: int, lengths: Sequence[int], new_tokens: int, arrivals: Sequence[int] = ()) -> list[Prompt]:
+    """Return random prompts of these lengths; all arrive at once by default."""
     rng = random.Random(seed)
     return [
-        (f"{seed}-{i}", [rng.randrange(2, 512) for _ in range(length)], new_tokens, arrival)
+        Prompt(f"{seed}-{i}", [rng.randrange(2, 512) for _ in range(length)], new_tokens, arrival)
         for i, (length, arrival) in enumerate(zip(lengths, arrivals or [0] * len(lengths), strict=True))
     ]
 
 
 SCENARIOS = {
     # Prompts shorter than the decode limit, one at a time: prefill rows inside it.
-    "short": random_requests(2, [3, 11, 1, 7], 12, [0, 20, 40, 60]),
+    "short": random_prompts(2, [3, 11, 1, 7], 12, [0, 20, 40, 60]),
     # Requests that arrive while others decode: mixed batches within the decode limit.
-    "mixed": random_requests(3, [6, 4, 5, 3, 7, 2, 5, 4], 24, [0, 0, 4, 6, 6, 9, 12, 15]),
+    "mixed": random_prompts(3, [6, 4, 5, 3, 7, 2, 5, 4], 24, [0, 0, 4, 6, 6, 9, 12, 15]),
     # Prompts longer than a small decode limit: their prefill runs vLLM's own graph, their decode ours.
-    "long": random_requests(4, [60, 17, 33, 48], 12),
+    "long": random_prompts(4, [60, 17, 33, 48], 12),
     # Sixteen requests that decode together.
-    "concurrent": random_requests(1, [5 + i % 4 for i in range(16)], 20),
+    "concurrent": random_prompts(1, [5 + i % 4 for i in range(16)], 20),
 }
 
 
@@ -68,13 +68,13 @@ def short_prompts(total: int, requests: int, longest: int) -> list[int]:
 
 
 def drive_engine(options: EngineOptions) -> EngineAnswer:
-    """Start one engine in this process and send it the requests; return its answer, but for what the ranks wrote."""
+    """Start one engine in this process and send it the prompts; return its answer, but for what the ranks wrote."""
     engine, left_out = _start(options)
-    generated = {name: compat_engine.generate(engine, requests) for name, requests in SCENARIOS.items()}
+    generated = {name: compat_engine.generate(engine, prompts) for name, prompts in SCENARIOS.items()}
     prefilled = {}
-    for name, requests in SCENARIOS.items():
-        pairs = zip(requests, generated[name], strict=True)
-        texts = [prompt + [token for token, _ in tokens] for (_, prompt, *_), tokens in pairs]
+    for name, prompts in SCENARIOS.items():
+        pairs = zip(prompts, generated[name], strict=True)
+        texts = [prompt.tokens + [token for token, _ in tokens] for prompt, tokens in pairs]
         prefilled[name] = compat_engine.prompt_logprobs(engine, texts)
     logprobs_of_prompts, seconds = _with_prefill_rows(engine, options.limit)
     launches = compat_engine.launches_of_a_step(engine, SCENARIOS["concurrent"])
@@ -110,7 +110,7 @@ def _with_prefill_rows(engine: Any, limit: int) -> tuple[dict[str, list[list[lis
         others = SCENARIOS["concurrent"][: decoding if name == MIXED else 0]
         # Other prompts for each step: vLLM would take those of an earlier one from its prefix cache.
         batches = [
-            [prompt for _, prompt, *_ in random_requests(8 + turn, lengths[name], 1)] for turn in range(1 + TIMED_STEPS)
+            [prompt.tokens for prompt in random_prompts(8 + turn, lengths[name], 1)] for turn in range(1 + TIMED_STEPS)
         ]
         compared, *timed = batches
         with compat_engine.decoding(engine, others):

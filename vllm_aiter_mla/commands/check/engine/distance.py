@@ -14,26 +14,29 @@ from vllm_aiter_mla.commands.check.engine.record import SIDES, EngineAnswer, Sid
 if TYPE_CHECKING:
     from vllm_aiter_mla.commands.compat.engine import TokenLogprobs
 
-TOP1, MAX_DLOGPROB = 0.95, 0.5
-"""What rounding explains: kernels that add up in another order give other tokens where two are nearly as likely.
-
-Through Triton's interpreter a random model gave 97.6 % of equal tokens and at most 0.15; with the RoPE of prefill rows
-lost, at most 81 % and at least 1.7. Over an fp8 cache the reference with another rounding gave 90 % and 0.94. The
-request that was most apart had a mean of 0.11 where ``decode_against_prefill`` was 0.18; of 0.36 or more with the query
-scaled twice, and of 0.41 or more with one wrong row in each decode step."""
+# Kernels that add up in another order give other tokens where two are nearly as likely. Through Triton's interpreter a
+# random model gave 97.6 % of equal tokens and differences of at most 0.15. With the RoPE of prefill rows lost, it gave
+# at most 81 % and at least 1.7.
+TOP1 = 0.95
+"""Least share of positions with the same likeliest token that rounding explains."""
+MAX_DLOGPROB = 0.5
+"""Largest difference of log-probabilities that rounding explains."""
+# Over an fp8 cache the reference with another rounding gave 90 % and 0.94. There the mean of the request that was most
+# apart is compared with ``decode_against_prefill``: it was 0.11 where that was 0.18. It was 0.36 or more with the query
+# scaled twice, and 0.41 or more with one wrong row in each decode step.
 DECODE_AGAINST_PREFILL = 0.5
 """Largest mean difference of log-probabilities between the steps that generated tokens and prefill of the same text.
 
 On a CPU a small random model gave 0.02 (bf16 cache) and 0.17 (fp8), and 8.4 with mixed up channels in decode."""
 
-MOST_UNEQUAL, SLOWER = 0.5, 1.02
-"""Share of the prompts whose bytes may differ; ratio of times, on to off, above which ``check`` warns on a card.
+MOST_UNEQUAL = 0.5
+"""Largest share of the prompts whose bytes may differ.
 
-What rounds q_pe and k_pe once gives the same bytes, whether or not it contracts multiply and add: the product of two
-values of 16 bits is exact in float32. With a table in float32, which admission skips, 2 in 100,000 values differ; a
-prompt has 8,256 of them in a layer of 128 heads, so about half of the prompts of four such layers would. Three
-roundings change 32 % of the values. Of 8 prompts in the sandbox's engine, 8 had the same bytes with one rounding, 7
-with another rounding of one value in 4096, and none with two or three roundings of each value."""
+Of 8 prompts in the sandbox's engine, 8 had the same bytes where q_pe and k_pe are rounded once, 7 with another rounding
+of one value in 4096, and none with two or three roundings of each value. Multiply and add may be contracted or not: the
+product of two values of 16 bits is exact in float32."""
+SLOWER = 1.02
+"""Ratio of times, on to off, above which ``check`` warns on a card."""
 
 
 @dataclass(slots=True)
@@ -43,18 +46,17 @@ class Figures:
     tokens: int = 0  # generated tokens of the baseline
     tokens_equal: int = 0  # how many are the same, up to each request's first difference
     compared: int = 0  # positions whose context is the same in both runs
-    agreed: int = 0  # of these, positions with the same likeliest token
     max_abs_dlogprob: float = 0.0  # largest difference of log-probability over the common top 5 of these positions
     mean_abs_dlogprob: float = 0.0  # their mean in the request where it is largest: others would hide a wrong row
 
     @property
     def top1_agreement(self) -> float:
         """Share of positions with the same context whose likeliest token is the same."""
-        return self.agreed / self.compared if self.compared else 1.0
+        return self.tokens_equal / self.compared if self.compared else 1.0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures for JSON."""
-        return asdict(self) | {"top1_agreement": self.top1_agreement}
+        return asdict(self) | {"agreed": self.tokens_equal, "top1_agreement": self.top1_agreement}
 
 
 def figures(base: Sequence[Sequence[TokenLogprobs]], other: Sequence[Sequence[TokenLogprobs]]) -> Figures:
@@ -71,7 +73,6 @@ def figures(base: Sequence[Sequence[TokenLogprobs]], other: Sequence[Sequence[To
             total, entries = total + sum(differences), entries + len(differences)
             if base_token != other_token:
                 break  # from here on the two runs answer different questions
-            result.agreed += 1
             result.tokens_equal += 1
         result.mean_abs_dlogprob = max(result.mean_abs_dlogprob, total / entries if entries else 0.0)
     return result

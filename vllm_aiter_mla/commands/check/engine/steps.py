@@ -18,7 +18,6 @@ from vllm_aiter_mla.commands.check.context import NO_GPU, Context
 from vllm_aiter_mla.commands.check.engine import distance
 from vllm_aiter_mla.commands.check.engine.record import PREFILLS, SIDES, EngineAnswer, Side
 from vllm_aiter_mla.commands.check.record import Step
-from vllm_aiter_mla.commands.plan.issues import has_fp8_cache
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.decided import kernel_at
 from vllm_aiter_mla.kernels import formulas
@@ -149,7 +148,7 @@ def compare_tokens(context: Context) -> Step:
 
 def _why_apart(by_scenario: Mapping[str, distance.Figures], off: EngineAnswer, plan: Plan) -> str | None:
     """Return in which scenarios the tokens are further apart than rounding explains, or None."""
-    noise = distance.decode_against_prefill(off) if has_fp8_cache(plan) else 0.0
+    noise = distance.decode_against_prefill(off) if plan.has_fp8_cache else 0.0
     apart = [name for name, figures in by_scenario.items() if not distance.is_explained(figures, noise)]
     return f"off and on are apart in {', '.join(apart)}" if apart else None
 
@@ -262,4 +261,4 @@ def _launches_of_a_layer(plan: Plan) -> tuple[dict[str, int], int]:
     launches = {name: len(path.launches) for name, path in next(iter(plan.figures.by_tokens.values())).items()}
     fewest = min(count for name, count in launches.items() if name.startswith(formulas.VLLM))
     # A decode kernel that takes the query in parts needs no concat.
-    return launches, fewest - may_take_parts(plan.arch, plan.heads_per_rank, has_fp8_cache(plan))
+    return launches, fewest - may_take_parts(plan.arch, plan.heads_per_rank, plan.has_fp8_cache)

@@ -16,7 +16,7 @@ STARTED = "started"
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class KernelsRequest:
     """What is verified; ``options.backend`` is not read, as each back end has its process."""
 
     options: KernelOptions
@@ -27,7 +27,7 @@ class Request:
     repeating: tuple[str, ...]  # further words of that command
 
 
-def verify_back_end(request: Request, backend: str) -> Verification:
+def verify_back_end(request: KernelsRequest, backend: str) -> Verification:
     """Verify one back end in this process; return the record.
 
     Told are: the record without results, then before each case a result that is ``STARTED``, and after it its result.

@@ -13,11 +13,10 @@ from vllm_aiter_mla.commands.check.context import NO_GPU, CheckOptions, Context
 from vllm_aiter_mla.commands.check.kernels.printout import counts_in_words
 from vllm_aiter_mla.commands.check.options import Weights
 from vllm_aiter_mla.commands.check.record import Status, Step
-from vllm_aiter_mla.commands.plan.issues import has_fp8_cache
 from vllm_aiter_mla.verify import FAILED, NOTHING, PASSED
 
 if TYPE_CHECKING:
-    from vllm_aiter_mla.commands.check.kernels.child import Request
+    from vllm_aiter_mla.commands.check.kernels.child import KernelsRequest
     from vllm_aiter_mla.commands.plan.record import Plan
     from vllm_aiter_mla.verify.results import Result, Verification
 
@@ -40,14 +39,14 @@ def verify_kernels(context: Context) -> Step:
     return _judged(context, _merged(records))
 
 
-def _request(context: Context) -> Request:
+def _request(context: Context) -> KernelsRequest:
     """Return what the processes verify: the options, and over them the sizes of the plan where there is one."""
-    from vllm_aiter_mla.commands.check.kernels.child import Request
+    from vllm_aiter_mla.commands.check.kernels.child import KernelsRequest
     from vllm_aiter_mla.verify.cases import LIMITS
 
     options, plan, layer = context.options, context.plan, context.options.layer
     by_hand = {"heads": next(iter(layer.heads), None), "nope": layer.nope, "v": layer.v}
-    request = Request(
+    request = KernelsRequest(
         options=replace(options.kernels, quick=options.kernels.quick or plan is not None),
         sizes={name: size for name, size in by_hand.items() if size is not None},
         weights=layer.weights,
@@ -59,7 +58,10 @@ def _request(context: Context) -> Request:
         return request
     limit = request.options.limit or min(max(plan.limit, LIMITS[0]), LIMITS[1])
     return replace(
-        request, options=replace(request.options, limit=limit), sizes=_sizes(plan), weights=planned_weights(plan)
+        request,
+        options=replace(request.options, limit=limit),
+        sizes=_sizes(plan),
+        weights=Weights.of_format(str(plan.absorb_weight)),
     )
 
 
@@ -88,13 +90,7 @@ def _sizes(plan: Plan) -> dict[str, int]:
     return {name: getattr(layer, name) for name in ("nope", "rope", "latent", "v")} | {"heads": plan.heads_per_rank}
 
 
-def planned_weights(plan: Plan) -> Weights:
-    """Return the format of the absorb weights that was planned."""
-    name = str(plan.absorb_weight)
-    return Weights({"plain": "bf16"}.get(name, name))
-
-
-def _verified(context: Context, request: Request, backend: str, before: Sequence[Verification]) -> Verification:
+def _verified(context: Context, request: KernelsRequest, backend: str, before: Sequence[Verification]) -> Verification:
     """Return the record of one back end. If its process ends early, the case that ran has failed.
 
     ``before`` are the records of the back ends before it, for what is shown meanwhile.
@@ -167,7 +163,7 @@ def _judged(context: Context, record: Verification) -> Step:
         for result in failed
     ]
     serving = set[str]()
-    if plan is not None and has_fp8_cache(plan) and not options.on_cpu:
+    if plan is not None and plan.has_fp8_cache and not options.on_cpu:
         # The cases have fp8 caches whatever the model's is, and on a CPU only the reference runs.
         overflowing = {result.backend for result in record.results if result.writes_nan}
         serving = overflowing & {span.kernel for span in plan.kernels or ()}

@@ -16,7 +16,7 @@ import torch
 from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check.options import Weights
 from vllm_aiter_mla.commands.check.timing import rivals
-from vllm_aiter_mla.commands.check.timing.record import VLLM, Measurement, Row, row_of
+from vllm_aiter_mla.commands.check.timing.record import TYPES_OF_16_BITS, VLLM, Measurement, Row, row_of
 from vllm_aiter_mla.commands.compat.offline import load_plugins
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
@@ -24,6 +24,7 @@ from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.device import card
+from vllm_aiter_mla.kernels.formats import is_fp8
 from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import detect_platform
 from vllm_aiter_mla.kernels.vllm_own import may_take_parts
@@ -34,7 +35,7 @@ from vllm_aiter_mla.startup import checks
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TimingRequest:
     """What is timed: each number of tokens, at each number of heads in each type, for one layer."""
 
     tokens: tuple[int, ...]  # rows of a decode step; empty for what ``tune`` chooses
@@ -73,7 +74,7 @@ class Contenders:
     overflowing: list[str]  # those that turn an fp8 overflow into NaN: they do not count as ours
 
 
-def time_kernels(request: Request, left_out: Mapping[str, str]) -> Measurement:
+def time_kernels(request: TimingRequest, left_out: Mapping[str, str]) -> Measurement:
     """Time every size; return the record.
 
     A size that raises ends the run, and ``stopped`` says which and why. What was timed before is kept. ``wrong`` says
@@ -173,4 +174,4 @@ def shape_of(
 def kind_of(shape: LayerShape) -> str:
     """Return the type of the query and the cache, as a ``Row`` has it."""
     name = str(shape.cache_dtype).removeprefix("torch.")
-    return {"bfloat16": "bf16", "float16": "fp16"}.get(name, "fp8")
+    return "fp8" if is_fp8(shape.cache_dtype) else TYPES_OF_16_BITS.get(name, name)

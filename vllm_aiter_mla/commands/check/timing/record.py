@@ -9,6 +9,8 @@ from vllm_aiter_mla import files
 MOST_TOKENS = 65536
 """More tokens fill the memory of a card."""
 VLLM, STAND_IN, DECODE_TILE, ONE_LAUNCH = "vllm", "vllm-stand-in", "aiter-decode-tile", "aiter-one-launch"
+TYPES_OF_16_BITS = {"bfloat16": "bf16", "float16": "fp16"}
+"""Types of the query and the cache: torch's name, and the name in ``Row.kind``."""
 RIVALS = (VLLM, STAND_IN, DECODE_TILE, ONE_LAUNCH)
 """What ours is compared with: vLLM's own kernels, a stand-in where these are not here, and two uses of AITER's kernels
 that never serve."""

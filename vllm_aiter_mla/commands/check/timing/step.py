@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 
 from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check.context import NO_GPU, Context
-from vllm_aiter_mla.commands.check.kernels.step import planned_weights
-from vllm_aiter_mla.commands.check.options import Kind, Weights
+from vllm_aiter_mla.commands.check.options import CacheType, Weights
 from vllm_aiter_mla.commands.check.record import Step
-from vllm_aiter_mla.commands.check.timing.record import MOST_TOKENS, Measurement
-from vllm_aiter_mla.commands.plan.issues import has_fp8_cache
+from vllm_aiter_mla.commands.check.timing.record import MOST_TOKENS, TYPES_OF_16_BITS, Measurement
 
 if TYPE_CHECKING:
-    from vllm_aiter_mla.commands.check.timing.child import Doing, Request
+    from vllm_aiter_mla.commands.check.timing.child import Doing, TimingRequest
     from vllm_aiter_mla.commands.check.timing.record import Row
 
 TOKENS, HEADS = (1, 8, 64, 256, 512), (8, 16, 128)
@@ -51,28 +49,29 @@ class EndedInCheckError(RuntimeError):
         self.kernel = kernel
 
 
-def _request(context: Context) -> Request:
+def _request(context: Context) -> TimingRequest:
     """Return what is timed: the plan's layer where there is a plan."""
-    from vllm_aiter_mla.commands.check.timing.child import Request
+    from vllm_aiter_mla.commands.check.timing.child import TimingRequest
 
     options, layer, plan = context.options.timing, context.options.layer, context.plan
     tokens: tuple[int, ...]
     if plan is None:
-        kinds = (Kind.fp8, Kind.bf16) if options.kind is Kind.both else (options.kind,)
+        both = (CacheType.fp8, CacheType.bf16)
+        kinds = both if options.cache_type is CacheType.both else (options.cache_type,)
         tokens, weights = TOKENS, layer.weights or Weights.bf16
-        request = Request((), layer.heads or HEADS, tuple(kind.value for kind in kinds), weights.value)
+        request = TimingRequest((), layer.heads or HEADS, tuple(kind.value for kind in kinds), weights.value)
         request = request if layer.nope is None else replace(request, nope=layer.nope)
     else:
-        sizes, kind = plan.model.kinds[0], "fp8" if has_fp8_cache(plan) else "bf16"
+        sizes, kind = plan.model.kinds[0], "fp8" if plan.has_fp8_cache else TYPES_OF_16_BITS[plan.model.dtype]
         tokens = (*(count for count in TOKENS_OF_A_MODEL if count < plan.limit), min(plan.limit, MOST_TOKENS))
-        request = Request(
-            (), (plan.heads_per_rank,), (kind,), planned_weights(plan).value, sizes.nope, sizes.rope, sizes.latent,
-            plan.model.dtype,
+        request = TimingRequest(
+            (), (plan.heads_per_rank,), (kind,), Weights.of_format(str(plan.absorb_weight)).value, sizes.nope,
+            sizes.rope, sizes.latent, plan.model.dtype,
         )  # fmt: skip
     return replace(request, tokens=options.tokens or (() if options.tune else tokens))
 
 
-def _measured(context: Context, request: Request, left_out: dict[str, str]) -> Measurement:
+def _measured(context: Context, request: TimingRequest, left_out: dict[str, str]) -> Measurement:
     """Return the record of the process, or what the process had told when it ended early.
 
     Raises:
@@ -124,7 +123,7 @@ def _judged(context: Context, record: Measurement) -> Step:
     return Step("passed", f"{len(ratios)} sizes; {which}", lines, record)
 
 
-def _tuned(context: Context, request: Request) -> Step:
+def _tuned(context: Context, request: TimingRequest) -> Step:
     """Tune the tiles in a process of its own; the lines of the step are those that the process tells."""
     from vllm_aiter_mla.commands.check.timing import tune
 

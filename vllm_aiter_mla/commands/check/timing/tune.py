@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import process
-from vllm_aiter_mla.commands.check.timing.child import Request
+from vllm_aiter_mla.commands.check.timing.child import TimingRequest
 from vllm_aiter_mla.commands.compat.offline import load_plugins
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.decided import Span, Spans, kernel_at
@@ -26,7 +26,7 @@ LIMIT = 1024
 """Up to how many tokens tiles are timed, unless the user names the counts."""
 
 
-def tune(request: Request) -> tuple[tuning.TunedTiles, str | None]:
+def tune(request: TimingRequest) -> tuple[tuning.TunedTiles, str | None]:
     """Tune the tiles for each layer, keep them at once and tell a line for each range of tokens.
 
     A shape that raises ends the run. What was tuned before is kept, next to what earlier runs have tuned. Without
@@ -45,7 +45,7 @@ def tune(request: Request) -> tuple[tuning.TunedTiles, str | None]:
     with compat_config.as_current():
         for layer in request.layers():
             shape = request.shape(*layer)
-            key, tile_of_table = tuning.key_of(meta_inputs(shape)), partial(default, heads=shape.heads)
+            key, tile_of_table = tuning.key_of(meta_inputs(shape)), partial(table_tile, heads=shape.heads)
             try:
                 rounds = timed(shape, key, counts, wrong)
             except Exception as error:  # out of memory for a large size, or Triton is absent
@@ -82,7 +82,7 @@ def _lines(
         yield f"  {span.tokens} tokens  {label}: {us[span.last][label]:.2f} us{beaten}"
 
 
-def default(tokens: int, heads: int) -> str:
+def table_tile(tokens: int, heads: int) -> str:
     """Return the label of the table's tile."""
     return tiles.tile_for(card().arch, tokens, heads).label
 
@@ -103,23 +103,23 @@ def timed(shape: LayerShape, key: str, counts: Sequence[int], wrong: list[str]) 
             able[label] = backend
         else:
             wrong.append(f"{label} at {key}: {checked.message}")
-    missing = {default(tokens, shape.heads) for tokens in counts} - able.keys()
+    missing = {table_tile(tokens, shape.heads) for tokens in counts} - able.keys()
     if missing:
         raise ValueError(f"the tile {min(missing)} of the table failed its check")
     return stopwatch.time_shape(able, shape, synthetic_inputs(shape).weight, counts, stopwatch.Budget(float("inf")))
 
 
-def spliced(new: Spans, timed: Collection[int], old: Spans, before: Collection[int]) -> Spans:
-    """Return the old spans with the new tile at each count that was ``timed``, and beyond their end the new ones.
+def spliced(new: Spans, counts: Collection[int], old: Spans, before: Collection[int]) -> Spans:
+    """Return the old spans with the new tile at each of the ``counts``, and beyond their end the new ones.
 
-    A count decides down to the next one that was timed now or ``before``.
+    ``counts`` were timed now. A count decides down to the next one that was timed now or ``before``.
     """
     end = old[-1].last if old else 0
 
     def tile_at(tokens: int) -> str:
-        return kernel_at(old if tokens not in timed and tokens <= end else new, tokens)
+        return kernel_at(old if tokens not in counts and tokens <= end else new, tokens)
 
-    points = {*timed, *before, *(span.last for span in (*old, *new))}
+    points = {*counts, *before, *(span.last for span in (*old, *new))}
     return decision.fastest_spans({tokens: {} for tokens in points}, (), tile_at)
 
 
