@@ -77,7 +77,7 @@ def test_a_symlink_is_replaced_and_never_followed(tmp_path, monkeypatch):
     assert precious.read_text() == "{}"
 
 
-@pytest.mark.parametrize("name", ["\u5c64" * 80, "a" * 250])
+@pytest.mark.parametrize("name", ["\u5c64" * 80, "a" * 250], ids=["three bytes a letter", "one"])
 def test_a_file_whose_name_is_as_long_as_the_file_system_takes_is_written(tmp_path, name):
     files.write(path := tmp_path / f"{name}.json", {"a": 1})
     assert list(tmp_path.iterdir()) == [path]
