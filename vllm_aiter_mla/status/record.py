@@ -4,7 +4,7 @@
 ``engine_status`` makes records, ``status_files`` writes and reads them.
 """
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
 
@@ -91,7 +91,7 @@ class EngineRecord:
     first: RankStatus  # the first rank with a record; card, cache, limit and integration are the same on all ranks
     total: int  # number of MLA layers, each counted once
     engaged: dict[str, str]  # layers that some rank engages, with the kernel
-    engaged_everywhere: Set[str]  # layers that every rank engages that has them
+    engaged_everywhere: frozenset[str]  # layers that every rank engages that has them
     skipped: dict[str, Skip]  # layers that no rank engages, and ``WHOLE_ENGINE``
     measured: tuple[Timed, ...]  # of the first rank that has timed: the stages of a pipeline have layers of their own
     overflows: tuple[str, ...]  # this and ``tuned`` of all ranks
@@ -122,7 +122,7 @@ def merge_ranks(records: Sequence[RankStatus | None]) -> EngineRecord:
         first=found[0],
         total=len((engaged | skipped).keys() - {WHOLE_ENGINE}),
         engaged=engaged,
-        engaged_everywhere=engaged.keys() - skipped.keys(),
+        engaged_everywhere=frozenset(engaged.keys() - skipped.keys()),
         skipped={layer: skip for layer, skip in skipped.items() if layer not in engaged},
         measured=next((record.measured for record in found if record.measured), ()),
         overflows=tuple(dict.fromkeys(kernel for record in found for kernel in record.overflows)),
