@@ -71,10 +71,58 @@ def test_a_symlink_is_replaced_and_never_followed(tmp_path, monkeypatch):
         assert files.load(link) == {"a": 1}
         link.unlink()
     monkeypatch.setattr(files.secrets, "token_hex", lambda _: "guessed")
-    (tmp_path / f".a.json.{os.getpid()}-guessed.new").symlink_to(precious)
+    (tmp_path / ".aiter-mla-guessed.new").symlink_to(precious)
     with pytest.raises(FileExistsError):
         files.write(tmp_path / "a.json", {"a": 1})
     assert precious.read_text() == "{}"
+
+
+@pytest.mark.parametrize("name", ["\u5c64" * 80, "a" * 250], ids=["three bytes a letter", "one"])
+def test_a_file_whose_name_is_as_long_as_the_file_system_takes_is_written(tmp_path, name):
+    files.write(path := tmp_path / f"{name}.json", {"a": 1})
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def killed_while_writing(folder):
+    """A process that is killed after it has begun to write a file into ``folder``; return what it has left."""
+    code = (
+        "import os, sys; from pathlib import Path; from vllm_aiter_mla import files\n"
+        "Path.replace = lambda *given: os._exit(9); files.write(Path(sys.argv[1], 'a.json'), {'a': 1})"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(folder)], check=False).returncode == 9
+    (left,) = folder.iterdir()
+    return left
+
+
+@pytest.mark.parametrize(("seconds", "stays"), [(0, True), (2 * status_files.UNFINISHED_S, False)])
+def test_a_file_of_a_process_that_was_killed_while_it_wrote_goes_with_a_later_status(tmp_path, seconds, stays):
+    left = killed_while_writing(tmp_path)
+    then = time.time() - seconds
+    os.utime(left, (then, then))
+    status_files.write(tmp_path, record_of([]))
+    assert left.exists() is stays
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ({}, "no stamp"),
+        ([], "no stamp"),
+        ({files.KEY: {}}, "no stamp"),
+        ({files.KEY: {"schema": "vllm-aiter-mla/skips"}}, "skips of no version"),
+        ({files.KEY: {"schema": "vllm-aiter-mla/status", "schema_version": 2}}, "status 2"),
+    ],
+)
+def test_a_file_of_another_kind_or_version_is_named_by_what_its_stamp_says(tmp_path, data, told):
+    files.write(path := tmp_path / "x.json", data)
+    with pytest.raises(ValueError, match=rf"x\.json: {told}; this version reads skips \d+$"):
+        files.read(Skips, path)
+
+
+def test_a_number_that_json_lacks_is_named(tmp_path):
+    (path := tmp_path / "x.json").write_text('{"a": NaN}')
+    with pytest.raises(ValueError, match=r"no JSON: NaN is not a JSON value$"):
+        files.load(path)
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing_and_the_old_one(tmp_path, monkeypatch):

@@ -15,6 +15,18 @@ def test_a_lock_in_a_folder_that_takes_no_file_is_an_error_and_held_by_nobody():
         locks.hold(Path("/proc/self/fdinfo/lock-x"))
 
 
+@pytest.mark.parametrize("left", ["nothing", "a file that nobody holds"])
+def test_a_held_lock_whose_file_somebody_removed_is_made_again(tmp_path, left):
+    lock = tmp_path / "lock-x"
+    assert locks.hold(lock)
+    lock.unlink()
+    if left != "nothing":
+        lock.touch()
+    assert (locks.is_held(lock), locks.hold(lock), locks.is_held(lock)) == (False, True, True)
+    locks.release(lock)
+    assert not lock.exists()
+
+
 def test_who_asks_about_a_lock_makes_none_and_is_not_taken_for_its_holder(tmp_path, monkeypatch):
     lock = tmp_path / "lock-x"
     assert locks.is_held(lock) is False
@@ -36,7 +48,7 @@ def test_who_asks_about_a_lock_makes_none_and_is_not_taken_for_its_holder(tmp_pa
 def test_a_lock_that_cannot_be_asked_about_is_neither_held_nor_free(tmp_path, monkeypatch, error, held):
     (lock := tmp_path / "lock-x").touch()
     monkeypatch.setattr(fcntl, "flock", raising(error))
-    assert [locks.is_held(lock, remove) for remove in (False, True)] == [held, held]
+    assert [ask(lock) for ask in (locks.is_held, locks.remove_if_free)] == [held, held]
     assert lock.exists()
 
 
@@ -54,8 +66,8 @@ def test_a_lock_that_another_process_makes_again_is_not_removed(tmp_path, monkey
 
     with monkeypatch.context() as patching:
         patching.setattr(os, "open", then_made_again)
-        assert locks.is_held(lock, remove=True)
+        assert locks.remove_if_free(lock)
     assert lock.exists()
     os.close(holder[0])
-    assert locks.is_held(lock, remove=True) is False
+    assert locks.remove_if_free(lock) is False
     assert not lock.exists()

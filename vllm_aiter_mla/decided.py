@@ -74,6 +74,6 @@ class Decision:
         return tuple(dict.fromkeys(span.kernel for span in self.kernels if span.kernel != VLLM))
 
     @property
-    def ours(self) -> str:
+    def first_of_ours(self) -> str:
         """The first kernel of ours that runs at some token count, or ""."""
         return next(iter(self.our_kernels), "")

@@ -310,7 +310,7 @@ class Engine:
         states = self._layer_states()
         with log.warned("the reasons of skipped layers could not be kept or read"):
             self.status.add_kept_skips(self._keep_skips(self.worker.rank))
-        return self.status.record_of(
+        return self.status.make_record(
             states,
             rank=self.worker.rank,
             integration=self.our_pass.integration,
@@ -349,16 +349,17 @@ class Engine:
             self.status.write(compat_config.cache_folder())
 
     def _keep_skips(self, rank: int) -> dict[str, Skip]:
-        """Keep why the graphs that were compiled now skip layers, and return what earlier starts have kept.
+        """Add why the graphs that were compiled now skip layers to what earlier starts have kept, and return all.
 
         A reason that the layer itself knows is found again by each start.
         """
+        folder, key = compat_config.cache_folder(), str(self.config.compute_hash())
+        if not self.status.compiled:
+            return skips.read(folder, key, rank)
         called = [layer.name for layer in self.layers if layer.ran or layer.would_run]
-        skipped: dict[str, Skip] | None = None
-        if self.status.compiled:
-            by_graph = {layer.name: layer.graph_skip for layer in self.layers if layer.decision.skip is None}
-            skipped = {name: skip for name, skip in by_graph.items() if skip is not None}
-        return skips.keep(compat_config.cache_folder(), str(self.config.compute_hash()), rank, skipped, called)
+        by_graph = {layer.name: layer.graph_skip for layer in self.layers if layer.decision.skip is None}
+        skipped = {name: skip for name, skip in by_graph.items() if skip is not None}
+        return skips.add(folder, key, rank, skipped, called)
 
     def not_warmed_up(self) -> None:
         """Tell the other ranks, which wait for this rank's status, that its warm-up has failed.

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON files: each is one dataclass with a stamp that says where it comes from. And the fingerprint of the sources.
 
-A record is a frozen dataclass whose field ``evidence`` is made by ``stamped``. Only ``read`` and ``write`` know its
-JSON; everything else uses the record's fields.
+A record is a frozen dataclass whose field ``evidence`` is made by ``stamped``.
 
 Imports neither torch, vLLM nor AITER: versions come from the metadata of what is installed.
 """
@@ -37,6 +36,8 @@ KEY = "evidence"
 """The stamp's key in a record."""
 LARGEST = 2**22
 """Bytes of a file that are read; the skips of 61 layers take some 10 kB."""
+UNFINISHED = ".aiter-mla-*.new"
+"""Pattern of the names of files that are being written, or whose writer was killed before it could rename them."""
 UNUSED_S = 90 * 24 * 3600
 """Seconds after which a file that one start keeps for the next may go, if none has read or written it."""
 NO_GRAPHS = frozenset({"status", "commands", "verify"})
@@ -138,7 +139,7 @@ def write_text(path: Path, text: str) -> None:
     if is_device(path):
         path.write_text(text, encoding="utf-8")
         return
-    new = path.with_name(f".{path.name[:100]}.{os.getpid()}-{secrets.token_hex(4)}.new")
+    new = path.with_name(UNFINISHED.replace("*", secrets.token_hex(8)))
     with new.open("x", encoding="utf-8") as file:  # "x" does not follow a symlink either
         try:
             file.write(text)
@@ -166,10 +167,15 @@ def keep(path: Path, record: Any, kind: str) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     write(path, record)
-    for other in path.parent.glob(kind):
-        with contextlib.suppress(OSError):  # another start removes it too, or another user owns it
-            if time.time() - other.lstat().st_mtime > UNUSED_S:
-                other.unlink()
+    remove_old(path.parent, kind, UNUSED_S)
+
+
+def remove_old(folder: Path, pattern: str, seconds: float) -> None:
+    """Remove the files of a folder whose names match a pattern and that were not changed for some seconds."""
+    for path in folder.glob(pattern):
+        with contextlib.suppress(OSError):  # another start removes the file too, or another user owns it
+            if time.time() - path.lstat().st_mtime > seconds:
+                path.unlink()
 
 
 def read_kept(cls: type[Record], path: Path) -> Record:
@@ -201,10 +207,13 @@ def load(path: Path) -> Any:
     if len(text) > LARGEST:
         raise ValueError(f"{path}: larger than {LARGEST} bytes")
     try:
-        # int() raises for NaN and the infinities, which are no JSON.
-        return json.loads(text, parse_constant=int)
+        return json.loads(text, parse_constant=_raise_for_constant)
     except (ValueError, RecursionError) as error:  # nested thousands of levels deep
         raise ValueError(f"{path}: no JSON: {error}") from error
+
+
+def _raise_for_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def parse(cls: type[Record], path: Path, data: Any) -> Record:
@@ -216,7 +225,8 @@ def parse(cls: type[Record], path: Path, data: Any) -> Record:
     schema = schema_of(cls)
     told, known = stamp_in(data), (schema, schemas()[schema]["version"])
     if told != known:
-        raise ValueError(f"{path}: {told[0]} {told[1]}; this version reads {known[0]} {known[1]}".replace("\n", " "))
+        found = f"{told[0]} {told[1]}".rstrip()
+        raise ValueError(f"{path}: {found}; this version reads {known[0]} {known[1]}".replace("\n", " "))
     return part(cls, path, data)
 
 
@@ -238,9 +248,9 @@ def part(cls: type[Record], path: Path, data: Any) -> Record:
 def stamp_in(data: Any) -> tuple[str, Any]:
     """Return schema and version of what ``load`` returned; ("no stamp", "") if it has none."""
     found = data.get(KEY) if isinstance(data, dict) else None
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or "schema" not in found:
         return "no stamp", ""
-    return str(found.get("schema")).rpartition("/")[2], found.get("schema_version", "of no version")
+    return str(found["schema"]).rpartition("/")[2], found.get("schema_version", "of no version")
 
 
 @functools.cache

@@ -11,6 +11,7 @@ off in the same process, and change their cache key.
 """
 
 import logging
+from contextlib import suppress
 from typing import Any
 
 from vllm_aiter_mla import admission
@@ -26,7 +27,7 @@ from vllm_aiter_mla.settings import (
     near_misses,
     set_options,
 )
-from vllm_aiter_mla.status import gauge, status_files
+from vllm_aiter_mla.status import metrics, status_files
 from vllm_aiter_mla.status.engine_status import record_of_skipped_engine
 
 
@@ -88,8 +89,10 @@ def _pass(vllm_config: Any, engage: Engage, settings: Settings) -> Any:
     # Imports torch's compiler, which a run with the flag off must not pay for.
     from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 
-    with log.warned(f"the gauge {gauge.NAME} is not available"):
-        gauge.register_metrics(compat_config.cache_folder())
+    with log.warned("the metrics are not available"):
+        with suppress(OSError):  # a worker that cannot write its status there says so
+            status_files.join_run(compat_config.cache_folder())
+        metrics.register_metrics(compat_config.cache_folder())
     chained = compat_config.wrapped_pass(vllm_config.compilation_config)
     return AiterMLAPipeline(
         vllm_config, limit=engage.limit, settings=settings, chained=chained, integration=engage.integration
@@ -108,12 +111,13 @@ def _skip(facts: ConfigView, skip: Skip, settings: Settings) -> None:
     log.say_once(logging.WARNING, line)
     # The workers run nothing of ours then, so the process that built the config writes one record for all ranks.
     with log.warned("the status file could not be written"):
+        folder = compat_config.cache_folder()
         record = record_of_skipped_engine(
             skip, facts.layers, kv_cache_dtype=facts.kv_cache_dtype, model_name=facts.model_name, engine=facts.engine,
-            run=status_files.start_run(),
+            run=status_files.join_run(folder),
         )  # fmt: skip
-        gauge.register_metrics(compat_config.cache_folder())
-        status_files.write(compat_config.cache_folder(), record)
+        metrics.register_metrics(folder)
+        status_files.write(folder, record)
 
 
 def _lines(facts: ConfigView, engage: Engage, settings: Settings) -> list[str]:

@@ -11,21 +11,28 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-TAKEN_S = 0.1  # another process may hold a lock for the instant in which it asks whether somebody holds it
-_held: dict[tuple[int, Path], FileLock] = {}  # by process: a forked one does not hold the locks of its parent
+WAIT_S = 0.1
+"""Seconds to wait for a lock: another process may hold the lock for the instant in which it asks who holds it."""
+# By process. A forked process does not hold the locks of its parent, because filelock 3.30.3 and later close the
+# descriptors that a fork inherits.
+_held: dict[tuple[int, Path], FileLock] = {}
 
 
 def hold(lock: Path) -> bool:
     """Hold a lock file until ``release`` or the end of this process; return False if another process holds it.
 
+    If somebody has removed a lock file that this process holds, nobody else sees the lock, and it is made again.
+
     Raises:
         OSError: the file cannot be made or locked.
     """
     mine = (os.getpid(), lock)
+    if mine in _held and is_held(lock) is False:
+        _held.pop(mine).release()
     if mine not in _held:
-        made = FileLock(lock, timeout=TAKEN_S)
+        made = FileLock(lock, timeout=WAIT_S)
         try:
-            made.acquire(poll_interval=TAKEN_S / 5)
+            made.acquire(poll_interval=WAIT_S / 5)
         except Timeout:
             if not lock.exists():  # nobody holds it: FileLock has waited for a folder that takes no file
                 raise FileNotFoundError(f"{lock} cannot be made") from None
@@ -40,8 +47,17 @@ def release(lock: Path) -> None:
     _held.pop((os.getpid(), lock)).release()
 
 
-def is_held(lock: Path, remove: bool = False) -> bool | None:
-    """Return whether a living process holds a lock file, None if that cannot be told; ``remove`` it if none does."""
+def is_held(lock: Path) -> bool | None:
+    """Return whether a living process holds a lock file; None if that cannot be told."""
+    return _ask(lock, remove=False)
+
+
+def remove_if_free(lock: Path) -> bool | None:
+    """Remove a lock file that no living process holds, and return what ``is_held`` does."""
+    return _ask(lock, remove=True)
+
+
+def _ask(lock: Path, remove: bool) -> bool | None:
     # To ask, reading and a shared lock are enough: the file may be another user's, and two that ask do not meet.
     mode, kind = (os.O_RDWR, fcntl.LOCK_EX) if remove else (os.O_RDONLY, fcntl.LOCK_SH)
     try:
@@ -51,7 +67,7 @@ def is_held(lock: Path, remove: bool = False) -> bool | None:
     try:
         fcntl.flock(probe, kind | fcntl.LOCK_NB)  # FileLock's kind of lock
         if os.fstat(probe).st_nlink == 0:  # removed since it was opened: there may be a new one
-            return is_held(lock, remove)
+            return _ask(lock, remove)
         if remove:  # while it is locked: who has just opened the file sees that it is gone, and makes a new one
             lock.unlink(missing_ok=True)
         fcntl.flock(probe, fcntl.LOCK_UN)  # also for a process that was forked meanwhile

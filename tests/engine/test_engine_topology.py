@@ -4,7 +4,7 @@ import pytest
 
 from tests.engine.engine_checks import assert_all_engaged, assert_parity
 from vllm_aiter_mla import files
-from vllm_aiter_mla.status import gauge, status_files
+from vllm_aiter_mla.status import metrics, status_files
 from vllm_aiter_mla.status.record import RankStatus
 
 
@@ -95,8 +95,8 @@ def test_ranks_that_fell_back_are_in_the_line_the_files_and_the_gauge(engines, t
     status_files.join_run(tmp_path)  # this process is the front end and the workers
     for record in found.status:
         status_files.write(tmp_path, files.part(RankStatus, tmp_path, record))
-    samples = gauge.samples(tmp_path)
-    assert {labels[-1]: layers for labels, layers in samples[gauge.NAME].items()} == {"engaged": 0, "skipped": 1}
+    samples = metrics.samples(tmp_path)
+    assert {labels[-1]: layers for labels, layers in samples[metrics.LAYERS].items()} == {"engaged": 0, "skipped": 1}
     ranks = {labels[-1]: count for labels, count in samples["aiter_mla_ranks"].items()}
     assert ranks == {"agreeing": 1, "fell_back": 1, "silent": 0}
     assert_parity(engines("class-gfx950-off"), found)

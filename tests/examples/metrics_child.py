@@ -26,7 +26,7 @@ from tests.support.decisions import decision
 from tests.support.statuses import skipped_engine, with_layers
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.decided import PassedOver
-from vllm_aiter_mla.status import gauge, status_files
+from vllm_aiter_mla.status import metrics, status_files
 from vllm_aiter_mla.status.engine_status import EngineStatus, LayerState
 
 MODEL = "tiny"
@@ -84,7 +84,8 @@ if __name__ == "__main__":
     model = save_config(TinyDeepseek().config(), folder / "model")
     arguments = EngineArgs(model=str(model), served_model_name=MODEL, skip_tokenizer_init=True, load_format="dummy")
     logger = PrometheusStatLogger(arguments.create_engine_config())
-    gauge.register_metrics(folder)
+    status_files.join_run(folder)
+    metrics.register_metrics(folder)
     step(logger)
     told = {one: said(folder, one) for one in SCENARIOS if one not in ("corrupted", "all at once")}
     step(logger, corrupted=1)

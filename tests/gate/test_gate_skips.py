@@ -25,7 +25,7 @@ from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import custom_op, patches, release
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.serving import ops
-from vllm_aiter_mla.status import gauge, status_files
+from vllm_aiter_mla.status import metrics, status_files
 
 UNTESTED = {"aiter_mla": {"enabled": True, "debug": {"untested_vllm": True}}}
 ATTENTION, UPDATE, FUSED = release.OP_ARGUMENTS
@@ -153,7 +153,8 @@ def test_an_engine_that_is_skipped_because_vllm_gives_it_no_mla_layer_is_noticed
     VllmConfig(model_config=dense_model, additional_config=ON)
     found = CliRunner().invoke(app, ["status"])
     assert (found.exit_code, ": 0/0: not_mla: " in found.output, " -> none: " in found.output) == (1, True, True)
-    samples = {labels[-1]: layers for labels, layers in gauge.samples(cache_root / "aiter_mla")[gauge.NAME].items()}
+    layers = metrics.samples(cache_root / "aiter_mla")[metrics.LAYERS]
+    samples = {labels[-1]: count for labels, count in layers.items()}
     assert samples == {"engaged": 0, "skipped": 1}, "no alert fires"
 
 

@@ -26,7 +26,7 @@ from tests.sandbox.simulated_aiter import write_tree
 from tests.support.signals import heard
 from tests.support.waiting import happened
 from tests.tools import serving_model
-from vllm_aiter_mla.status import gauge, status_files
+from vllm_aiter_mla.status import metrics, status_files
 
 PATH = Path(rehearsal_card.__file__).parent / "rehearsal_path"
 COMMAND = Path(sys.executable).with_name("vllm-aiter-mla")
@@ -191,7 +191,7 @@ class Server:
     def gauge(self) -> dict[str, float]:
         """Return the plugin's gauge by state, as /metrics serves it."""
         text = urllib.request.urlopen(f"{self.address}/metrics", timeout=60).read().decode()
-        lines = [line for line in text.splitlines() if line.startswith(f"{gauge.NAME}{{")]
+        lines = [line for line in text.splitlines() if line.startswith(f"{metrics.LAYERS}{{")]
         return {line.split('state="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
 
     def line(self, part: str) -> str:

@@ -155,7 +155,7 @@ class EngineResult:
 
     Attributes:
         scenarios: by scenario, the requests' tokens with their log-probabilities.
-        status: one record per rank (see ``EngineStatus.record_of``); empty with the flag off.
+        status: one record per rank (see ``EngineStatus.make_record``); empty with the flag off.
         ranges: vLLM's compile ranges as [start, end].
         graphs: post-grad FX graph text by "start-end", where asked for; all pieces of a range in one text.
         log: the plugin's own log lines.

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -180,12 +180,11 @@ def test_crash_loop_the_lock_of_a_start_that_died_goes_after_its_marker(tmp_path
 @pytest.mark.mutation
 @pytest.mark.parametrize(
     ("plant", "seen"),
-    [(lambda is_held, lock, remove=False: is_held(lock), "for ever"),
-     (lambda is_held, lock, remove=False: lock.unlink() if remove else is_held(lock), "a living one is gone")],
+    [(locks.is_held, "for ever"), (Path.unlink, "a living one is gone")],
     ids=["none", "all"],
-)  # fmt: skip
+)
 def test_mutation_crash_loop_locks_that_stay_or_are_taken_away_are_caught(tmp_path, monkeypatch, plant, seen):
-    monkeypatch.setattr(locks, "is_held", partial(plant, locks.is_held))
+    monkeypatch.setattr(locks, "remove_if_free", plant)
     with pytest.raises(AssertionError, match=seen):
         locks_go_once_nobody_needs_them(tmp_path)
 
@@ -263,7 +262,7 @@ def begun(said, folder, rank=0):
 
 def left_out_where_locks_tell_nothing(said, folder, monkeypatch):
     """As on a file system without locks: another start could not tell whether this one is at it or has died."""
-    monkeypatch.setattr(locks, "is_held", lambda lock, remove=False: None)
+    monkeypatch.setattr(locks, "is_held", lambda lock: None)
     factories = dict.fromkeys(KERNELS, lambda *_: pytest.fail("it is built"))
     found = Backends(Settings(enabled=True), MI300X, factories)
     mark = first_call.prepare(found, folder, 0)

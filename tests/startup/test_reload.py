@@ -125,7 +125,7 @@ def checked(monkeypatch, said):
     one = Worker(ours(16), kernel="triton")
     one.load_model()
     one.compile_or_warm_up_model()
-    assert layer_in(one).decision.ours == "triton"
+    assert layer_in(one).decision.first_of_ours == "triton"
     assert skipped(one) == {}
     return one
 
@@ -203,7 +203,7 @@ def test_a_layer_that_another_reload_brings_back_is_engaged_again(checked, said)
     checked.reload_weights()
     module.num_heads, module.W_UK_T = heads, weight
     checked.reload_weights()
-    assert layer_in(checked).decision.ours == "triton"
+    assert layer_in(checked).decision.first_of_ours == "triton"
     assert skipped(checked) == {}
     assert "engage again" in said.at(logging.INFO)[-1]
 
@@ -221,14 +221,14 @@ def updated_by_a_trainer(one):
 
 def test_a_weight_transfer_tells_of_no_fallback_and_leaves_the_status_as_it_was(checked, said):
     updated_by_a_trainer(checked)
-    assert layer_in(checked).decision.ours == "triton"
+    assert layer_in(checked).decision.first_of_ours == "triton"
     assert (skipped(checked), lines_of_fallback(said)) == ({}, []), "half a transfer is taken for the whole"
 
 
 def test_a_layer_whose_weight_is_there_is_decided_in_the_middle_of_a_weight_transfer(checked):
     checked._weight_update_active = True
     checked.update_weights()
-    assert (layer_in(checked).decision.ours, skipped(checked)) == ("triton", {})
+    assert (layer_in(checked).decision.first_of_ours, skipped(checked)) == ("triton", {})
     layer_in(checked).module.sliding_window = 128
     checked.update_weights()
     assert skipped(checked) == {NAME: "sliding_window"}

@@ -374,7 +374,7 @@ AT_THE_STATUS = {
     "the labels": lambda patch, one: patch(compat_config, "metric_labels", planted),
     "the cache": lambda patch, one: patch(one.vllm_config, "cache_config", None),
     "the rank": lambda patch, one: patch(Worker, "rank", property(planted)),
-    "the record": lambda patch, one: patch(EngineStatus, "record_of", planted),
+    "the record": lambda patch, one: patch(EngineStatus, "make_record", planted),
     "the line": lambda patch, one: patch(engine, "status_line", planted),
 }
 

@@ -81,7 +81,7 @@ def test_the_fastest_kernel_serves_and_the_status_line_and_the_status_say_so(mad
     made_up.set_clock(MadeUpClock(cost))
     one = made_up.start()
     assert [runs(one, tokens) for tokens in (1, 4, 5, 16)] == ["triton", "triton", "aiter", "aiter"]
-    assert layer_in(one).decision.ours == "triton"
+    assert layer_in(one).decision.first_of_ours == "triton"
     found = record_with(layer_in(one), "aiter", LIMIT)
     assert status_line(found) == (
         "1/1 MLA layers engaged (triton 1..4, aiter 5..16; "

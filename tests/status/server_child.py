@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.support.statuses import NOTHING, with_layers
 from vllm_aiter_mla.startup import first_call
-from vllm_aiter_mla.status import gauge
+from vllm_aiter_mla.status import metrics, status_files
 from vllm_aiter_mla.status.engine_status import EngineStatus
 
 FOLDER = Path(sys.argv[1])
@@ -31,7 +31,8 @@ def write(rank: int = 0) -> None:
 
 
 def front_end() -> None:
-    gauge.register_metrics(FOLDER)
+    status_files.join_run(FOLDER)
+    metrics.register_metrics(FOLDER)
 
 
 def forked_worker_ends() -> None:

@@ -1,6 +1,7 @@
 """What a correction of an engine's status changes: the layers that it is told of, and nothing else."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ from tests.support.statuses import NOTHING, wait_for_the_file, with_layers
 from vllm_aiter_mla import files, locks
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.decided import PassedOver
-from vllm_aiter_mla.status import engine_status, status_files
+from vllm_aiter_mla.status import engine_status, metrics, status_files
 from vllm_aiter_mla.status.engine_status import EngineStatus, LayerState
 from vllm_aiter_mla.status.record import NOT_RUN, DecidedAlike, RankStatus
 
@@ -157,6 +158,52 @@ def test_the_file_is_written_again_unless_it_is_another_engines(tmp_path, monkey
     wait_for_the_file()
     told = files.read(RankStatus, path).skipped
     assert told == ({} if found == "another engine's" else {"a": WINDOW})
+
+
+def comes_back(folder, monkeypatch, removed):
+    """Somebody removes the plugin's files while the server runs, for instance to force a new compilation."""
+    monkeypatch.setattr(engine_status, "REWRITE_S", 0.0)
+    monkeypatch.setenv(status_files.RUN, f"{status_files.host_id()}-1-a")  # its workers do not hold its lock
+    run = status_files.join_run(folder)
+    status = status_of(a=RAN)
+    status.write(folder)
+    for path in folder.glob(removed):
+        path.unlink()
+    if removed == "*":
+        folder.rmdir()
+    status.update({"a": FELL})
+    wait_for_the_file()
+    assert [one.skipped for one in status_files.read_all(folder, run, pytest.fail)] == [{"a": WINDOW}], "no file"
+    assert status_files.engine_lives(folder, [status.record]), "its lock is not held"
+    metrics.samples(folder)  # the front end is scraped
+    assert status_files.serves(folder, [status.record]), "the front end's lock is not held"
+
+
+@pytest.mark.parametrize("removed", ["*", "lock-*", "lock-*-1-a", "status-*"])
+def test_files_that_somebody_removed_come_back_with_the_next_correction(tmp_path, monkeypatch, removed):
+    comes_back(tmp_path / "aiter_mla", monkeypatch, removed)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("plant", ["no file", "its lock is not held", "the front end's lock is not held"])
+def test_mutation_files_that_stay_away_are_caught(tmp_path, monkeypatch, plant):
+    remove_ended, hold, held = status_files._remove_ended, locks.hold, list[Path]()
+
+    def hold_once(lock):
+        if lock not in held:
+            held.append(lock)
+            hold(lock)
+
+    if plant == "the front end's lock is not held":
+        monkeypatch.setattr(metrics, "rejoin_run", lambda folder: None)
+    else:
+        monkeypatch.setattr(locks, "hold", hold_once)
+    if plant == "no file":
+        monkeypatch.setattr(
+            status_files, "_remove_ended", lambda folder, mine: remove_ended(folder, replace(mine, run="another"))
+        )
+    with pytest.raises(AssertionError, match=plant):
+        comes_back(tmp_path / "aiter_mla", monkeypatch, "*")
 
 
 def is_tried_again(folder, monkeypatch):

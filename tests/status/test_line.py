@@ -11,7 +11,7 @@ from vllm_aiter_mla.decided import PassedOver
 from vllm_aiter_mla.status import line
 from vllm_aiter_mla.status.engine_status import EngineStatus
 from vllm_aiter_mla.status.line import status_line
-from vllm_aiter_mla.status.record import DecidedAlike, Timed
+from vllm_aiter_mla.status.record import DecidedAlike, Timed, merge_ranks
 
 RECORD = with_layers(EngineStatus(), dict.fromkeys(("a", "b"), NOTHING._replace(ran="triton")))
 FEW = Timed("8 heads", ("c",), spans((1, 64, "aiter")), {64: {"aiter": 1.0, "vllm": 2.0}})
@@ -93,6 +93,17 @@ def test_ranks_that_fell_back_for_the_same_reason_are_named_together():
     ]
     said = status_line(RECORD, *fell_back)
     assert "; ranks 1, 3 fell back: kernel_shape: wrong; rank 2 fell back: sliding_window: a window" in said
+
+
+def test_a_rank_and_a_layer_have_the_first_of_several_reasons():
+    failed, not_run = Skip("kernel_failed", "it raised"), Skip("not_run", "why")
+    second = replace(RECORD, rank=1, engaged={}, skipped={"a": failed, "b": not_run})
+    said = status_line(RECORD, second)
+    assert "; rank 1 fell back: kernel_failed: it raised" in said
+    assert said.endswith(f" -> {REMEDIES['kernel_failed']}")
+    first = replace(second, rank=0)
+    third = replace(second, skipped={"a": not_run, "b": not_run})
+    assert merge_ranks([first, third]).skipped == {"a": failed, "b": not_run}
 
 
 @pytest.mark.parametrize("message", ["why", "why " * 200], ids=["short", "long"])

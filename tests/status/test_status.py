@@ -1,4 +1,4 @@
-"""The status line, the status file, what a warm start knows of skipped layers, and the gauge."""
+"""The status line, the status file, what a warm start knows of skipped layers, and the metrics."""
 
 import json
 import logging
@@ -30,8 +30,7 @@ from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.decided import PassedOver
 from vllm_aiter_mla.engine import Engine
 from vllm_aiter_mla.serving.layer import Layer
-from vllm_aiter_mla.status import engine_status, line, status_files
-from vllm_aiter_mla.status import gauge as metric
+from vllm_aiter_mla.status import engine_status, line, metrics, status_files
 from vllm_aiter_mla.status import record as record_module
 from vllm_aiter_mla.status.engine_status import EngineStatus
 from vllm_aiter_mla.status.line import status_line
@@ -619,7 +618,7 @@ def test_mutation_a_file_of_another_version_that_stays_for_ever_is_caught(said, 
 def test_a_folder_that_takes_no_lock_is_one_warning_and_serving_goes_on(said, monkeypatch, tmp_path, error, strict):
     monkeypatch.setattr(locks, "hold", raising(error))
     engage_all()
-    metric.register_metrics(tmp_path)
+    metrics.samples(tmp_path)
     after_warm_up(strict=strict)
     assert [str(error) in text for level, text in said if level == logging.WARNING] == [True]
 
@@ -725,26 +724,27 @@ def test_fail_closed_a_rank_without_a_status_still_hands_over_to_the_other_ranks
     assert handed == [None]
 
 
-# The gauge.
+# The metrics.
 
 
 @pytest.fixture
 def gauge(said, tmp_path, monkeypatch):
     """Scrapes prometheus_client's registry, as vLLM's /metrics does."""
-    others = tuple(metric._registered)  # of engines that earlier tests of this process have built
+    others = tuple(metrics._registered)  # of engines that earlier tests of this process have built
     for other in others:
         REGISTRY.unregister(other)
-    monkeypatch.setattr(metric, "_registered", [])
-    metric.register_metrics(tmp_path)
-    metric.register_metrics(tmp_path)  # idempotent
+    monkeypatch.setattr(metrics, "_registered", [])
+    status_files.join_run(tmp_path)
+    metrics.register_metrics(tmp_path)
+    metrics.register_metrics(tmp_path)  # idempotent
 
-    def scrape(name=metric.NAME):
+    def scrape(name=metrics.LAYERS):
         text = generate_latest(REGISTRY).decode()
         lines = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
         return {line.split("{")[1].split("}")[0]: float(line.split()[-1]) for line in lines}
 
     yield scrape
-    REGISTRY.unregister(metric._registered[0])
+    REGISTRY.unregister(metrics._registered[0])
     for other in others:
         REGISTRY.register(other)
 
@@ -793,7 +793,7 @@ def test_gauge_leaves_out_a_bad_file_of_its_run_and_names_it_once(gauge, said, t
 
 @pytest.mark.parametrize("planted", [KeyError("planted"), OSError("planted"), FileNotFoundError("planted")])
 def test_gauge_that_cannot_be_made_takes_no_other_metric_down(gauge, said, monkeypatch, planted):
-    monkeypatch.setattr(metric, "read_all", raising(planted))
+    monkeypatch.setattr(metrics, "read_all", raising(planted))
     assert gauge() == {}
     assert b"python_info" in generate_latest(REGISTRY)
     assert len([text for _, text in said if "planted" in text]) == 1
@@ -899,7 +899,7 @@ def test_mutation_a_stage_that_engages_nothing_and_agrees_is_caught(gauge, monke
         shared = {rank: why for rank, why in found.fell_back.items() if layers[rank] & found.engaged.keys()}
         return replace(found, fell_back=shared)
 
-    monkeypatch.setattr(metric, "merge_ranks", plant)
+    monkeypatch.setattr(metrics, "merge_ranks", plant)
     with pytest.raises(AssertionError, match="the stage counts as the others"):
         stages(gauge, monkeypatch)
 
@@ -915,7 +915,7 @@ def test_metrics_tell_a_kernel_that_an_earlier_start_died_in(gauge, aborted):
 
 @pytest.mark.mutation("I8")
 def test_mutation_a_metric_that_no_alert_would_see_is_caught(gauge, monkeypatch):
-    monkeypatch.setattr(metric, "aborted", lambda ranks: [])
+    monkeypatch.setattr(metrics, "aborted", lambda ranks: [])
     with pytest.raises(AssertionError, match=r"Right contains 1 more item:\s+\{'engine=\"0\",kernel=\"aiter\""):
         test_metrics_tell_a_kernel_that_an_earlier_start_died_in(gauge, aborted=True)
 
@@ -926,7 +926,7 @@ def test_mutation_a_gauge_that_does_not_follow_a_failure_is_caught(gauge, monkey
     if plant == "not written":
         monkeypatch.setattr(EngineStatus, "_write_again", lambda self: None)
     else:
-        monkeypatch.setattr(metric, "samples", lambda folder: {metric.NAME: {("m", "0", "engaged"): len(LAYERS)}})
+        monkeypatch.setattr(metrics, "samples", lambda folder: {metrics.LAYERS: {("m", "0", "engaged"): len(LAYERS)}})
     with pytest.raises(AssertionError, match=r"engaged\"': 2\.0\} != .*: 1\}"):
         test_gauge_changes_when_a_kernel_fails_while_serving(gauge)
 
@@ -937,10 +937,11 @@ from dataclasses import replace
 from pathlib import Path
 from tests.support.decisions import decision
 from tests.support.statuses import NOTHING, with_layers
-from vllm_aiter_mla.status import gauge, status_files
+from vllm_aiter_mla.status import metrics, status_files
 from vllm_aiter_mla.status.engine_status import EngineStatus
 folder = Path(sys.argv[1])
-gauge.register_metrics(folder)
+status_files.join_run(folder)
+metrics.register_metrics(folder)
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 def serves(kernel, *parts):
     state = NOTHING._replace(decision=decision((1, 8, kernel)), ran=kernel)
@@ -961,14 +962,14 @@ serves("triton", runs % ("aiter", 0.0), runs % ("triton", 1.0))
 
 
 def test_gauge_reaches_the_shared_files_of_several_api_servers(tmp_path):
-    """There prometheus_client takes no callback, and a thread sets the gauge."""
+    """There prometheus_client takes no callback, and a thread sets the metrics."""
     (tmp_path / "shared").mkdir()
     environment = {
         **os.environ,
         "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "shared"),
         status_files.RUN: f"{os.getpid()}-x",
     }
-    code = SEVERAL_SERVERS.replace("gauge.register_metrics", "gauge.REFRESH_S = 0.1; gauge.register_metrics")
+    code = SEVERAL_SERVERS.replace("metrics.register_metrics", "metrics.REFRESH_S = 0.1; metrics.register_metrics")
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

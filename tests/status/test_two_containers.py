@@ -277,7 +277,7 @@ def test_mutation_two_containers_a_lock_that_says_nothing_is_caught(server, tmp_
     one = server(A)
     one.does("front_end", "write")
     assert "engaged" in status_of(A)[0]
-    monkeypatch.setattr(locks, "is_held", lambda lock, remove=False: held)
+    monkeypatch.setattr(locks, "is_held", lambda lock: held)
     assert ("ended" in status_of(A)[0]) is not held
     one.dies()
     assert ("ended" in status_of(A)[0]) is not held

@@ -41,7 +41,7 @@ def with_layers(
     card: str = "cpu",
 ) -> RankStatus:
     """The record of an engine whose layers have these states, in this process's run if it has one."""
-    return status.record_of(
+    return status.make_record(
         layers, rank=rank, integration=integration, card=card, decode_limit=limit, kv_cache_dtype=cache,
         run=os.environ.get(status_files.RUN, ""),
     )  # fmt: skip

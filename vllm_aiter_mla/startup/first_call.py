@@ -129,7 +129,7 @@ def died_before(folder: Path, marker: str) -> str | None:
     for lock in folder.glob("lock-first-call-*"):
         # The lock stays as long as its marker: another start that asks at this moment would find it held.
         if not os.path.lexists(folder / f"{lock.name.removeprefix('lock-')}.json"):
-            locks.is_held(lock, remove=True)
+            locks.remove_if_free(lock)
     for path in folder.glob(f"{marker}-*.json"):
         # A marker counts whatever its file holds. If its lock is held, the process that wrote it is still in the call.
         # A process that leaves the call removes its marker before its lock.

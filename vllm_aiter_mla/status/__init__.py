@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs on the fast path, and why the rest does not.
 
-``engine_status`` holds what one worker knows of its engine, and makes the worker's ``record``. ``status_files`` writes
-and reads the records of a server. ``line`` makes the status line of them, and ``gauge`` the metrics. ``skips`` keeps
-the reasons of skipped layers for warm starts.
+``record`` is the record of one rank, and merges those of an engine's ranks. ``engine_status`` holds what one worker
+knows of its engine, and makes its record. ``status_files`` writes and reads the records of a server. ``line`` makes the
+status line of them, and ``metrics`` the metrics. ``skips`` keeps the reasons of skipped layers for warm starts.
 """

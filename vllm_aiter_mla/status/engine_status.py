@@ -41,6 +41,9 @@ class EngineStatus:
     """What is known of one engine in this process.
 
     ``engine.Engine`` makes it. Passes, start-up and layers tell it what they find; only its methods change it.
+
+    ``make_record`` makes the record after the warm-up. Once the number of ranks is known, ``set_record`` keeps the
+    record and ``write`` writes its file. ``update`` corrects both while the engine serves.
     """
 
     # What the passes did in each compile range, over all graphs of the range: "start-end" to counts by pass
@@ -82,7 +85,7 @@ class EngineStatus:
 
     # How the record comes to be.
 
-    def record_of(
+    def make_record(
         self,
         layers: Mapping[str, LayerState],
         *,
@@ -97,7 +100,7 @@ class EngineStatus:
         engine: str | None = None,
         run: str = "",
     ) -> RankStatus:
-        """Return the record of this rank, which does not know yet how many ranks there are.
+        """Take the states of all layers and return this rank's record, without the number of ranks.
 
         Args:
             layers: the states of the model's MLA layers, by name, in the model's order.
@@ -182,13 +185,14 @@ class EngineStatus:
         The file follows ``REWRITE_S`` later: once for all layers that fail in the same step, and not in that step.
 
         Returns:
-            (the layers that are engaged no longer, with the reason; those that were skipped and are engaged again).
+            (the layers that are engaged no longer, with the reason; those that were skipped for a reason other than
+            ``NOT_RUN`` and are engaged now).
         """
         earlier = self.record
         if earlier is None:
             return {}, []
         self.layers.update(layers)
-        self.record = record = replace(earlier, **self._what_layers_do())
+        self.record = record = replace(earlier, **self._what_layers_do(), evidence=files.stamp("status"))
         self._write_soon()
         fell_back = {name: skip for name, skip in record.skipped.items() if name in earlier.engaged}
         return fell_back, [name for name in record.engaged if earlier.skipped.get(name, NOT_RUN) != NOT_RUN]

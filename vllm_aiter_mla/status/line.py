@@ -11,24 +11,25 @@ TYPICAL_TOKENS = 64
 """The line gives the measured time of a step of this many tokens, or of the nearest count that was timed."""
 
 
-def status_line(*ranks: RankStatus | None, replica: int | None = None) -> str:
+def status_line(*records: RankStatus | None, replica: int | None = None) -> str:
     """Return the status line: how many layers are engaged, by which kernels, why the others are not, and the remedy.
 
     The line also names kernels that do not run because an earlier start ended in their first call.
 
     Args:
-        ranks: the records of an engine's ranks, as ``merge_ranks`` takes them.
+        records: those of an engine's ranks, as ``merge_ranks`` takes them.
         replica: index of the data-parallel engine that the line speaks for; None if there is only one.
     """
-    merged, kernels = merge_ranks(ranks), aborted(ranks)
+    merged, kernels = merge_ranks(records), aborted(records)
     silent = f"; {merged.silent} without a status" if merged.silent else ""
     without = f"; {', '.join(kernels)} left out: {ABORTED}" if kernels else ""
     of_replica = "" if replica is None else f", data-parallel engine {replica}"
-    remedy = next((f" -> {remedy}" for remedy in remedies(ranks).values()), "")
+    remedy = next((f" -> {remedy}" for remedy in remedies(records).values()), "")
     if not merged.engaged:
         reason = first_reason(merged.skipped)
-        # The reason may be that of these kernels already.
-        return f"0/{merged.total}: {reason}{silent}{'' if ABORTED in reason else without}{of_replica}{remedy}"
+        if ABORTED in reason:  # the reason tells of these kernels already
+            without = ""
+        return f"0/{merged.total}: {reason}{silent}{without}{of_replica}{remedy}"
     engaged, skipped = len(merged.engaged), merged.total - len(merged.engaged)
     agreeing = merged.ranks - len(merged.fell_back) - merged.silent
     on_ranks = f" on {agreeing} of {merged.ranks} ranks" if merged.ranks > 1 else ""
@@ -37,20 +38,20 @@ def status_line(*ranks: RankStatus | None, replica: int | None = None) -> str:
     return text + "".join(f"; {kernel} {OVERFLOW}" for kernel in merged.overflows) + without + of_replica + remedy
 
 
-def remedies(ranks: Sequence[RankStatus | None]) -> dict[str, str]:
+def remedies(records: Sequence[RankStatus | None]) -> dict[str, str]:
     """Return the remedy of each code in the records of an engine's ranks, except codes of another version.
 
     The remedy for kernels that an earlier start ended in comes first, then those of ranks that fell back, then others.
     """
-    of_fallbacks = merge_ranks(ranks).fell_back.values()
-    skips = [*of_fallbacks, *(skip for rank in ranks if rank is not None for skip in rank.skipped.values())]
-    codes = [ABORTED] * bool(aborted(ranks)) + [skip.code for skip in skips]
+    of_fallbacks = merge_ranks(records).fell_back.values()
+    skips = [*of_fallbacks, *(skip for record in records if record is not None for skip in record.skipped.values())]
+    codes = [ABORTED] * bool(aborted(records)) + [skip.code for skip in skips]
     return {code: REMEDIES[code] for code in codes if code in REMEDIES}
 
 
-def aborted(ranks: Sequence[RankStatus | None]) -> list[str]:
+def aborted(records: Sequence[RankStatus | None]) -> list[str]:
     """Return the kernels that do not run because an earlier start ended in their first call."""
-    groups = (alike for rank in ranks if rank is not None for alike in rank.decided)
+    groups = (alike for record in records if record is not None for alike in record.decided)
     passed_over = (other for alike in groups for other in alike.decision.passed_over)
     return list(dict.fromkeys(other.kernel for other in passed_over if other.aborted))
 

@@ -6,7 +6,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import Field
 
@@ -16,6 +16,9 @@ from vllm_aiter_mla.decided import VLLM, Decision, Spans, kernel_at
 
 Count = Annotated[int, Field(ge=0, lt=2**20)]
 """A number of ranks, or the number of one; a file with another value is broken."""
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 NOT_RUN = Skip("not_run", "its fused op has not run")
 """Reason of a layer that is not engaged and for which no other reason is known."""
@@ -88,6 +91,7 @@ class EngineRecord:
     first: RankStatus  # the first rank with a record; card, cache, limit and integration are the same on all ranks
     total: int  # number of MLA layers, each counted once
     engaged: dict[str, str]  # layers that some rank engages, with the kernel
+    engaged_everywhere: frozenset[str]  # layers that every rank engages that has them
     skipped: dict[str, Skip]  # layers that no rank engages, and ``WHOLE_ENGINE``
     measured: tuple[Timed, ...]  # of the first rank that has timed: the stages of a pipeline have layers of their own
     overflows: tuple[str, ...]  # this and ``tuned`` of all ranks
@@ -102,36 +106,44 @@ class EngineRecord:
         return not self.fell_back and not self.silent
 
 
-def merge_ranks(ranks: Sequence[RankStatus | None]) -> EngineRecord:
-    """Return what the records of all ranks of an engine say together.
+def merge_ranks(records: Sequence[RankStatus | None]) -> EngineRecord:
+    """Return what the records of all ranks of an engine say together; of several values for one key the first counts.
 
-    A layer counts as engaged if some rank engages it. A rank has fallen back if it skips a layer that another rank
-    engages. A rank that engages no layer, as a stage of a pipeline may, has fallen back if another rank engages some.
+    A rank has fallen back if it skips a layer that another rank engages. A rank that skips all its layers, as a stage
+    of a pipeline may, has fallen back if another rank engages some. A rank without MLA layers has not fallen back.
 
     Args:
-        ranks: their records, at least one; None for a rank that has failed, or has its file elsewhere.
+        records: one for each rank, at least one; None for a rank that has failed, or has its file elsewhere.
     """
-    records = [record for record in ranks if record is not None]
-    engaged = {layer: kernel for record in records for layer, kernel in record.engaged.items()}
-    skipped = {layer: skip for record in records for layer, skip in record.skipped.items()}
-    fell_back = {
-        record.rank: skip
-        for record in records
-        for layer, skip in record.skipped.items()
-        if layer in engaged or (engaged and not record.engaged)
-    }
+    found = [record for record in records if record is not None]
+    engaged = _first_values(item for record in found for item in record.engaged.items())
+    skipped = _first_values(item for record in found for item in record.skipped.items())
     return EngineRecord(
-        first=records[0],
+        first=found[0],
         total=len((engaged | skipped).keys() - {WHOLE_ENGINE}),
         engaged=engaged,
+        engaged_everywhere=frozenset(engaged.keys() - skipped.keys()),
         skipped={layer: skip for layer, skip in skipped.items() if layer not in engaged},
-        measured=next((record.measured for record in records if record.measured), ()),
-        overflows=tuple(dict.fromkeys(kernel for record in records for kernel in record.overflows)),
-        tuned={shape: tiles for record in reversed(records) for shape, tiles in record.tuned.items()},
-        ranks=len(ranks),
-        fell_back=fell_back,
-        silent=len(ranks) - len(records),
+        measured=next((record.measured for record in found if record.measured), ()),
+        overflows=tuple(dict.fromkeys(kernel for record in found for kernel in record.overflows)),
+        tuned=_first_values(item for record in found for item in record.tuned.items()),
+        ranks=len(records),
+        fell_back=_first_values(
+            (record.rank, skip)
+            for record in found
+            for layer, skip in record.skipped.items()
+            if layer in engaged or (engaged and not record.engaged)
+        ),
+        silent=len(records) - len(found),
     )
+
+
+def _first_values(items: Iterable[tuple[Key, Value]]) -> dict[Key, Value]:
+    """Return the items as a dict in which the first value of each key counts."""
+    found: dict[Key, Value] = {}
+    for key, value in items:
+        found.setdefault(key, value)
+    return found
 
 
 def add_silent(records: Sequence[RankStatus]) -> list[RankStatus | None]:
@@ -149,8 +161,10 @@ def group_by_engine(records: Iterable[RankStatus]) -> dict[tuple[str, str, str],
     for record in sorted(records, key=_by_numbers):
         found.setdefault((record.run, record.engine or "0"), []).append(record)
     return {
-        (run, ranks[0].model_name or "", engine): [rank for rank in ranks if _are_of_one_engine(ranks[0], rank)]
-        for (run, engine), ranks in found.items()
+        (run, of_engine[0].model_name or "", engine): [
+            record for record in of_engine if _are_of_one_engine(of_engine[0], record)
+        ]
+        for (run, engine), of_engine in found.items()
     }
 
 

@@ -3,7 +3,6 @@
 
 A run is one server: its front end names it in the environment, and its workers inherit the name. The front end holds
 the run's lock. Each engine of a worker holds a lock of its own, which tells whether the engine outlives its front end.
-Whatever goes wrong with a file is raised to the caller.
 """
 
 import hashlib
@@ -20,7 +19,9 @@ from vllm_aiter_mla.status.record import RankStatus
 RUN = "AITER_MLA_RUN"
 """Environment variable that names this server's run; the front end sets it and its workers inherit it."""
 LOCK = "lock-status-"
-"""Start of the name of a run's lock file, which its front end holds, and of those that its engines hold."""
+"""Start of the name of each lock file: of a run's, which its front end holds, and of those that its engines hold."""
+UNFINISHED_S = 24 * 3600
+"""Seconds after which nobody writes a file any more: the process that began to write was killed."""
 
 
 def start_run() -> str:
@@ -51,20 +52,30 @@ def join_run(folder: Path) -> str:
     return run
 
 
+def rejoin_run(folder: Path) -> str:
+    """Return the name of this server's run, whose lock may have been removed with the folder: then join the run again.
+
+    Raises:
+        OSError: the lock cannot be taken.
+    """
+    run = start_run()
+    return join_run(folder) if locks.is_held(_lock_of_run(folder, run)) is False else run
+
+
 def path_of(folder: Path, record: RankStatus) -> Path:
     """Return where the status file of one rank of a run is, ``status-RUN-ENGINE-RANK.json``."""
-    return folder / f"{_name_of(record)}.json"
+    return folder / f"status-{_name_of(record)}.json"
 
 
 def write(folder: Path, record: RankStatus) -> None:
     """Write the status file of one rank of this server's run.
 
     Holds the lock of the record's engine to the end of this process. Removes the files of this machine's servers that
-    have ended.
+    have ended, and files that nobody has finished for ``UNFINISHED_S``.
 
     Args:
         folder: where the plugin keeps its files; made if it is missing.
-        record: of ``EngineStatus.record_of`` or ``record_of_skipped_engine``, with the run.
+        record: of ``EngineStatus.make_record`` or ``record_of_skipped_engine``, with the run.
 
     Raises:
         OSError: the file cannot be written, or a lock cannot be taken.
@@ -77,11 +88,12 @@ def write(folder: Path, record: RankStatus) -> None:
     # each process of the run that reads its config writes the same record, and the lock of one process is enough.
     locks.hold(_lock_of_engine(folder, record))
     files.write(path_of(folder, record), record)
-    _remove_ended(folder, record.evidence.host)
+    _remove_ended(folder, record)
+    files.remove_old(folder, files.UNFINISHED, UNFINISHED_S)
 
 
-def _remove_ended(folder: Path, host: str) -> None:
-    """Remove status files and locks of servers of this machine that have ended.
+def _remove_ended(folder: Path, mine: RankStatus) -> None:
+    """Remove status files and locks of servers of this machine that have ended; ``mine`` is of a server that lives.
 
     Files of another machine that shares the folder stay, because its locks may mean nothing here. A file of another
     version is removed too: its name tells its run.
@@ -89,12 +101,13 @@ def _remove_ended(folder: Path, host: str) -> None:
     for path in folder.glob("status-*-*.json"):
         with suppress(Exception):  # another program's file, or a file that is being written: it stays
             data = files.load(path)
-            is_mine = files.stamp_in(data)[0] == "status" and data[files.KEY]["host"] == host
-            if is_mine and _has_ended(folder, run=path.stem.removeprefix("status-").rsplit("-", 2)[0]):
+            of_this_host = files.stamp_in(data)[0] == "status" and data[files.KEY]["host"] == mine.evidence.host
+            run = path.stem.removeprefix("status-").rsplit("-", 2)[0]
+            if of_this_host and run != mine.run and _has_ended(folder, run):
                 path.unlink(missing_ok=True)
     for lock in folder.glob(f"{LOCK}{host_id()}-*"):
         with suppress(Exception):
-            locks.is_held(lock, remove=True)
+            locks.remove_if_free(lock)
 
 
 def _has_ended(folder: Path, run: str) -> bool:
@@ -122,7 +135,7 @@ def read_all(folder: Path, run: str, tell_unreadable: Callable[[str], None]) -> 
     return records
 
 
-def serves(folder: Path, ranks: Sequence[RankStatus]) -> bool | None:
+def serves(folder: Path, records: Sequence[RankStatus]) -> bool | None:
     """Return whether an engine and its front end live; None if that cannot be told.
 
     A script may shut its engine down and live on. An engine that has a rank on another machine (Ray) is taken to live
@@ -130,21 +143,21 @@ def serves(folder: Path, ranks: Sequence[RankStatus]) -> bool | None:
 
     Args:
         folder: where the plugin keeps its files.
-        ranks: the records of the engine, at least one.
+        records: of the engine's ranks, at least one.
     """
-    front_end_lives = locks.is_held(_lock_of_run(folder, ranks[0].run))
-    all_here = all(record.evidence.host == socket.gethostname() for record in ranks)
-    return engine_lives(folder, ranks) if front_end_lives and all_here else front_end_lives
+    front_end_lives = locks.is_held(_lock_of_run(folder, records[0].run))
+    all_here = all(record.evidence.host == socket.gethostname() for record in records)
+    return engine_lives(folder, records) if front_end_lives and all_here else front_end_lives
 
 
-def engine_lives(folder: Path, ranks: Sequence[RankStatus]) -> bool | None:
+def engine_lives(folder: Path, records: Sequence[RankStatus]) -> bool | None:
     """Return whether a process that wrote one of these records still lives; None if that cannot be told."""
-    held = [locks.is_held(_lock_of_engine(folder, record)) for record in ranks]
+    held = [locks.is_held(_lock_of_engine(folder, record)) for record in records]
     return True if True in held else None if None in held else False
 
 
 def _name_of(record: RankStatus) -> str:
-    return f"status-{record.run}-{record.engine or 0}-{record.rank}"
+    return f"{record.run}-{record.engine or 0}-{record.rank}"
 
 
 # The name of a lock may come from a file, so ``Path.name`` cuts off whatever would lead to another folder.
@@ -156,4 +169,4 @@ def _lock_of_run(folder: Path, run: str) -> Path:
 
 def _lock_of_engine(folder: Path, record: RankStatus) -> Path:
     instance = f"-{record.instance}" if record.instance else ""
-    return folder / f"lock-{Path(f'{_name_of(record)}{instance}').name}"
+    return folder / f"{LOCK}{Path(f'{_name_of(record)}{instance}').name}"

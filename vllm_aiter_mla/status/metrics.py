@@ -14,10 +14,10 @@ from typing import Any
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.status.line import aborted
 from vllm_aiter_mla.status.record import RankStatus, add_silent, group_by_engine, merge_ranks
-from vllm_aiter_mla.status.status_files import join_run, read_all, serves, start_run
+from vllm_aiter_mla.status.status_files import read_all, rejoin_run, serves, start_run
 
-NAME = "aiter_mla_layers"
-"""vLLM clears every metric whose name holds "vllm" when it builds its own, so no name here may."""
+LAYERS = "aiter_mla_layers"
+"""Name of the metric that counts layers. vLLM clears every metric whose name holds "vllm" when it builds its own."""
 ENGINE_LABELS = ("model_name", "engine")
 """Labels of every metric, as vLLM has them."""
 REFRESH_S = 15.0
@@ -41,7 +41,7 @@ class Metric:
 
 
 METRICS: Mapping[str, Metric] = {
-    NAME: Metric(
+    LAYERS: Metric(
         "MLA layers of vllm-aiter-mla by state: on the fast path (engaged) or left to vLLM (skipped).", ("state",)
     ),
     "aiter_mla_kernel_layers": Metric("Engaged MLA layers by kernel and batch size in tokens.", ("kernel", "tokens")),
@@ -86,8 +86,6 @@ def register_metrics(folder: Path) -> None:
     With several API servers prometheus_client works through shared files and takes no callback. There a thread of each
     front end sets the metrics every ``REFRESH_S`` seconds. Workers on another machine (Ray) are not counted.
     """
-    with suppress(OSError):  # a worker that cannot write its status there says so
-        join_run(folder)
     if _registered:
         return
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
@@ -107,7 +105,7 @@ def register_metrics(folder: Path) -> None:
 
 
 def _say_left_out(why: str) -> None:
-    log.say_once(logging.WARNING, f"left out of the gauge {NAME}: {why}")
+    log.say_once(logging.WARNING, f"left out of the metrics: {why}")
 
 
 def _refresh(gauges: Mapping[str, Any], folder: Path) -> None:
@@ -132,7 +130,12 @@ def samples(folder: Path) -> dict[str, Samples]:
     same layers, stages of a pipeline different ones. An engine to which vLLM gives no MLA layer counts as one skipped
     layer. A rank without a file, which may be on another node, counts as silent and in no other sample. An engine that
     has ended has no sample. A file that cannot be read is left out, and named once in the log.
+
+    The front end takes its run's lock again here if somebody has removed the lock: else its engines would count as
+    ended.
     """
+    with suppress(OSError):  # a worker that cannot write its status there says so
+        rejoin_run(folder)
     found: dict[str, Samples] = {name: {} for name in METRICS}
     for (_, *engine), records in group_by_engine(read_all(folder, start_run(), _say_left_out)).items():
         of_engine = {} if serves(folder, records) is False else _samples_of_engine(records)
@@ -143,17 +146,17 @@ def samples(folder: Path) -> dict[str, Samples]:
 
 def _samples_of_engine(records: Sequence[RankStatus]) -> dict[str, Samples]:
     """Return the samples of one engine, whose labels lack ``ENGINE_LABELS``."""
-    skipped = {layer for record in records for layer in record.skipped}
-    engaged = {layer for record in records for layer in record.engaged} - skipped
+    merged = merge_ranks(add_silent(records))
+    engaged = merged.engaged_everywhere
+    skipped = (merged.engaged | merged.skipped).keys() - engaged
     layers_by_span: dict[tuple[str, ...], set[str]] = {}
     for alike in (alike for record in records for alike in record.decided):
         for span in alike.decision.kernels:
             layers_by_span.setdefault((span.kernel, span.tokens), set()).update(engaged.intersection(alike.layers))
-    merged = merge_ranks(add_silent(records))
     fell_back, silent = len(merged.fell_back), merged.silent
     agreeing = merged.ranks - fell_back - silent
     return {
-        NAME: {("engaged",): len(engaged), ("skipped",): len(skipped)},
+        LAYERS: {("engaged",): len(engaged), ("skipped",): len(skipped)},
         "aiter_mla_kernel_layers": {labels: len(layers) for labels, layers in layers_by_span.items() if layers},
         "aiter_mla_ranks": {("agreeing",): agreeing, ("fell_back",): fell_back, ("silent",): silent},
         "aiter_mla_aborted_before": {(kernel,): 1 for kernel in aborted(records)},
