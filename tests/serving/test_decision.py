@@ -173,6 +173,9 @@ ROWS = {
     "ranks_choose what is wrong here": (
         ALL, checks(triton=WRONG), ranks("triton", "triton"), Settings(), "vllm_faster",
     ),
+    "ranks_may run none of ours on one": (
+        ALL, checks(), replace(FAST_TRITON, why="rank 1: planted"), Settings(), "kernel_shape",
+    ),
     # Timing was asked for and found nothing.
     "not timed": (ALL, checks(), Figures(why="no memory"), Settings(), "not_timed"),
     "not timed again": (ALL, checks(), Figures(why="no memory"), Settings(measure="again"), "not_timed"),

@@ -1,4 +1,4 @@
-"""Processes in a first call: ``python -m tests.startup.first_call_child FOLDER MARKER`` forks one for each line.
+"""Processes in a first call: ``python -m tests.startup.first_call_child FOLDER PREFIX`` forks one for each line.
 
 A line of stdin names a handler, a block and a plant, or "-" for none. The process says its id once it is in the call.
 After that its exit status is said, below 0 for a signal.
@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_aiter_mla.startup import first_call
 
-FOLDER, MARKER = Path(sys.argv[1]), sys.argv[2]
+FOLDER, PREFIX = Path(sys.argv[1]), sys.argv[2]
 
 
 def raises(number: int, frame: Any) -> None:
@@ -55,7 +55,7 @@ def removed_by_the_handler() -> Iterator[list[int]]:
     """A signal removes the marker, and the call goes on."""
 
     def remove(number: int, frame: Any) -> None:
-        for path in FOLDER.glob(f"{MARKER}-*"):
+        for path in FOLDER.glob(f"{PREFIX}-*"):
             path.unlink()
         raise SystemExit
 
@@ -76,7 +76,7 @@ def call(handler: str, block: str, plant: str) -> None:
         signal.signal(number, HANDLERS[handler])
     if plant != "-":
         first_call._ended_by_signals = PLANTS[plant]
-    with first_call.marked(FOLDER, MARKER):
+    with first_call.marked(FOLDER, PREFIX):
         BLOCKS[block]()
 
 

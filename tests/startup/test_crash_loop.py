@@ -25,7 +25,7 @@ from vllm_aiter_mla.serving.decision import PASSED, LayerFacts, decide
 from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.startup import first_call
 
-MARKER = "first-call-x"
+PREFIX = "first-call-x"
 MI300X = Platform("gfx942", (7, 0))
 SHAPE = LayerShape(4, 16, torch.bfloat16, torch.bfloat16, 16, False)
 
@@ -67,7 +67,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def child(folder):
     """A process that is loaded once and forks those that call."""
-    command = [sys.executable, "-m", "tests.startup.first_call_child", str(folder), MARKER]
+    command = [sys.executable, "-m", "tests.startup.first_call_child", str(folder), PREFIX]
     one = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=heard)
     assert one.stdout.readline() == "ready\n"
     yield one
@@ -94,7 +94,7 @@ def ends(child, folder, handler, block, number, status, stays, plant="-"):
     if number:
         os.kill(called, number)
     assert int(child.stdout.readline()) == status
-    is_abort = first_call.died_before(folder, MARKER) is not None
+    is_abort = first_call.died_before(folder, PREFIX) is not None
     assert is_abort or not stays, "an abort is taken for somebody's end"
     assert stays or not is_abort, "somebody's end is taken for an abort"
 
@@ -120,25 +120,25 @@ def test_mutation_crash_loop_a_signal_that_is_taken_wrongly_is_caught(child, fol
 
 def test_crash_loop_signals_are_as_before_after_a_first_call(tmp_path):
     before = [signal.getsignal(number) for number in first_call.SIGNALS]
-    with first_call.marked(tmp_path, MARKER):
+    with first_call.marked(tmp_path, PREFIX):
         pass
     assert [signal.getsignal(number) for number in first_call.SIGNALS] == before
 
 
 def test_crash_loop_a_check_that_raises_leaves_no_marker(tmp_path):
-    with pytest.raises(KeyError), first_call.marked(tmp_path, MARKER):
+    with pytest.raises(KeyError), first_call.marked(tmp_path, PREFIX):
         raise KeyError
     assert not list(tmp_path.iterdir())
 
 
 def test_crash_loop_the_marker_of_a_server_that_is_still_starting_is_not_an_abort(tmp_path):
-    with first_call.marked(tmp_path, MARKER):
-        assert first_call.died_before(tmp_path, MARKER) is None
+    with first_call.marked(tmp_path, PREFIX):
+        assert first_call.died_before(tmp_path, PREFIX) is None
 
 
-def died(folder, name=MARKER):
+def died(folder, prefix=PREFIX):
     """A process has died in its first call: its marker stays."""
-    path = folder / f"{name}-0a1b2c3d.json"
+    path = folder / f"{prefix}-0a1b2c3d.json"
     files.write(path, first_call.FirstCall("1-a"))
     return path
 
@@ -146,13 +146,38 @@ def died(folder, name=MARKER):
 @pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
 def test_crash_loop_a_bad_marker_is_an_abort_and_its_line_names_it(tmp_path, spoil):
     spoil(died(tmp_path))
-    assert str(tmp_path / MARKER) in first_call.died_before(tmp_path, MARKER)
+    assert str(tmp_path / PREFIX) in first_call.died_before(tmp_path, PREFIX)
 
 
-def test_crash_loop_a_marker_whose_lock_tells_nothing_is_an_abort(tmp_path):
-    path = died(tmp_path)
-    (tmp_path / f"lock-{path.stem}").symlink_to("nowhere")
-    assert "aborted_before" in first_call.died_before(tmp_path, MARKER)
+def left_out_where_one_lock_tells_nothing(said, folder):
+    """As of another user's start in a shared folder: the lock is there, and cannot be opened."""
+    path = died(folder, first_call.prefix_of("AITER", MI300X))
+    lock = folder / f"lock-{path.stem}"
+    lock.symlink_to("nowhere")
+    found = Backends(Settings(enabled=True, measure=False), MI300X, {"triton": lambda *_: Named("triton")})
+    first_call.prepare(found, folder, 0)
+    (line,) = said.at(logging.ERROR)
+    assert line.startswith("AITER is left out: not_marked: "), "it is said that a start has died"
+    assert str(path) in line
+    assert lock.name in line
+    _, offers = found.offers(SHAPE, 16)
+    assert "aiter" in offers
+    assert offers["aiter"].absent
+    assert not offers["aiter"].aborted
+
+
+def test_crash_loop_a_marker_whose_lock_tells_nothing_is_left_out_and_is_no_abort(said, tmp_path):
+    left_out_where_one_lock_tells_nothing(said, tmp_path)
+
+
+@pytest.mark.mutation
+def test_mutation_crash_loop_a_lock_that_tells_nothing_and_is_taken_for_a_dead_ones_is_caught(
+    said, tmp_path, monkeypatch
+):
+    inner = locks.is_held
+    monkeypatch.setattr(locks, "is_held", lambda lock, remove=False: bool(inner(lock, remove)))
+    with pytest.raises(AssertionError, match="it is said that a start has died"):
+        left_out_where_one_lock_tells_nothing(said, tmp_path)
 
 
 def locks_go_once_nobody_needs_them(folder):
@@ -160,15 +185,18 @@ def locks_go_once_nobody_needs_them(folder):
     path = died(folder)
     lock = folder / f"lock-{path.stem}"
     lock.touch()
-    assert first_call.died_before(folder, MARKER) is not None
+    first_call.remove_abandoned_locks(folder)
+    assert first_call.died_before(folder, PREFIX) is not None
     assert lock.exists(), "who asks at this moment would find it held"
     path.unlink()
-    with first_call.marked(folder, MARKER):
-        assert first_call.died_before(folder, MARKER) is None
+    with first_call.marked(folder, PREFIX):
+        first_call.remove_abandoned_locks(folder)
+        assert first_call.died_before(folder, PREFIX) is None
         assert not lock.exists(), "the lock of a dead start stays for ever"
-        (marker,) = folder.glob(f"{MARKER}-*")
+        (marker,) = folder.glob(f"{PREFIX}-*")
         marker.unlink()  # as in the moment before it is written
-        assert first_call.died_before(folder, MARKER) is None
+        first_call.remove_abandoned_locks(folder)
+        assert first_call.died_before(folder, PREFIX) is None
         assert [path.name for path in folder.iterdir()] == [f"lock-{marker.stem}"], "the lock of a living one is gone"
     assert not list(folder.iterdir())
 
@@ -203,16 +231,16 @@ def test_crash_loop_without_a_marker_aiter_is_left_out_with_one_line_and_serving
 def test_crash_loop_markers_tell_builds_and_cards_apart(monkeypatch):
     given = [("AITER", MI300X), ("AITER", Platform("gfx950", (7, 0))), ("AITER", Platform("gfx942", (7, 2))),
              ("Triton", MI300X)]  # fmt: skip
-    names = {first_call.marker_of(*one) for one in given}
+    names = {first_call.prefix_of(*one) for one in given}
     for owner, name, value in ((torch, "__version__", "another"), (files, "fingerprint", lambda: "another")):
         monkeypatch.setattr(owner, name, value)
-        names.add(first_call.marker_of("AITER", MI300X))
+        names.add(first_call.prefix_of("AITER", MI300X))
     assert len(names) == len(given) + 2
 
 
 def test_crash_loop_a_marker_is_of_one_release_of_what_was_called(monkeypatch):
     def markers():
-        return [first_call.marker_of(family, MI300X) for family in ("AITER", "Triton")]
+        return [first_call.prefix_of(family, MI300X) for family in ("AITER", "Triton")]
 
     before, stamp = markers(), files.stamp("first-call")
     monkeypatch.setattr(files, "stamp", lambda schema: replace(stamp, aiter="another"))
@@ -223,9 +251,9 @@ def test_crash_loop_a_marker_is_of_one_release_of_what_was_called(monkeypatch):
 
 
 def holds_under_another_host_name(folder, monkeypatch):
-    died(folder, first_call.marker_of("AITER", MI300X))
+    died(folder, first_call.prefix_of("AITER", MI300X))
     monkeypatch.setattr(socket, "gethostname", lambda: "pod-b")
-    found = first_call.died_before(folder, first_call.marker_of("AITER", MI300X))
+    found = first_call.died_before(folder, first_call.prefix_of("AITER", MI300X))
     assert found, "a pod with a new name calls the kernel again"
 
 
@@ -235,8 +263,8 @@ def test_crash_loop_a_marker_holds_under_another_host_name(tmp_path, monkeypatch
 
 @pytest.mark.mutation
 def test_mutation_crash_loop_a_marker_of_one_host_is_caught(tmp_path, monkeypatch):
-    inner = first_call.marker_of
-    monkeypatch.setattr(first_call, "marker_of", lambda *given: f"{inner(*given)}-{socket.gethostname()}")
+    inner = first_call.prefix_of
+    monkeypatch.setattr(first_call, "prefix_of", lambda *given: f"{inner(*given)}-{socket.gethostname()}")
     with pytest.raises(AssertionError, match="a pod with a new name"):
         holds_under_another_host_name(tmp_path, monkeypatch)
 
@@ -280,13 +308,13 @@ def test_crash_loop_where_locks_tell_nothing_both_are_left_out_and_nothing_is_ca
 
 @pytest.mark.mutation
 def test_mutation_crash_loop_a_lock_that_tells_nothing_and_is_trusted_is_caught(said, tmp_path, monkeypatch):
-    monkeypatch.setattr(first_call, "marked", lambda folder, marker: nullcontext())
+    monkeypatch.setattr(first_call, "marked", lambda folder, prefix: nullcontext())
     with pytest.raises(pytest.fail.Exception, match="it is built"):
         left_out_where_locks_tell_nothing(said, tmp_path, monkeypatch)
 
 
 def the_decision_tells_which_kernels_a_start_died_in(folder):
-    died(folder, first_call.marker_of("AITER", MI300X))
+    died(folder, first_call.prefix_of("AITER", MI300X))
     settings = Settings(enabled=True, measure=False)
     found = Backends(settings, MI300X, {name: lambda *_, name=name: Named(name) for name in ("triton", "vllm")})
     first_call.prepare(found, folder, 0)
@@ -310,14 +338,14 @@ def test_mutation_crash_loop_an_abort_that_is_only_words_is_caught(tmp_path, mon
 
 def only_triton_is_marked(said, folder, monkeypatch):
     sm90, inner, marked = Platform("sm90"), first_call.marked, []
-    died(folder, first_call.marker_of("AITER", sm90))
-    monkeypatch.setattr(first_call, "marked", lambda folder, marker: (marked.append(marker), inner(folder, marker))[1])
+    died(folder, first_call.prefix_of("AITER", sm90))
+    monkeypatch.setattr(first_call, "marked", lambda folder, prefix: (marked.append(prefix), inner(folder, prefix))[1])
     found = Backends(Settings(enabled=True), sm90, {"triton": lambda *_: Named("triton")})
     mark = first_call.prepare(found, folder, 0)
     for name in KERNELS:
         with mark(name):
             pass
-    assert set(marked) == {first_call.marker_of("Triton", sm90)}, "AITER cannot run here"
+    assert set(marked) == {first_call.prefix_of("Triton", sm90)}, "AITER cannot run here"
     assert said.at(logging.ERROR) == []
 
 
@@ -328,7 +356,7 @@ def test_crash_loop_on_a_card_without_kernels_of_aiters_it_is_neither_marked_nor
 @pytest.mark.mutation
 def test_mutation_crash_loop_markers_of_aiters_on_any_card_are_caught(said, tmp_path, monkeypatch):
     monkeypatch.setattr(first_call, "ARCHITECTURES", ("sm90",))
-    monkeypatch.setattr(first_call, "died_before", lambda folder, marker: None)
+    monkeypatch.setattr(first_call, "died_before", lambda folder, prefix: None)
     with pytest.raises(AssertionError, match="AITER cannot run here"):
         only_triton_is_marked(said, tmp_path, monkeypatch)
 
@@ -352,7 +380,7 @@ def test_mutation_crash_loop_a_line_that_names_another_kernel_is_caught(said, tm
             say(*line)
 
     @contextmanager
-    def marked(folder, marker):
+    def marked(folder, prefix):
         yield
         while held:
             say(*held.pop())

@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -33,11 +34,12 @@ from vllm_aiter_mla.serving import backends, decision
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.startup import checks, kept_figures, timing
 from vllm_aiter_mla.status.line import status_line
-from vllm_aiter_mla.status.record import RankStatus
+from vllm_aiter_mla.status.record import RankStatus, Timed
 
 planted = raising(torch.OutOfMemoryError("planted: out of memory"))
 QUICK_TRITON = costs(aiter=8.0, triton=5.0, vllm=10.0)
 LIMIT = 16
+MACHINE_KEY = kept_figures.machine_key
 
 
 class Card:
@@ -170,6 +172,55 @@ def test_a_count_that_memory_does_not_suffice_for_costs_the_others_nothing(made_
         assert made_up.said.at(logging.WARNING) == []
 
 
+KEY_OF = {
+    "card": ("machine", lambda patch, given: patch(RehearsalCard, "name", lambda card: "another")),
+    "units": ("machine", lambda patch, given: patch(RehearsalCard, "units", lambda card: 38)),
+    "driver": ("machine", lambda patch, given: patch(kept_figures, "_driver_version", lambda: "another")),
+    "triton": ("machine", lambda patch, given: patch(stopwatch, "triton_release", lambda: "another")),
+    "torch": ("machine", lambda patch, given: patch(torch, "__version__", "another")),
+    "python": ("machine", lambda patch, given: patch(stopwatch.platform, "python_version", lambda: "another")),
+    "runtime": ("machine", lambda patch, given: patch(RehearsalCard, "built_for", "another")),
+    **{
+        name: ("machine", lambda patch, given, name=name: stamped(patch, **{name: "another"}))
+        for name in ("plugin", "vllm", "aiter", "host")
+    },
+    "code": ("code", lambda patch, given: patch(files, "fingerprint", lambda: "another")),
+    "shape": ("shape", lambda patch, given: given.update(shape=replace(given["shape"], heads=1))),
+    "custom ops": ("compiled", lambda patch, given: patch(given["config"].compilation_config, "custom_ops", ["all"])),
+    "graphs": ("graphs", lambda patch, given: patch(
+        given["config"].compilation_config, "cudagraph_mode", CUDAGraphMode.FULL)),
+    "engine": ("engine", lambda patch, given: patch(
+        compat_config, "metric_labels", lambda config: {"model_name": None, "engine": "another"})),
+    "rank": ("rank", lambda patch, given: given.update(rank=1)),
+    "counts": ("counts", lambda patch, given: given.update(counts=(1, 4))),
+    "tile": ("candidates", lambda patch, given: patch(
+        given["backends"]["triton"], "kernel_of", lambda call: "another")),
+}  # fmt: skip
+"""What the figures depend on: the fact of the key that tells it, and another value of it."""
+
+
+def stamped(patch, **changed):
+    stamp = files.stamp("measured")
+    patch(files, "stamp", lambda schema: replace(stamp, **changed))
+
+
+@pytest.mark.parametrize(("fact", "change"), KEY_OF.values(), ids=KEY_OF)
+def test_figures_hold_only_for_what_they_depend_on(made_up, monkeypatch, fact, change):
+    """With vLLM's version above all: its own kernels are among those timed."""
+    RehearsalCard().install(monkeypatch)
+    monkeypatch.setattr(kept_figures, "machine_key", MACHINE_KEY)
+    one = Worker(ours(LIMIT))
+    one.load_model()
+    layer = layer_in(one)
+    given = {"config": one.vllm_config, "shape": layer.shape(), "backends": layer.usable(), "counts": (1, 2), "rank": 0}
+    before = kept_figures.key_of(**given)
+    assert before.keys() == {fact for fact, _ in KEY_OF.values()}, "a fact of the key is in no case"
+    assert kept_figures.key_of(**given) == before
+    change(monkeypatch.setattr, given)
+    after = kept_figures.key_of(**given)
+    assert fact in {name for name in before if after[name] != before[name]}
+
+
 def test_figures_of_another_tile_at_one_count_are_not_taken(made_up):
     made_up.start()
     made_up.kernels["triton"].kernel_of = lambda call: "another" if call.num_tokens == 8 else None
@@ -270,6 +321,23 @@ def test_a_start_that_cannot_time_leaves_vllms_own_kernels_and_says_so_once(made
     assert torch.equal(state, torch.get_rng_state())
 
 
+UNANSWERED = {
+    "no exchange": planted,
+    "a rank that could not time": lambda mine: (0, [mine, timing.Untimed("planted")]),
+}
+
+
+@pytest.mark.parametrize("exchange", UNANSWERED.values(), ids=UNANSWERED)
+def test_figures_are_kept_although_the_ranks_cannot_agree(made_up, monkeypatch, exchange):
+    with monkeypatch.context() as patching:
+        patching.setattr(timing.ranks, "exchange", exchange)
+        assert runs(made_up.start(), 4) == "vllm"
+    assert made_up.clock.given_back == 1
+    one = made_up.start()
+    assert (runs(one, 4), made_up.clock.given_back) == ("triton", 1), "timed a second time"
+    assert measured(one)[0].since
+
+
 def test_where_the_engines_device_cannot_be_read_no_kernel_runs_that_nobody_timed(made_up):
     one = Worker(ours(LIMIT))
     one.vllm_config.device_config = None
@@ -313,7 +381,7 @@ def test_mutation_a_static_order_that_nobody_timed_is_caught(made_up, monkeypatc
 
 
 def test_where_one_of_two_shapes_could_not_be_timed_the_line_says_so(made_up):
-    timing._log([timing.Trouble(rank, None, "planted") for rank in range(2)], 1, 1.0, 1)
+    timing._warn([timing.Trouble(rank, None, "planted") for rank in range(2)], 1)
     (line,) = made_up.said.at(logging.WARNING)
     assert "planted (and 1 more); " in line
     assert line.endswith("vLLM's own kernels run but for 1 layer shape(s)")
@@ -369,6 +437,19 @@ def test_a_shape_that_cannot_be_timed_costs_another_one_nothing(made_up, monkeyp
 
     timed, untimed = two_shapes(made_up, monkeypatch, spoil)
     assert (timed.decision.at(1), untimed.decision.skip.code) == ("triton", "not_timed")
+
+
+def test_a_shape_whose_layers_cannot_be_given_their_figures_runs_vllms_own_and_costs_another_one_nothing(
+    made_up, monkeypatch
+):
+    """The failure comes once the layers have their figures; another rank logs for the engine."""
+    monkeypatch.setattr(timing.ranks, "exchange", lambda mine: (1, [mine, mine]))
+    monkeypatch.setattr(timing, "Timed", lambda *given: (planted if "1 heads" in given[0] else Timed)(*given))
+    timed, failed = two_shapes(made_up, monkeypatch, lambda heads: None)
+    assert (timed.decision.at(1), failed.decision.skip.code) == ("triton", "not_timed")
+    (line,) = made_up.said.at(logging.WARNING)
+    assert "planted" in line
+    assert line.endswith("but for 1 layer shape(s)")
 
 
 def test_a_contender_that_fails_its_check_is_not_timed_and_is_no_error(made_up):
@@ -464,7 +545,7 @@ WITHOUT_OURS = {
 def runs_vllms_where_another_rank_does(made_up, monkeypatch, tmp_path, spoil):
     """Rank 1 has none of our kernels, for its own reason; rank 0, which starts then, hears of it and could run ours."""
     answers, layers = [], []
-    monkeypatch.setattr(timing.ranks, "exchange", lambda mine: (answers.append(mine), (0, answers))[1])
+    monkeypatch.setattr(timing.ranks, "exchange", lambda mine: (answers.insert(0, mine), (0, answers))[1])
     for rank in (1, 0):
         monkeypatch.setattr(Worker, "rank", rank)
         with monkeypatch.context() as patching:
@@ -473,14 +554,18 @@ def runs_vllms_where_another_rank_does(made_up, monkeypatch, tmp_path, spoil):
             one = made_up.start()
         layers.append(layer_in(one))
         assert runs(one, 4) == "vllm", "ours runs on one rank only"
-    assert [layer.decision.skip.code for layer in layers] == ["kernel_shape", "vllm_faster"]
+    there, here = (layer.decision.skip for layer in layers)
+    assert (there.code, here.code) == ("kernel_shape", "kernel_shape")
+    assert here.message.endswith(f": rank 1: {there.message}")
     assert list(measured(one)[0].us) == [1, 2, 4, 8, 16]
     assert len(list(tmp_path.glob("measured-*.json"))) == 1, "rank 0 times again at its next start"
     assert [text for text in made_up.said.at(logging.WARNING) if "could not be timed" in text] == []
 
 
 @pytest.mark.parametrize("spoil", WITHOUT_OURS.values(), ids=WITHOUT_OURS)
-def test_a_rank_that_has_none_of_our_kernels_votes_for_vllms_own(made_up, monkeypatch, tmp_path, spoil):
+def test_a_rank_that_has_none_of_our_kernels_takes_the_others_to_vllms_own_with_its_reason(
+    made_up, monkeypatch, tmp_path, spoil
+):
     runs_vllms_where_another_rank_does(made_up, monkeypatch, tmp_path, spoil)
 
 
@@ -490,16 +575,17 @@ def test_a_rank_that_has_none_of_our_kernels_votes_for_vllms_own(made_up, monkey
     [
         (lambda chosen: {}, "its check raises", "on one rank only"),
         (lambda chosen: dict.fromkeys(chosen, timing.Untimed("planted")), "each kernel fails its check", "'not_timed'"),
+        (lambda chosen: dict.fromkeys(chosen, (Span(1, LIMIT, "vllm"),)), "its check raises", "'vllm_faster'"),
     ],
-    ids=["none", "a veto"],
+    ids=["none", "not timed", "as if vLLM's were faster"],
 )
-def test_mutation_a_rank_without_our_kernels_that_does_not_vote_is_caught(
+def test_mutation_a_rank_without_our_kernels_that_gives_no_or_another_reason_is_caught(
     made_up, monkeypatch, tmp_path, vote, spoil, seen
 ):
     inner, silenced = timing._choose, []
 
-    def choose(groups, timings, most):
-        chosen = inner(groups, timings, most)
+    def choose(groups, timings):
+        chosen = inner(groups, timings)
         if timings:
             return chosen
         silenced.append(chosen)
@@ -508,7 +594,7 @@ def test_mutation_a_rank_without_our_kernels_that_does_not_vote_is_caught(
     monkeypatch.setattr(timing, "_choose", choose)
     with pytest.raises(AssertionError, match=seen):
         runs_vllms_where_another_rank_does(made_up, monkeypatch, tmp_path, WITHOUT_OURS[spoil])
-    assert [list(chosen.values()) for chosen in silenced] == [[(Span(1, LIMIT, "vllm"),)]]
+    assert [type(choice) for chosen in silenced for choice in chosen.values()] == [timing.NoneOfOurs]
 
 
 def test_a_layer_that_is_stopped_takes_the_others_of_its_shape_to_vllms_own(made_up, monkeypatch):
@@ -518,8 +604,9 @@ def test_a_layer_that_is_stopped_takes_the_others_of_its_shape_to_vllms_own(made
     one.vllm_config.compilation_config.static_forward_context[other.layer_name] = other
     monkeypatch.setattr(Engine, "check", lambda *given: (check(*given), given[0].layers[0].stop("planted"))[1])
     one.load_model()
-    codes = [layer.decision.skip.code for layer in one.engine.layers]
-    assert codes == ["kernel_shape", "vllm_faster"]
+    stopped, other = (layer.decision.skip for layer in one.engine.layers)
+    assert (stopped.code, other.code) == ("kernel_shape", "kernel_shape")
+    assert other.message.endswith(": rank 0: planted")
     assert len(measured(one)) == 1
 
 

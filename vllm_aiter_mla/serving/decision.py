@@ -68,7 +68,7 @@ class Figures:
     """What timing found on one rank, and what each rank of the engine chose by its own figures."""
 
     rounds: Rounds = field(default_factory=dict)  # of this rank; empty if nothing was timed
-    why: str = ""  # why nothing was timed
+    why: str = ""  # why vLLM's own kernels run: nothing was timed, or a rank has no kernel of ours that may run
     ranks: tuple[Spans, ...] = ()  # what each rank, this one too, has chosen; empty until they have agreed
 
 
@@ -113,6 +113,8 @@ def _chosen(facts: LayerFacts, can_run: Sequence[str], figures: Figures | None) 
         return _spans_to(facts.points, lambda tokens: _first(can_run, facts, tokens)), None
     if not figures.rounds:
         return (), Skip("not_timed", f"no kernel was timed, so none of ours is known to be faster: {figures.why}")
+    if figures.why:
+        return (), Skip("kernel_shape", f"a kernel of ours runs on all ranks or on none: {figures.why}")
     rounds, counts = figures.rounds, sorted(figures.rounds)
 
     def fastest_at(tokens: int) -> str:

@@ -2,7 +2,8 @@
 """Mark the first calls of AITER and of Triton, so that a start after one that died in them does not try them again.
 
 AITER's C++ checks and a GPU's fault end the process: without the marker a restarted server would end the same way. A
-marker holds for a card and a build. It does not name the host, because a pod has a new host name at each start.
+marker is a file. Its name begins with a prefix that stands for one family of back ends, one build, and one architecture
+of cards. The prefix does not name the host, because a pod has a new host name at each start.
 
 A signal that asks the process to end raises in the marked block, which removes the marker. SIGKILL leaves the marker
 behind: the next start cannot tell it from a kernel that ended the process.
@@ -57,25 +58,26 @@ class Marker(NamedTuple):
     """What marks the first calls of one family of back ends."""
 
     family: str  # "AITER" or "Triton"
-    name: str  # how the names of the files begin; see ``marker_of``
+    prefix: str  # of the names of its files; see ``prefix_of``
 
 
 def leave_out_unsafe(backends: Backends, folder: Path) -> dict[str, Marker]:
     """Leave out the families whose first calls must not be made; return the markers of the others, by back end.
 
-    A first call must not be made if an earlier start has died in it, or if it cannot be marked. A family that has no
-    kernels for this card has no marker.
+    A first call must not be made if an earlier start has died in it, or if nobody can tell whether one has. It must not
+    be made if it cannot be marked, either. A family that has no kernels for this card has no marker.
     """
+    remove_abandoned_locks(folder)
     markers, arch = dict[str, Marker](), backends.platform.arch
     for family, kernels in FAMILIES.items():
         names = set(kernels) & set(backends.names)
         if not names or arch == "cpu" or (family == "AITER" and arch not in ARCHITECTURES):
             continue
-        marker = marker_of(family, backends.platform)
-        died = died_before(folder, marker)
-        reason = died or why_not_marked(folder, marker)
+        prefix = prefix_of(family, backends.platform)
+        died = died_before(folder, prefix)
+        reason = died or why_not_told(folder, prefix) or why_not_marked(folder, prefix)
         if reason is None:
-            markers |= dict.fromkeys(names, Marker(family, marker))
+            markers |= dict.fromkeys(names, Marker(family, prefix))
             continue
         log.say_once(logging.ERROR, f"{family} is left out: {reason}")
         for name in names:
@@ -109,7 +111,7 @@ class Marks:
             begins = f"{marker.family}'s kernels are called now; a first build takes minutes"
             log.say(logging.INFO, f"{begins}; if the start ends here, the next start leaves them out")
         self._logged_family = marker.family
-        with marked(self._folder, marker.name):
+        with marked(self._folder, marker.prefix):
             yield
 
 
@@ -121,35 +123,56 @@ class FirstCall:
     evidence: files.Stamp = files.stamped("first-call")
 
 
-def died_before(folder: Path, marker: str) -> str | None:
-    """Return why a build must not be called, if a process has died in its first call and left the marker; else None.
-
-    Remove locks that such processes have left and whose markers somebody has removed.
-    """
+def remove_abandoned_locks(folder: Path) -> None:
+    """Remove locks that processes have left which died in a first call, and whose markers somebody has removed."""
     for lock in folder.glob("lock-first-call-*"):
         # The lock stays as long as its marker: another start that asks at this moment would find it held.
         if not os.path.lexists(folder / f"{lock.name.removeprefix('lock-')}.json"):
             locks.remove_if_free(lock)
-    for path in folder.glob(f"{marker}-*.json"):
-        # A marker counts whatever its file holds. If its lock is held, the process that wrote it is still in the call.
-        # A process that leaves the call removes its marker before its lock.
-        if not locks.is_held(_lock_of(path)) and os.path.lexists(path):
-            ended = "a start ended in its first call, or somebody ended that start"
-            return f"{ABORTED}: {ended}; to try again remove {folder / marker}-*"
+
+
+def died_before(folder: Path, prefix: str) -> str | None:
+    """Return why a build must not be called, if a process has died in its first call and left its marker; else None."""
+    if any(held is False for _, held in _markers_of_others(folder, prefix)):
+        ended = "a start ended in its first call, or somebody ended that start"
+        return f"{ABORTED}: {ended}; to try again remove {folder / prefix}-*"
     return None
 
 
-def why_not_marked(folder: Path, marker: str) -> str | None:
+def why_not_told(folder: Path, prefix: str) -> str | None:
+    """Return why nobody can tell whether a process has died in a first call, else None.
+
+    Another user's start in a shared folder may have a lock that this process cannot read.
+    """
+    for path, held in _markers_of_others(folder, prefix):
+        if held is None:
+            unclear = f"nobody can tell whether the start that wrote {path} is still running"
+            return f"not_marked: {unclear}: {_lock_of(path).name} cannot be read; if it has ended, remove both files"
+    return None
+
+
+def _markers_of_others(folder: Path, prefix: str) -> Iterator[tuple[Path, bool | None]]:
+    """Yield each marker that is there, whatever its file holds, and what ``locks.is_held`` says of its lock.
+
+    A process holds the lock while it is in its first call, and removes its marker before its lock when it leaves.
+    """
+    for path in folder.glob(f"{prefix}-*.json"):
+        held = locks.is_held(_lock_of(path))
+        if os.path.lexists(path):  # asked after the lock: the process may have left the call
+            yield path, held
+
+
+def why_not_marked(folder: Path, prefix: str) -> str | None:
     """Return why first calls cannot be marked, else None. Without a marker the next start would repeat the call."""
     try:
-        with marked(folder, marker):
+        with marked(folder, prefix):
             return None
     except OSError as error:
         return f"not_marked: if it ended the process, the next start would not know: {error}"
 
 
 @contextmanager
-def marked(folder: Path, marker: str) -> Iterator[None]:
+def marked(folder: Path, prefix: str) -> Iterator[None]:
     """Keep a marker in ``folder`` during the block. It stays if the block ends the process, and not if it raises.
 
     Each block has its own file, so that the end of one process is never taken for that of another.
@@ -159,7 +182,7 @@ def marked(folder: Path, marker: str) -> Iterator[None]:
         SystemExit: a signal asks the process to end.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{marker}-{secrets.token_hex(4)}.json"
+    path = folder / f"{prefix}-{secrets.token_hex(4)}.json"
     lock = _lock_of(path)
     if not locks.hold(lock):
         raise OSError(f"{lock}: somebody else holds it")
@@ -219,8 +242,13 @@ def _lock_of(path: Path) -> Path:
     return path.with_name(f"lock-{path.stem}")
 
 
-def marker_of(family: str, platform: Platform) -> str:
-    """Return how the names of marker files begin for this card, plugin and build of a family ("AITER" or "Triton")."""
+def prefix_of(family: str, platform: Platform) -> str:
+    """Return the prefix of markers for the builds of this plugin and of ``family`` on this card's architecture.
+
+    Args:
+        family: "AITER" or "Triton".
+        platform: of this worker.
+    """
     release = files.stamp("first-call").aiter if family == "AITER" else stopwatch.triton_release()
     about = (family, release, torch.__version__, platform.rocm, platform.arch, files.fingerprint())
     return f"first-call-{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}"

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep the figures of a timing for the next start: one file for each layer shape of each rank.
 
-A figure holds for what its key says, and for nothing else: card, driver, versions, host, shape, what vLLM compiles, the
-rank, the token counts and the kernels' variants.
+The figures of a file hold for what its key says, and for nothing else. ``key_of`` lists the facts of the key.
 """
 
 import contextlib
@@ -60,11 +59,12 @@ def key_of(
         rank: of this worker; each rank has its own card.
     """
     calls = [meta_inputs(shape, count) for count in counts]
-    return machine_key() | {
+    return {
+        "machine": machine_key(),
         "code": files.fingerprint(),
         "shape": shape.in_words(),
         # What vLLM compiles decides what its own sequence costs.
-        "vllm": compat_config.compiled_as(config),
+        "compiled": compat_config.compiled_as(config),
         "graphs": bool(compat_config.graph_sizes(config).full),
         "engine": compat_config.metric_labels(config)["engine"],
         "rank": rank,

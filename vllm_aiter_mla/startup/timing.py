@@ -6,6 +6,14 @@ A kernel of ours runs where all ranks of the engine have chosen it. ``decision``
 If no kernel could be timed, vLLM's own kernels run, with the code ``not_timed``, and one line says so: only figures can
 show that ours are not slower. Whether the ranks exchange anything depends only on the settings and the device's type,
 which are the same on every rank. Otherwise a rank could wait for ever for another one that never comes.
+
+The figures of a layer shape pass through these types:
+
+- ``stopwatch.Rounds``: what the stopwatch returns.
+- ``kept_figures.Measured``: the file that keeps rounds for the next start.
+- ``ShapeFigures``: the rounds that this start has, new and kept ones.
+- ``decision.Figures``: what the layers of the shape are given once the ranks have agreed.
+- ``status.record.Timed``: what the status says of them, in medians.
 """
 
 import logging
@@ -42,7 +50,6 @@ class ShapeFigures:
     """The figures of one layer shape on this rank, for one token count or more."""
 
     rounds: Rounds  # of this start and of earlier ones
-    key: Mapping[str, Any]  # what the figures hold for; see ``kept_figures.key_of``
     kept_since: str | None  # when earlier starts took all of them; None if this start took some
 
 
@@ -53,7 +60,16 @@ class Untimed:
     why: str
 
 
-Answer = dict[str, Spans | Untimed] | Untimed
+@dataclass(frozen=True, slots=True)
+class NoneOfOurs:
+    """No kernel of ours may run the layers of a shape on this rank, however fast it is."""
+
+    why: str
+
+
+Choice = Spans | NoneOfOurs | Untimed
+"""What a rank answers for one layer shape."""
+Answer = dict[str, Choice] | Untimed
 """What a rank hands over to the others: its choice by layer shape in words, or why the whole rank has none."""
 
 
@@ -73,7 +89,7 @@ class RankTiming:
 
 
 class Trouble(NamedTuple):
-    """Why a rank could not time a layer shape."""
+    """Why a rank could not time a layer shape, or has no kernel of ours that may run it."""
 
     rank: int
     shape: str | None  # in words; None for all shapes
@@ -83,11 +99,15 @@ class Trouble(NamedTuple):
         return f"rank {self.rank}: {self.why}"
 
 
-class Agreement(NamedTuple):
-    """What the ranks have agreed on."""
+Agreed = tuple[Spans, ...] | Trouble
+"""What each rank has chosen for a layer shape, or why vLLM's own kernels run it on all of them."""
 
-    troubles: list[Trouble]
-    num_shapes: int  # on whose kernels they have agreed
+
+class Outcome(NamedTuple):
+    """What has come of the exchange on this rank."""
+
+    troubles: list[Trouble]  # that kept kernels from being timed
+    num_agreed: int  # layer shapes on whose kernels the ranks have agreed, those of other pipeline stages included
     is_logged_here: bool  # whether this rank logs for all of them
 
 
@@ -110,17 +130,20 @@ def time_kernels(config: Any, settings: Settings, layers: Sequence[Layer], limit
     except Exception as error:  # every rank raises the same here, so none of them waits for this one
         troubles = [Trouble(rank, None, _in_one_line(error))]
         _leave_untimed(layers, {}, troubles)
-        _log(troubles, 0, 0.0, 0)
+        _warn(troubles, num_agreed=0)
         return
-    timed = _time_this_rank(config, layers, limit, rank)
-    agreement = _exchange_and_run(timed, rank)
-    _leave_untimed(layers, timed.groups, agreement.troubles)
+    this_rank = _time_this_rank(config, layers, limit, rank)
+    outcome = _exchange_and_run(this_rank, rank)
+    _leave_untimed(layers, this_rank.groups, outcome.troubles)
     # Not earlier: the traceback of an exception holds what was allocated until the exception has been handled.
-    if timed.num_timed:
+    if this_rank.num_timed:
         with log.warned("the memory of the timing could not be given back"):
             card().give_back()
-    if agreement.is_logged_here:
-        _log(agreement.troubles, timed.num_timed, timed.seconds, agreement.num_shapes)
+    if outcome.troubles and outcome.is_logged_here:
+        _warn(outcome.troubles, outcome.num_agreed)
+    elif this_rank.num_timed and outcome.is_logged_here:
+        spent = f"{this_rank.seconds:.1f} s of at most {stopwatch.BUDGET_S:g} s"
+        log.say(logging.INFO, f"kernels timed on this card in {spent}: {this_rank.num_timed} layer shape(s)")
 
 
 def hand_over_failed_load(config: Any, settings: Settings) -> None:
@@ -151,7 +174,7 @@ def _time_this_rank(config: Any, layers: Sequence[Layer], limit: int | None, ran
                 backends = first.usable()
                 if {VLLM} < set(backends):
                     timings[shape] = _time_shape(config, first, backends, counts, budget, rank)
-            answer = _choose(groups, timings, counts[-1])
+            answer = _choose(groups, timings)
     except Exception as error:
         answer = Untimed(_in_one_line(error))
     return RankTiming(answer, groups, timings, stopwatch.BUDGET_S - budget.left)
@@ -192,35 +215,37 @@ def _time_shape(
         if layer.backends.settings.measure != "again":
             with log.warned("the kept figures could not be read"):
                 kept = kept_figures.read(compat_config.cache_folder(), key)
-        known = kept.rounds if kept else Rounds()
-        timed = Rounds()
-        if missing := [count for count in counts if count not in known]:
+        kept_rounds = kept.rounds if kept else Rounds()
+        new_rounds = Rounds()
+        if missing := [count for count in counts if count not in kept_rounds]:
             pad = partial(compat_layer.pad_query, layer.module) if layer.out_heads else None
             try:
                 with card().fork_rng(), compat_config.as_current(config):
-                    stopwatch.time_shape(backends, shape, layer.weight(), missing, budget, key["graphs"], pad, timed)
+                    stopwatch.time_shape(
+                        backends, shape, layer.weight(), missing, budget, key["graphs"], pad, new_rounds
+                    )
             except (stopwatch.OverBudgetError, torch.OutOfMemoryError):  # the figures of other token counts still hold
-                if not (known or timed):
+                if not (kept_rounds or new_rounds):
                     raise
     except Exception as error:
         return Untimed(_in_one_line(error))
-    kept_since = kept.evidence.time if kept and not timed else None
-    return ShapeFigures(dict(sorted((known | timed).items())), key, kept_since)
+    rounds = dict(sorted((kept_rounds | new_rounds).items()))
+    if new_rounds:  # before the exchange: whatever another rank answers, the next start need not time them again
+        with log.warned("the measured figures could not be kept"):
+            kept_figures.write(compat_config.cache_folder(), key, rounds)
+    return ShapeFigures(rounds, kept.evidence.time if kept and not new_rounds else None)
 
 
-def _choose(
-    groups: Mapping[str, Sequence[Layer]], timings: Mapping[str, ShapeFigures | Untimed], most: int
-) -> dict[str, Spans | Untimed]:
-    """Return what this rank chooses for each layer shape, or why it could not time the shape.
+def _choose(groups: Mapping[str, Sequence[Layer]], timings: Mapping[str, ShapeFigures | Untimed]) -> dict[str, Choice]:
+    """Return what this rank chooses for each layer shape by its figures, or why it cannot choose.
 
-    Its figures decide. If no kernel of ours may run, vLLM's own run up to ``most`` tokens. The ranks agree by shape, so
-    one layer that is stopped decides for all layers of its shape.
+    The ranks agree by shape, so one layer that is stopped decides for all layers of its shape.
     """
-    chosen = dict[str, Spans | Untimed]()
+    chosen = dict[str, Choice]()
     for shape, group in groups.items():
         first, last, timing = group[0], group[-1], timings.get(shape, Untimed(NO_RIVAL))
-        if set(last.usable()) <= {VLLM}:
-            chosen[shape] = _only_vllms(most)
+        if (skip := last.decision.skip) is not None:
+            chosen[shape] = NoneOfOurs(skip.message)
         elif isinstance(timing, Untimed):
             chosen[shape] = timing
         else:
@@ -237,22 +262,31 @@ def _only_vllms(most: int) -> Spans:
 # What all ranks do together.
 
 
-def _exchange_and_run(timed: RankTiming, rank: int) -> Agreement:
-    """Exchange the answers, and let the layers run what the ranks agree on. Never raises, and always takes part."""
-    agreed: dict[str, tuple[Spans, ...]] = {}
+def _exchange_and_run(this_rank: RankTiming, rank: int) -> Outcome:
+    """Exchange the answers, and let the layers run what the ranks agree on. Never raises, and always takes part.
+
+    After an error that concerns one layer shape, its layers run vLLM's own kernels on this rank. Those of other shapes
+    run what the ranks have agreed on.
+    """
     try:
-        index, answers = ranks.exchange(timed.answer)
+        index, answers = ranks.exchange(this_rank.answer)
         agreed, troubles = agree(answers)
-        for shape, timing in timed.timings.items():
-            if shape in agreed and isinstance(timing, ShapeFigures):
-                _run_as_agreed(shape, timed.groups[shape], timing, agreed[shape])
     except Exception as error:
-        return Agreement([Trouble(rank, None, _in_one_line(error))], len(agreed), is_logged_here=True)
-    return Agreement(troubles, len(agreed), is_logged_here=index == 0)
+        return Outcome([Trouble(rank, None, _in_one_line(error))], 0, is_logged_here=True)
+    shapes, is_logged_here = {shape for shape, found in agreed.items() if not isinstance(found, Trouble)}, index == 0
+    for shape, timing in this_rank.timings.items():
+        if shape in agreed and isinstance(timing, ShapeFigures):
+            try:
+                _run_as_agreed(shape, this_rank.groups[shape], timing, agreed[shape])
+            except Exception as error:
+                troubles.append(Trouble(rank, shape, _in_one_line(error)))
+                shapes.discard(shape)
+                is_logged_here = True  # no other rank knows of it
+    return Outcome(troubles, len(shapes), is_logged_here)
 
 
-def agree(answers: Sequence[Answer]) -> tuple[dict[str, tuple[Spans, ...]], list[Trouble]]:
-    """Return what each rank has chosen by layer shape, and why shapes are missing. Pure, so every rank gets the same.
+def agree(answers: Sequence[Answer]) -> tuple[dict[str, Agreed], list[Trouble]]:
+    """Return what the ranks agree on by layer shape, and why shapes are missing. Pure, so every rank gets the same.
 
     A shape is missing if one of its ranks could not time it. All are missing if a rank could time nothing, because its
     shapes are not known. A rank without layers of a shape, as in a pipeline, does not count for that shape.
@@ -260,53 +294,54 @@ def agree(answers: Sequence[Answer]) -> tuple[dict[str, tuple[Spans, ...]], list
     Args:
         answers: of all ranks, in their order.
     """
-    chosen, troubles = dict[str, list[Spans]](), list[Trouble]()
+    agreed, troubles = dict[str, Agreed](), list[Trouble]()
     for rank, answer in enumerate(answers):
         if isinstance(answer, Untimed):
             troubles.append(Trouble(rank, None, answer.why))
             continue
         for shape, choice in answer.items():
+            before = agreed.get(shape, ())
             if isinstance(choice, Untimed):
                 troubles.append(Trouble(rank, shape, choice.why))
+            elif isinstance(before, Trouble):
+                continue  # the first such rank is named
+            elif isinstance(choice, NoneOfOurs):
+                agreed[shape] = Trouble(rank, shape, choice.why)
             else:
-                chosen.setdefault(shape, []).append(choice)
+                agreed[shape] = (*before, choice)
     missing = {trouble.shape for trouble in troubles}
-    agreed = {shape: tuple(choices) for shape, choices in chosen.items() if shape not in missing}
-    return {} if None in missing else agreed, troubles
+    return {shape: found for shape, found in agreed.items() if not missing & {shape, None}}, troubles
 
 
-def _run_as_agreed(shape: str, group: Sequence[Layer], figures: ShapeFigures, choices: tuple[Spans, ...]) -> None:
-    """Let the layers of a shape run what this rank's figures and the choices of all ranks say; keep the figures."""
+def _run_as_agreed(shape: str, group: Sequence[Layer], figures: ShapeFigures, agreed: Agreed) -> None:
+    """Let the layers of a shape run what this rank's figures and the answers of all ranks say."""
+    if isinstance(agreed, Trouble):
+        found = Figures(figures.rounds, why=str(agreed))
+    else:
+        found = Figures(figures.rounds, ranks=agreed)
     for layer in group:
-        layer.timed(Figures(figures.rounds, ranks=choices))
+        layer.timed(found)
     names = tuple(layer.name for layer in group)
     runs = group[0].decision.kernels or _only_vllms(max(figures.rounds))
     us, kept_since = stopwatch.medians(figures.rounds), figures.kept_since or ""
     group[0].engine_status.add_timed(Timed(shape, names, runs, us, kept_since))
-    if figures.kept_since is None:
-        with log.warned("the measured figures could not be kept"):
-            kept_figures.write(compat_config.cache_folder(), figures.key, figures.rounds)
 
 
 def _leave_untimed(layers: Sequence[Layer], groups: Mapping[str, Sequence[Layer]], troubles: Sequence[Trouble]) -> None:
-    """Tell the layers whose kernels were not timed that there are no figures, and why."""
+    """Tell the layers of shapes that were not timed, or that could not be given their figures, why they have none."""
     shape_of = {layer.name: shape for shape, group in groups.items() for layer in group}
     for layer in layers:
-        if not layer.is_timed:
-            shapes = (None, shape_of.get(layer.name))
-            why = next((str(trouble) for trouble in troubles if trouble.shape in shapes), NOT_TO_TIME)
-            layer.timed(Figures(why=why))
+        shapes = (None, shape_of.get(layer.name))
+        why = next((str(trouble) for trouble in troubles if trouble.shape in shapes), "")
+        if why or not layer.is_timed:
+            layer.timed(Figures(why=why or NOT_TO_TIME))
 
 
-def _log(troubles: Sequence[Trouble], num_timed: int, seconds: float, num_agreed: int) -> None:
-    """Log why kernels could not be timed, or how long the timing of this start took."""
-    if troubles:
-        more = f" (and {len(troubles) - 1} more)" if len(troubles) > 1 else ""
-        rest = f" but for {num_agreed} layer shape(s)" if num_agreed else ""
-        log.say_once(logging.WARNING, f"the kernels could not be timed: {troubles[0]}{more}; {VLLMS_RUN}{rest}")
-    elif num_timed:
-        spent = f"{seconds:.1f} s of at most {stopwatch.BUDGET_S:g} s"
-        log.say(logging.INFO, f"kernels timed on this card in {spent}: {num_timed} layer shape(s)")
+def _warn(troubles: Sequence[Trouble], num_agreed: int) -> None:
+    """Log why kernels could not be timed, and for how many layer shapes the ranks have nevertheless agreed."""
+    more = f" (and {len(troubles) - 1} more)" if len(troubles) > 1 else ""
+    rest = f" but for {num_agreed} layer shape(s)" if num_agreed else ""
+    log.say_once(logging.WARNING, f"the kernels could not be timed: {troubles[0]}{more}; {VLLMS_RUN}{rest}")
 
 
 def _in_one_line(error: Exception) -> str:
