@@ -19,7 +19,7 @@ from vllm_aiter_mla.status import metrics, status_files
 from vllm_aiter_mla.status.engine_status import EngineStatus
 
 FOLDER = Path(sys.argv[1])
-MARKER = "first-call-x"
+PREFIX = "first-call-x"
 ENTERED = ExitStack()
 
 
@@ -74,7 +74,7 @@ def sleep() -> None:
 
 
 def mark() -> None:
-    ENTERED.enter_context(first_call.marked(FOLDER, MARKER))
+    ENTERED.enter_context(first_call.marked(FOLDER, PREFIX))
 
 
 def unmark() -> None:
@@ -82,7 +82,7 @@ def unmark() -> None:
 
 
 def died_before() -> str | None:
-    return first_call.died_before(FOLDER, MARKER)
+    return first_call.died_before(FOLDER, PREFIX)
 
 
 COMMANDS: tuple[Callable[[], object], ...] = (
