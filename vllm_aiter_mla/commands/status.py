@@ -69,7 +69,7 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
             os.scandir(folder).close()  # ``glob`` takes a folder that cannot be read for an empty one
         except PermissionError:
             outputs.fail(
-                f"status: {folder}: permission denied; run it as the server's user, or read the gauge",
+                f"status: {folder}: permission denied; run it as the server's user, or read the metrics",
                 outputs.NOT_LOOKED,
             )
     by_engine = group_by_engine(read_all(folder, "*", bad.append))
