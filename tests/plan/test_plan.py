@@ -429,7 +429,10 @@ def refused(*arguments, status=outputs.WRONG):
         (["--dtype", "floatx"], "--dtype"),
         ([OURS, "2"], f"{OURS} 2"),
         (["-cc.pass_config.fuse_norm_qant=true"], "pass_config.fuse_norm_qant Unexpected"),
-        ([OURS, '{"aiter_mla": {"max_token_num": 100000000000000000000}}'], "aiter_mla.max_token_num 100000000000000000000"),
+        (
+            [OURS, '{"aiter_mla": {"max_token_num": 100000000000000000000}}'],
+            "aiter_mla.max_token_num 100000000000000000000",
+        ),
         ([OURS, '{"aiter_mla": {"kernl": "auto"}}'], "did you mean 'kernel'?"),
         (["--env", "=1"], "NAME=VALUE"),
         (["--kv-cach-dtype", "fp8"], "--kv-cache-dtype"),
