@@ -250,7 +250,7 @@ avx2-quick: setup
 # As on the other kind of processor than this one is, which `make test` is run on.
 OTHER := import torch; print("no-amx" if torch.cpu._is_amx_tile_supported() else "amx")
 amx-quick: setup
-	$(AS_ON)$$($(BIN)/python -c '$(OTHER)') $(BIN)/python -m pytest -q $(AMX_TESTS)
+	other=$$($(BIN)/python -c '$(OTHER)') && $(AS_ON)$$other $(BIN)/python -m pytest -q $(AMX_TESTS)
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -186,13 +186,15 @@ class Engine:
             self.layers.append(Layer(module, backends, self.status, self.limit).keep())
         return backends
 
-    def check(self, marked: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()) -> None:
+    def check(
+        self, around_first_calls: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
+    ) -> None:
         """Compare the kernels of each layer shape with the reference; a layer does not run a kernel that fails.
 
         Layers whose check cannot be made run vLLM's own kernels, and the others are still checked.
 
         Args:
-            marked: surrounds the first calls of a kernel, by its name.
+            around_first_calls: surrounds the first calls of a kernel, by its name.
 
         Raises:
             SettingsError: a kernel that would have served fails, or anything raises on the way, in strict mode.
@@ -208,7 +210,7 @@ class Engine:
                     groups.setdefault(layer.shape(), []).append(layer)
         for shape, group in groups.items():
             with self.deciding(LAYER_NOT_CHECKED, group):
-                results = checks.check_kernels(group[0], sizes, marked)
+                results = checks.check_kernels(group[0], sizes, around_first_calls)
                 for layer in group:
                     layer.checked(results, shape)
                 checks.report(group[0], self.end_strict_start)

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -15,12 +14,12 @@ from typer.testing import CliRunner
 
 from tests.support import in_process, plans
 from tests.support.planted import raising
+from tests.support.progress import without_progress
 from tests.support.statuses import record_of
 from vllm_aiter_mla import __version__, admission, files
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands import machine, outputs
 from vllm_aiter_mla.commands.cards import ARCHITECTURES, Arch, sold_as
-from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.check.run import Run
 from vllm_aiter_mla.commands.main import COMMANDS, app
 from vllm_aiter_mla.commands.plan import ask, card
@@ -71,9 +70,6 @@ def nothing(monkeypatch, folder):
     """The machine as it is."""
 
 
-STEP = "|".join(steps.STEPS)
-RUNS = re.compile(rf"[1-9]/[1-9] ({STEP}) \.\.\.|({STEP}), \d+ s")
-"""What standard error says of a step that begins, and of one that takes long."""
 WRONG_FILE = ("--json", "no/such/folder/x.json")
 MACHINE = ("--only", "machine")
 TABLE = [
@@ -124,8 +120,8 @@ def test_an_exit_status_means_the_same_for_every_command(monkeypatch, tmp_path, 
     assert done.exit_code == expected, done.output
     assert isinstance(done.exception, (SystemExit, type(None))), done.exception
     if expected == outputs.WRONG and not done.stderr.startswith("Usage:"):  # that is typer's own
-        *before, said = done.stderr.splitlines()
-        assert (done.stdout.strip(), [line for line in before if not RUNS.fullmatch(line)]) == ("", [])
+        assert done.stdout.strip() == ""
+        (said,) = without_progress(done.stderr)
         assert said.startswith(f"{command}: ")
         assert typed[-1].partition("=")[0] in said
 
@@ -266,7 +262,7 @@ def in_a_shell(line, **options):
 def test_output_that_ends_on_a_full_disk_is_one_line_and_nobody_has_looked(line):
     with open("/dev/full", "w") as full:
         done = in_a_shell(line, stdout=full)
-    said = [one for one in done.stderr.splitlines() if not RUNS.fullmatch(one)]
+    said = without_progress(done.stderr)
     assert (done.returncode, len(said)) == (outputs.NOT_LOOKED, 1)
     assert os.strerror(errno.ENOSPC) in said[0]
 

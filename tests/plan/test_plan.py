@@ -14,6 +14,7 @@ from tests.support import plans
 from tests.support.model_configs import ROWS as MATRIX
 from tests.support.pages import PAGES, ROOT, quoted, table, words
 from tests.support.plans import codes, planned
+from tests.support.progress import without_progress
 from vllm_aiter_mla import admission
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.compat import offline
@@ -403,7 +404,7 @@ def test_a_vllm_that_is_missing_or_ends_is_a_message(broken, monkeypatch, tmp_pa
 def refused(*arguments, status=outputs.WRONG):
     """The one line that the command prints, besides what it is at."""
     ended, out, err = invoke(*arguments)
-    said = [line for line in err.splitlines() if not line.endswith(" ...")]
+    said = without_progress(err)
     assert (ended, out, len(said), said[0].startswith("check: ")) == (status, "", 1, True), err
     return said[0]
 

@@ -17,7 +17,7 @@ from vllm_aiter_mla.startup.comparison import Comparison
 
 
 def check_kernels(
-    layer: Layer, capture_sizes: Sequence[int], marked: Callable[[str], AbstractContextManager[None]]
+    layer: Layer, capture_sizes: Sequence[int], around_first_calls: Callable[[str], AbstractContextManager[None]]
 ) -> dict[str, Checked]:
     """Check the kernels that may run layers of this shape, vLLM's rotary kernel first; return the results by kernel.
 
@@ -26,7 +26,7 @@ def check_kernels(
     Args:
         layer: any layer of the shape.
         capture_sizes: token counts for which a kernel that compiles per count is compiled now.
-        marked: surrounds the first calls of a kernel, by its name.
+        around_first_calls: surrounds the first calls of a kernel, by its name.
 
     Raises:
         RotationError: vLLM's rotary kernel does not rotate as vLLM's compiled graph.
@@ -37,13 +37,13 @@ def check_kernels(
     in_words, row = shape.in_words(), meta_inputs(shape)
     checks: dict[str, Checked] = {}
     for name, backend in layer.kernels_to_check().items():
-        with marked(name):
+        with around_first_calls(name):
             result = self_check(name, backend, shape, capture_sizes, layer.limit)
         tuned = backend.tuned(row)
         if tuned and not result.ok:
             log.say_once(logging.WARNING, f"{result.message} ({in_words}); the tuned tiles {tuned} are left out")
             backend.untune(row)
-            with marked(name):
+            with around_first_calls(name):
                 result = self_check(name, backend, shape, capture_sizes, layer.limit)
         elif tuned:
             layer.engine_status.add_tuned(in_words, tuned)

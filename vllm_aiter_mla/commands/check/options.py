@@ -79,53 +79,38 @@ class Group(StrEnum):
         return self.value.endswith("without MODEL")
 
 
+def option(name: str, group: Group, text: str, **limits: int) -> Any:
+    """Return an option of the command line, with its group and its help; ``limits`` are ``min`` and ``max``."""
+    return typer.Option(name, rich_help_panel=group, help=text, **limits)
+
+
 @dataclass(frozen=True, slots=True)
 class KernelOptions:
     """The options of the step ``kernels``, under the names that ``verify.session.Session`` has for them."""
 
     backend: Annotated[
-        tuple[str, ...],
-        typer.Option("--backend", rich_help_panel=Group.KERNELS, help="Back end; may be repeated. Default: all here."),
+        tuple[str, ...], option("--backend", Group.KERNELS, "Back end; may be repeated. Default: all here.")
     ] = ()
     case: Annotated[
-        tuple[str, ...],
-        typer.Option("--case", rich_help_panel=Group.KERNELS, help="A case, or a part of its name; may be repeated."),
+        tuple[str, ...], option("--case", Group.KERNELS, "A case, or a part of its name; may be repeated.")
     ] = ()
     variant: Annotated[
-        tuple[str, ...],
-        typer.Option("--variant", rich_help_panel=Group.KERNELS, help="fp8, bf16, fp8-cache, ...; may be repeated."),
+        tuple[str, ...], option("--variant", Group.KERNELS, "fp8, bf16, fp8-cache, ...; may be repeated.")
     ] = ()
-    seed: Annotated[int, typer.Option("--data-seed", rich_help_panel=Group.KERNELS, help="Seed of the data.")] = 0
-    repeat: Annotated[
-        int, typer.Option("--repeat", rich_help_panel=Group.KERNELS, min=1, help="Rounds, each with the next seed.")
-    ] = 1
+    seed: Annotated[int, option("--data-seed", Group.KERNELS, "Seed of the data.")] = 0
+    repeat: Annotated[int, option("--repeat", Group.KERNELS, "Rounds, each with the next seed.", min=1)] = 1
     quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick",
-            rich_help_panel=Group.KERNELS,
-            help="Two variants, fewer cases, short long runs. MODEL implies it.",
-        ),
+        bool, option("--quick", Group.KERNELS, "Two variants, fewer cases, short long runs. MODEL implies it.")
     ] = False
     emulated: Annotated[
-        bool,
-        typer.Option(
-            "--emulated", rich_help_panel=Group.KERNELS, help="Note in the JSON that the card is an emulator's."
-        ),
+        bool, option("--emulated", Group.KERNELS, "Note in the JSON that the card is an emulator's.")
     ] = False
-    limit: Annotated[
-        int | None,
-        typer.Option("--limit", rich_help_panel=Group.KERNELS, help="Last capture size, in tokens: 8 to 8192."),
-    ] = None
-    replays: Annotated[
-        int | None, typer.Option("--long-run", rich_help_panel=Group.KERNELS, min=4, help="Replays of a long run.")
-    ] = None
+    limit: Annotated[int | None, option("--limit", Group.KERNELS, "Last capture size, in tokens: 8 to 8192.")] = None
+    replays: Annotated[int | None, option("--long-run", Group.KERNELS, "Replays of a long run.", min=4)] = None
     small: Annotated[
         bool,
-        typer.Option(
-            "--small",
-            rich_help_panel=Group.KERNELS_WITHOUT_MODEL,
-            help="The quick cases at sizes that an emulator finishes, with digests.",
+        option(
+            "--small", Group.KERNELS_WITHOUT_MODEL, "The quick cases at sizes that an emulator finishes, with digests."
         ),
     ] = False
 
@@ -135,18 +120,13 @@ class TimingOptions:
     """The options of the step ``timing``."""
 
     tokens: Annotated[
-        tuple[int, ...],
-        typer.Option("--tokens", rich_help_panel=Group.TIMING, min=1, max=MOST_TOKENS, help="Tokens; may be repeated."),
+        tuple[int, ...], option("--tokens", Group.TIMING, "Tokens; may be repeated.", min=1, max=MOST_TOKENS)
     ] = ()
     tune: Annotated[
-        bool,
-        typer.Option(
-            "--tune", rich_help_panel=Group.TIMING, help="Time the Triton kernel's tiles; starts take the fastest."
-        ),
+        bool, option("--tune", Group.TIMING, "Time the Triton kernel's tiles; starts take the fastest.")
     ] = False
     cache_type: Annotated[
-        CacheType,
-        typer.Option("--type", rich_help_panel=Group.TIMING_WITHOUT_MODEL, help="Type of the query and the cache."),
+        CacheType, option("--type", Group.TIMING_WITHOUT_MODEL, "Type of the query and the cache.")
     ] = CacheType.both
 
 
@@ -156,41 +136,17 @@ class LayerOptions:
 
     heads: Annotated[
         tuple[int, ...],
-        typer.Option(
-            "--heads",
-            rich_help_panel=Group.WITHOUT_MODEL,
-            min=1,
-            max=MOST_HEADS,
-            help="Query heads of a rank; timing takes several.",
-        ),
+        option("--heads", Group.WITHOUT_MODEL, "Query heads of a rank; timing takes several.", min=1, max=MOST_HEADS),
     ] = ()
     nope: Annotated[
-        int | None,
-        typer.Option(
-            "--nope",
-            rich_help_panel=Group.WITHOUT_MODEL,
-            min=1,
-            max=MOST_WIDTH,
-            help="Un-rotated width of a query head.",
-        ),
+        int | None, option("--nope", Group.WITHOUT_MODEL, "Un-rotated width of a query head.", min=1, max=MOST_WIDTH)
     ] = None
     weights: Annotated[
         Weights | None,
-        typer.Option(
-            "--weights",
-            rich_help_panel=Group.WITHOUT_MODEL,
-            help="Format of the absorb weights; by default several, of timing bf16.",
-        ),
+        option("--weights", Group.WITHOUT_MODEL, "Format of the absorb weights; by default several, of timing bf16."),
     ] = None
     v: Annotated[
-        int | None,
-        typer.Option(
-            "--v",
-            rich_help_panel=Group.KERNELS_WITHOUT_MODEL,
-            min=1,
-            max=MOST_WIDTH,
-            help="Width of a value head.",
-        ),
+        int | None, option("--v", Group.KERNELS_WITHOUT_MODEL, "Width of a value head.", min=1, max=MOST_WIDTH)
     ] = None
 
 
