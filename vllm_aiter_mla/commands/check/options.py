@@ -79,7 +79,7 @@ class Group(StrEnum):
         return self.value.endswith("without MODEL")
 
 
-def option(name: str, group: Group, text: str, **limits: int) -> Any:
+def option(name: str, group: Group, text: str, **limits: Any) -> Any:
     """Return an option of the command line, with its group and its help; ``limits`` are ``min`` and ``max``."""
     return typer.Option(name, rich_help_panel=group, help=text, **limits)
 
