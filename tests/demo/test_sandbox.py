@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-import sys
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import distributions, entry_points
@@ -14,7 +14,7 @@ import torch
 from tests.sandbox import check, engine, knobs, platform, plugin
 from tests.sandbox.card import PageIndices
 from tests.sandbox.spec import Emulation, EngineSpec, PluginOptions, VllmOptions
-from tests.support import plans
+from tests.support import plans, waiting
 from tests.support.statuses import record_of
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.check.engine import steps as engine_steps
@@ -134,16 +134,64 @@ def test_an_option_that_the_platform_changes_without_a_reason_is_named():
         platform.check_unchanged(asked, asked | {"scheduler_config.async_scheduling": "False"}, platform.CHANGED)
 
 
-def test_an_interrupted_run_leaves_no_engine_behind():
-    def interrupted():
-        yield "up"
+class Interrupted:
+    def readline(self):
         raise KeyboardInterrupt
 
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    process.stdout = interrupted()
+
+def test_an_interrupted_run_leaves_no_process_behind(tmp_path):
+    importer = engine.Importer(dict(os.environ))
+    importer._process.stdout = Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        engine._read(process)
-    assert process.poll() is not None
+        importer.engine(engine.Request("", "", str(tmp_path / "log"), {}))
+    assert importer._process.poll() is not None
+
+
+SERVES = """
+import os, sys, time, types
+sys.modules["vllm.plugins"] = types.SimpleNamespace(load_general_plugins=lambda: print("loaded"))
+from tests.sandbox import child
+child.load = lambda path: path
+def main(spec, result):
+    print(os.environ["A_CACHE"], os.getpid(), flush=True)
+    time.sleep(600 if str(spec) == "sleeps" else 0)
+    sys.exit(3 if str(spec) == "fails" else 0)
+child.main = main
+child.serve()
+"""
+
+
+@pytest.fixture
+def importer(monkeypatch):
+    """One whose engines print a variable and their process, and then sleep, fail or end."""
+    start = subprocess.Popen
+    monkeypatch.setattr(engine.subprocess, "Popen", lambda words, **how: start([words[0], "-c", SERVES], **how))
+    one = engine.Importer({**os.environ, "PYTHONPATH": str(plugin.CHECKOUT)})
+    yield one
+    one.end()
+
+
+def test_an_importer_forks_an_engine_for_each_request_and_gives_its_status_and_what_both_printed(importer, tmp_path):
+    for spec, status in (("ends", 0), ("fails", 3), ("ends", 0)):
+        log = tmp_path / f"{spec}-{status}"
+        log.unlink(missing_ok=True)
+        found, printed = importer.engine(engine.Request(spec, "", str(log), {"A_CACHE": spec}))
+        loaded, (cache, process) = printed.splitlines()[0], printed.splitlines()[1].split()
+        assert (found, loaded, cache) == (status, "loaded", spec)
+        assert int(process) != importer._process.pid
+
+
+def test_an_engine_ends_with_its_importer(importer, tmp_path):
+    log = tmp_path / "log"
+    request = engine.Request("sleeps", "", str(log), {"A_CACHE": "a"})
+    thread = threading.Thread(target=importer.engine, args=(request,))
+    thread.start()
+    assert waiting.happened(lambda: log.exists() and log.read_text().endswith("\n"))
+    process = int(log.read_text().split()[1])
+    assert waiting.runs(process)
+    importer.end()
+    thread.join()
+    assert waiting.happened(lambda: not waiting.runs(process))
 
 
 @pytest.mark.parametrize("real", [None, [3, 6]])

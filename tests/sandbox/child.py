@@ -1,10 +1,16 @@
-"""The process of one engine run: ``python -m tests.sandbox.child SPEC OUT``."""
+"""The process of one engine run, forked from a process that has imported vLLM: ``python -m tests.sandbox.child``.
+
+Importing vLLM and loading its plugins is half of what a small engine costs, and the same for each engine in the same
+environment. ``engine`` writes a ``Request`` to the standard input in each line, and reads the engine's exit status.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import time
@@ -14,26 +20,56 @@ from pathlib import Path
 from typing import Any
 
 from tests.sandbox import model, plugin
-from tests.sandbox.engine import runs_on_ray
+from tests.sandbox.engine import Request, runs_on_ray
 from tests.sandbox.spec import EngineResult, EngineSpec, load, save
 from vllm_aiter_mla.commands.compat.engine import RANDOM_FORMAT, generate
 
 # 16 requests of 512 tokens in 4 layers take 38 MB of bf16 rows.
 GPU_KV_BYTES = 256 << 20
-STARTED = time.perf_counter()
 STEPS: list[float] = []  # seconds of each engine step
+PR_SET_PDEATHSIG = 1  # of Linux's <sys/prctl.h>
 
 
-def main(spec_path: str, out_path: str) -> None:
-    """Build the model, start the engine, run the scenarios, write the result."""
-    spec: EngineSpec = load(Path(spec_path))
+def serve() -> None:
+    """Load vLLM's plugins, then fork an engine for each request, one after the other.
+
+    Returns:
+        In this process when no request is left, and in an engine's when that has written its result: it ends as any
+        other Python process does.
+    """
+    statuses = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what is printed
     from vllm.plugins import load_general_plugins
 
+    load_general_plugins()
+    while line := sys.stdin.readline():
+        request = Request(**json.loads(line))
+        child = os.fork()
+        if not child:
+            statuses.close()
+            run(request)
+            return
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=statuses, flush=True)
+
+
+def run(request: Request) -> None:
+    """Turn this process, a fork, into the engine's."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.environ.update(request.caches)
+    main(load(Path(request.spec)), Path(request.result))
+
+
+def main(spec: EngineSpec, result_path: Path) -> None:
+    """Build the model, start the engine, run the scenarios, write the result."""
+    started = time.time()
     if runs_on_ray(spec):
         import ray
 
         ray.init(num_gpus=spec.vllm.tensor_parallel_size, include_dashboard=False)  # it takes our word for them
-    load_general_plugins()
     plugin.check_device(spec.emulation.device)
     from tests.sandbox import knobs
 
@@ -53,7 +89,7 @@ def main(spec_path: str, out_path: str) -> None:
 
         transfer.send(llm, Path(os.environ["VLLM_CACHE_ROOT"]) / "model")
         outcome |= {f"{name}, transferred": steps for name, steps in run_all(again, llm).items()}
-    save(result(spec, llm, outcome), Path(out_path))
+    save(result(spec, llm, outcome, started), result_path)
     if runs_on_ray(spec):
         # At the interpreter's exit Ray is gone before vLLM ends its actors, and is started again for that.
         llm.llm_engine.engine_core.shutdown()
@@ -194,8 +230,8 @@ def additional(spec: EngineSpec) -> dict[str, Any]:
     return {"aiter_mla": {"enabled": True, **own, "debug": debug} | spec.plugin.additional}
 
 
-def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
-    """Collect what the parent wants."""
+def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any], started: float) -> EngineResult:
+    """Collect what the parent wants of a run that started at this time."""
     import torch
     import vllm
 
@@ -204,7 +240,7 @@ def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
     config = llm.llm_engine.vllm_config
     return EngineResult(
         scenarios=outcome,
-        status=status_records(),
+        status=status_records(started),
         ranges=[(r.start, r.end) for r in config.compilation_config.get_compile_ranges()],
         graphs={name: "\n".join(pieces) for name, pieces in knobs.GRAPHS.items()},
         code={name: "\n".join(pieces) for name, pieces in knobs.CODE.items()},
@@ -224,7 +260,7 @@ def result(spec: EngineSpec, llm: Any, outcome: dict[str, Any]) -> EngineResult:
             "vllm": vllm.__version__,
             "device": "CPU" if spec.emulation.device == "cpu" else torch.cuda.get_device_name(),
         },
-        seconds=time.perf_counter() - STARTED,
+        seconds=time.time() - started,
     )
 
 
@@ -237,17 +273,13 @@ def counters(llm: Any) -> dict[str, float]:
     return found
 
 
-def status_records() -> list[dict[str, Any]]:
+def status_records(started: float) -> list[dict[str, Any]]:
     """Return the status files that this run's workers wrote, by rank."""
     from vllm_aiter_mla.compat.config import cache_folder
 
-    files = [path for path in cache_folder().glob("status-*.json") if path.stat().st_mtime >= _start_of_process()]
+    files = [path for path in cache_folder().glob("status-*.json") if path.stat().st_mtime >= started - 1]
     return sorted((json.loads(path.read_text()) for path in files), key=lambda record: record["rank"])
 
 
-def _start_of_process() -> float:
-    return time.time() - (time.perf_counter() - STARTED) - 1
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    serve()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import threading
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.sandbox import cuda_graphs, platform, plugin, worker
@@ -15,6 +17,8 @@ from vllm_aiter_mla.status import status_files
 
 # An engine of a minute takes twenty on a machine that does other work.
 TIMEOUT_S = 1800
+CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR")
+"""Environment variables of folders, which are read whenever a folder is wanted."""
 
 
 class EngineFailedError(RuntimeError):
@@ -23,6 +27,59 @@ class EngineFailedError(RuntimeError):
     def __init__(self, log: str) -> None:
         super().__init__(f"the engine failed; its last lines:\n{chr(10).join(log.splitlines()[-40:])}")
         self.log = log
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a process that has imported vLLM is asked for: paths of the spec, of the result and of what is printed.
+
+    ``caches`` are the environment variables in which engines of one such process differ.
+    """
+
+    spec: str
+    result: str
+    log: str
+    caches: dict[str, str]
+
+
+class Importer:
+    """A process that has imported vLLM in one environment, and forks engines: see ``child``."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="aiter-mla-importer-")
+        self._log = Path(self._folder.name) / "log"
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.sandbox.child"],
+                env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+            )  # fmt: skip
+
+    def engine(self, request: Request) -> tuple[int | None, str]:
+        """Return an engine's exit status, None where the importer ended, and what both printed."""
+        watchdog = threading.Timer(TIMEOUT_S, self.end)
+        watchdog.start()
+        try:
+            self._process.stdin.write(f"{json.dumps(asdict(request))}\n")
+            self._process.stdin.flush()
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        except BaseException:
+            self.end()  # An interrupted run leaves no engine behind.
+            raise
+        finally:
+            watchdog.cancel()
+        logs = (path for path in (self._log, Path(request.log)) if path.exists())
+        return int(answer) if answer else None, "".join(path.read_text(errors="replace") for path in logs)
+
+    def end(self) -> None:
+        """End it and its engine."""
+        self._process.kill()
+        self._process.wait()
+
+
+_idle: dict[tuple[tuple[str, str], ...], list[Importer]] = {}
+"""Importers that wait, by what their environment has besides the folders of caches. They end with this process."""
 
 
 def run(
@@ -47,21 +104,18 @@ def run(
         cache, inductor = cache or work / "cache", inductor or work / "inductor"
         _share_model_notes(cache, inductor)
         environment = environment_for(spec, cache, inductor)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.sandbox.child", str(work / "spec"), str(work / "out")],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        lines = _read(process)
-        if process.returncode or not (work / "out").is_file():
-            raise EngineFailedError("".join(lines))
-        if spec.fault.bug and not any(plugin.BUG_RAN in line for line in lines):
-            raise EngineFailedError("".join([*lines, f"{spec.fault.bug}: the planted bug never ran"]))
-        result: EngineResult = load(work / "out")
-        result.log = [line.rstrip() for line in lines if "aiter-mla:" in line]
+        caches = {name: environment[name] for name in CACHES}
+        idle = _idle.setdefault(tuple(sorted(environment.items() - caches.items())), [])
+        importer = idle.pop() if idle else Importer(environment)
+        status, log = importer.engine(Request(*(str(work / name) for name in ("spec", "result", "log")), caches))
+        if status is not None:
+            idle.append(importer)
+        if status != 0 or not (work / "result").is_file():
+            raise EngineFailedError(log)
+        if spec.fault.bug and plugin.BUG_RAN not in log:
+            raise EngineFailedError(f"{log}{spec.fault.bug}: the planted bug never ran")
+        result: EngineResult = load(work / "result")
+        result.log = [line.rstrip() for line in log.splitlines() if "aiter-mla:" in line]
         return result
 
 
@@ -71,23 +125,6 @@ def _share_model_notes(cache: Path, shared: Path) -> None:
     cache.mkdir(parents=True, exist_ok=True)
     if not (cache / notes.name).exists():
         (cache / notes.name).symlink_to(notes.resolve(), target_is_directory=True)
-
-
-def _read(process: subprocess.Popen[str]) -> list[str]:
-    """Return what the process prints until it ends; end it after ``TIMEOUT_S``."""
-    watchdog = threading.Timer(TIMEOUT_S, process.kill)
-    watchdog.start()
-    try:
-        lines = list(process.stdout or ())
-        process.wait()
-        return lines
-    except BaseException:
-        # An interrupted run leaves no engine behind.
-        process.kill()
-        process.wait()
-        raise
-    finally:
-        watchdog.cancel()
 
 
 def environment_for(spec: EngineSpec, cache: Path, inductor: Path) -> dict[str, str]:

@@ -82,7 +82,7 @@ class Phases:
 
 def engine(spec_path: str, out: str) -> None:
     """Start an engine, with the phases of its start watched."""
-    phases = Phases()
+    started, phases = time.time(), Phases()
     from vllm.plugins import load_general_plugins
 
     from tests.sandbox import child, knobs
@@ -106,7 +106,7 @@ def engine(spec_path: str, out: str) -> None:
         "children": children.ru_utime + children.ru_stime,
         "loaded": counted.num_aot_artifacts_loaded,
         "runner": llm.collective_rpc("runner_module"),
-        "status": child.status_records(),
+        "status": child.status_records(started),
     }
     Path(out).write_text(json.dumps(record))
 
