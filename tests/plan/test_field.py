@@ -49,8 +49,8 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Types a command line on a machine without a card; one process answers for gfx942."""
 
     def made_plans(source: Any, asked: Any, *_: Any) -> Any:
-        worker = plans.worker("gfx942", ())
-        return tuple(issues.with_known_issues(worker.ask(source, tuple(arguments))[0]) for arguments in asked)
+        made = (plans.plan_of("gfx942", (), source, tuple(arguments))[0] for arguments in asked)
+        return tuple(map(issues.with_known_issues, made))
 
     monkeypatch.setattr(ask, "ask_for_plans", made_plans)
 
@@ -272,9 +272,9 @@ def test_field_recipes_engage(
     if name in NOT_BUNDLED:
         (tmp_path / "config.json").write_text(json.dumps(NOT_BUNDLED[name]))
         name = str(tmp_path)
-    # A process for each set of variables: those that no plan depends on are only passed on.
+    # Variables that no plan depends on are only passed on, and each set of them would take a process.
     read = [one for one in variables if one.partition("=")[0] in offline.VARIABLES and not one.endswith("AITER=1")]
-    plan, _ = plans.worker(arch, (*DEFAULTS[default], *read)).ask(model.find(name), options)
+    plan, _ = plans.plan_of(arch, (*DEFAULTS[default], *read), model.find(name), options)
     assert (plan.outcome, plan.reasons, plan.arch) == ("engaged", (), arch)
     assert "aiter#4181" not in {issue.id for issue in issues.with_known_issues(plan).known_issues}
 
@@ -283,7 +283,7 @@ def test_field_recipes_engage(
 @pytest.mark.parametrize("default", DEFAULTS)
 def test_field_recipes_engage_or_the_remedy_is_the_variable_to_set(default: str) -> None:
     """Without the variable of its recipe GLM-4.7-Flash is the row that fails, and both remedies name it."""
-    plan, _ = plans.worker("gfx950", DEFAULTS[default]).ask(model.find("zai-org/GLM-4.7-Flash"), ())
+    plan, _ = plans.plan_of("gfx950", DEFAULTS[default], model.find("zai-org/GLM-4.7-Flash"), ())
     by_id = {issue.id: issue for issue in issues.with_known_issues(plan).known_issues}
     if default == "0.33":
         assert (plan.outcome, "aiter#4181" in by_id) == ("engaged", False)
@@ -325,7 +325,7 @@ def test_field_48_a_config_without_its_class_is_read_and_vllm_is_not_blamed(
 def test_field_53_a_library_that_a_models_class_lacks_is_no_refusal_of_vllms() -> None:
     """vLLM only logs what went wrong while it looked at the class."""
     with pytest.raises(NotKnownError, match="vLLM lacks a_library on this machine"):
-        plans.worker("gfx942", ()).ask(model.find("deepseek-r1"), (), "the model's class needs a library")
+        plans.plan_of("gfx942", (), model.find("deepseek-r1"), (), "the model's class needs a library")
 
 
 @slow
@@ -457,7 +457,7 @@ def test_field_a_public_command_is_planned_right(tmp_path: Path, source: str) ->
         (tmp_path / "config.json").write_text(json.dumps(made[name]))
         name = str(tmp_path)
     serve_options.check(line)
-    plan = issues.with_known_issues(plans.worker(arch, env).ask(model.find(name), line)[0])
+    plan = issues.with_known_issues(plans.plan_of(arch, env, model.find(name), line)[0])
     assert {reason.code for reason in plan.reasons} == codes, plan.reasons
     assert (f"{plan.layers.engaged}/{plan.layers.mla}", plan.heads_per_rank) == (engaged, heads)
     assert [issue.id for issue in plan.known_issues] == known
@@ -493,5 +493,5 @@ def test_field_a_variable_of_an_earlier_vllm_is_answered_with_what_replaces_it()
 def test_field_29304_a_connector_that_hangs_is_said() -> None:
     pytest.importorskip("msgpack", reason="vLLM's MoRIIO needs it")
     line = ("-tp", "1", "-dp", "8", "--enable-expert-parallel", "--block-size", "1", "--kv-transfer-config", MORIIO)
-    plan = issues.with_known_issues(plans.worker("gfx942", ()).ask(model.find("deepseek-v3"), line)[0])
+    plan = issues.with_known_issues(plans.plan_of("gfx942", (), model.find("deepseek-v3"), line)[0])
     assert ("vllm#45749" in {issue.id for issue in plan.known_issues}, plan.outcome) == (True, "engaged")

@@ -19,7 +19,7 @@ from unittest import mock
 
 from vllm_aiter_mla import gate
 from vllm_aiter_mla.admission import Skip
-from vllm_aiter_mla.commands.compat import rocm_config
+from vllm_aiter_mla.commands.compat import offline, rocm_config
 from vllm_aiter_mla.commands.plan import answer, build, child
 from vllm_aiter_mla.commands.plan.record import Plan
 
@@ -87,12 +87,22 @@ def planned(request: dict[str, Any], vllm: answer.LoadedVllm) -> tuple[Plan, dic
     """Return the plan with the gate's decision."""
     bug = BUGS.get(request.pop("bug"))
     with mock.patch.object(*bug) if bug else nullcontext():
-        made = answer.ask_vllm(Path(request["folder"]), request["arguments"])
         variables = {name: (value, origin) for name, (value, origin) in request["variables"].items()}
+        vllm = with_variables(vllm, {name: value for name, (value, _) in variables.items()})
+        made = answer.ask_vllm(Path(request["folder"]), request["arguments"])
         found = build.record_of(made, vllm, variables)
     last = decisions[-1] if decisions else None
     skip = last.code if isinstance(last, Skip) else None
     return found, {"limit": getattr(last, "limit", None), "skip": skip}
+
+
+def with_variables(vllm: answer.LoadedVllm, variables: dict[str, str]) -> answer.LoadedVllm:
+    """Set environment variables in this fork, and return what vLLM reads of them. It keeps AITER's only."""
+    from vllm._aiter_ops import rocm_aiter_ops
+
+    os.environ.update(variables)
+    rocm_aiter_ops.refresh_env_variables()
+    return replace(vllm, switches=offline.switches())
 
 
 def answered(request: dict[str, Any], vllm: answer.LoadedVllm) -> Any:

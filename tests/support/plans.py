@@ -27,24 +27,27 @@ ENV = ("VLLM_ROCM_USE_AITER_FP8BMM=1", "VLLM_ROCM_USE_AITER_FP4BMM=1")
 
 
 class Worker:
-    """The process for a card and variables."""
+    """The process for a card, and for the variables that vLLM reads while it is imported."""
 
     def __init__(self, arch: str, env: tuple[str, ...]) -> None:
-        self.variables, self._cache = model.environment(env, {}), tempfile.TemporaryDirectory()
+        self._cache = tempfile.TemporaryDirectory()
+        variables = plan_ask.child_environment(model.environment(env, {}), self._cache.name)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.plan_child", arch], stderr=subprocess.DEVNULL,
             # vLLM sets its logging up for each config, and nobody reads it.
-            env=plan_ask.child_environment(self.variables, self._cache.name) | {"VLLM_CONFIGURE_LOGGING": "0"},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env=variables | {"VLLM_CONFIGURE_LOGGING": "0"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         atexit.register(self.close)
 
-    def ask(self, source: model.Source, arguments: tuple[str, ...], bug: str = "") -> tuple[Plan, dict[str, Any]]:
+    def ask(
+        self, source: model.Source, arguments: tuple[str, ...], env: tuple[str, ...], bug: str = ""
+    ) -> tuple[Plan, dict[str, Any]]:
         """Return the plan, or raise why there is none, and what was asked of the gate: its ``decision``."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with source.folder() as folder:
-            request = {"folder": str(folder), "arguments": arguments, "variables": self.variables, "bug": bug}
+            variables = model.environment(env, {})
+            request = {"folder": str(folder), "arguments": arguments, "variables": variables, "bug": bug}
             self._process.stdin.write(f"{json.dumps(request)}\n".encode())
             self._process.stdin.flush()
             found, decision = pickle.load(self._process.stdout)
@@ -59,24 +62,28 @@ class Worker:
 
 
 _worker = functools.cache(Worker)
+READ_AGAIN = "VLLM_ROCM_USE_AITER"
+"""Variables with this prefix are set in a fork: vLLM has a function that reads them again."""
 
 
-def worker(arch: str, env: tuple[str, ...]) -> Worker:
-    """Return the process for a card and variables, whatever their order; of two values the last one counts."""
-    last = dict(one.partition("=")[::2] for one in env)
-    return _worker(arch, tuple(f"{name}={value}" for name, value in sorted(last.items())))
+def plan_of(
+    arch: str, env: tuple[str, ...], source: model.Source, arguments: tuple[str, ...], bug: str = ""
+) -> tuple[Plan, dict[str, Any]]:
+    """Return the plan under ``NAME=VALUE`` variables and the gate's decision, or raise why there is none."""
+    imported = {one.partition("=")[0]: one for one in env if not one.startswith(READ_AGAIN)}
+    return _worker(arch, tuple(value for _, value in sorted(imported.items()))).ask(source, arguments, env, bug)
 
 
 @functools.cache
 def planned(name: str, *arguments: str, arch: str = ARCH, env: tuple[str, ...] = ENV, bug: str = "") -> dict[str, Any]:
     """The plan of the model ``name`` as the step ``plan`` has it in JSON."""
-    plan, decision = worker(arch, env).ask(model.find(name), arguments, bug)
+    plan, decision = plan_of(arch, env, model.find(name), arguments, bug)
     return {**json.loads(files.text_of(plan)), "decision": decision}
 
 
 def ask(source: model.Source, asked: Any, arch: str, variables: Any, verbose: bool) -> tuple[Plan, ...]:
     """Answer for ``ask.ask_for_plans`` of the step by the process of all tests, whatever the card and the variables."""
-    return tuple(worker(ARCH, ENV).ask(source, tuple(arguments))[0] for arguments in asked)
+    return tuple(plan_of(ARCH, ENV, source, tuple(arguments))[0] for arguments in asked)
 
 
 def parsed(plan: dict[str, Any]) -> Plan:
