@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.planted import raising
 from tests.support.statuses import record_of
-from vllm_aiter_mla import __version__, files
+from vllm_aiter_mla import __version__, files, packages
 from vllm_aiter_mla.status import status_files
 from vllm_aiter_mla.status.record import RankStatus
 from vllm_aiter_mla.status.skips import Skips
@@ -32,14 +32,14 @@ def test_a_stamp_names_schema_versions_time_and_host():
     assert timedelta(0) <= now - datetime.fromisoformat(stamp.time) < timedelta(minutes=1)
     vllm = pytest.importorskip("vllm")
     assert stamp.vllm.partition("+")[0] == vllm.__version__.partition("+")[0], "under another distribution's name"
-    assert files._version("no-such-distribution") is None
-    assert files._distributions("no_such_package") == ()
+    assert packages.version("no-such-distribution") is None
+    assert packages._distributions("no_such_package") == ()
 
 
 def test_a_stamp_asks_the_vllm_that_is_imported_before_it_searches_every_distribution(monkeypatch):
     """The search takes 0.3 s of each start."""
-    monkeypatch.setattr(files, "_version", lambda *names: None)
-    monkeypatch.setattr(files, "_distributions", raising(AssertionError("it searched")))
+    monkeypatch.setattr(packages, "version", lambda *names: None)
+    monkeypatch.setattr(packages, "_distributions", raising(AssertionError("it searched")))
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="9.9"))
     assert files.stamp("status").vllm == "9.9"
 
@@ -173,11 +173,11 @@ def copy(tmp_path):
 
 
 def test_the_fingerprint_depends_on_the_version_and_not_on_the_place(copy):
-    here = files.fingerprint_of(PACKAGE, __version__)
-    assert files.fingerprint_of(copy, __version__) == here
-    assert files.fingerprint_of(copy, "9.9") != here
-    files.fingerprint.cache_clear()
-    assert files.fingerprint() == here
+    here = packages.fingerprint_of(PACKAGE, __version__)
+    assert packages.fingerprint_of(copy, __version__) == here
+    assert packages.fingerprint_of(copy, "9.9") != here
+    packages.fingerprint.cache_clear()
+    assert packages.fingerprint() == here
     assert here.startswith(f"{__version__}-")
 
 
@@ -185,21 +185,21 @@ def test_changing_one_source_changes_the_fingerprint(copy):
     """Each source that may change a graph or a number: all but what reports, what a user types, and what tests."""
     parts = [path for path in sorted(copy.rglob("*.py")) if not {"status", "commands", "verify"} & {*path.parts}]
     assert {path.stem for path in parts} >= {"pipeline", "absorb", "layer", "ops", "gate", "admission", "settings"}
-    seen = {files.fingerprint_of(copy, __version__)}
+    seen = {packages.fingerprint_of(copy, __version__)}
     for part in parts:
         with part.open("a") as source:
             source.write("# changed\n")
-        seen.add(files.fingerprint_of(copy, __version__))
+        seen.add(packages.fingerprint_of(copy, __version__))
     assert len(seen) == 1 + len(parts)
 
 
-@pytest.mark.parametrize("part", sorted(files.NO_GRAPHS))
+@pytest.mark.parametrize("part", sorted(packages.NO_GRAPHS))
 def test_a_change_that_decides_no_graph_and_no_number_keeps_the_fingerprint(copy, part):
-    before = files.fingerprint_of(copy, __version__)
+    before = packages.fingerprint_of(copy, __version__)
     for new in (copy / part / "new.py", copy / f"{part}.py"):
         new.parent.mkdir(exist_ok=True)
         new.write_text("x = 1\n")
-    assert files.fingerprint_of(copy, __version__) == before
+    assert packages.fingerprint_of(copy, __version__) == before
 
 
 def test_adding_renaming_or_moving_bytes_between_files_changes_the_fingerprint(tmp_path):
@@ -210,7 +210,7 @@ def test_adding_renaming_or_moving_bytes_between_files_changes_the_fingerprint(t
         root.mkdir()
         for name, text in tree.items():
             (root / name).write_text(text)
-        seen.add(files.fingerprint_of(root, "1"))
+        seen.add(packages.fingerprint_of(root, "1"))
     assert len(seen) == len(trees)
 
 
@@ -222,8 +222,8 @@ def test_a_field_that_is_wrong_is_named_by_its_place_in_the_file(tmp_path):
 
 
 def test_the_first_distribution_that_is_installed_is_named_with_its_version():
-    assert files.distribution("no-such-distribution", "pytest", "torch") == f"pytest {pytest.__version__}"
-    assert files.distribution("no-such-distribution") is None
+    assert packages.distribution("no-such-distribution", "pytest", "torch") == f"pytest {pytest.__version__}"
+    assert packages.distribution("no-such-distribution") is None
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_the_first_distribution_that_is_installed_is_named_with_its_version():
     ],
 )
 def test_a_package_is_missing_only_if_its_own_import_did_not_find_it(error, package):
-    assert files.missing_package(error) == package
+    assert packages.missing(error) == package
 
 
 class Kept:

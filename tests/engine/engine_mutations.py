@@ -39,13 +39,13 @@ def every_second_layer_is_skipped() -> None:
     The artifact holds both layers fused. The skip happens while a graph is rewritten, because an earlier one changes
     the cache key.
     """
-    from vllm_aiter_mla import files
+    from vllm_aiter_mla import packages
     from vllm_aiter_mla.admission import Skip
     from vllm_aiter_mla.passes import pipeline
 
     skip = Skip("geometry", "skipped by the test")
     plugin.spoil(pipeline, "_query_dtype_or_skip", lambda *_: skip, when=lambda match, *_: ".0." in match.layer_name)
-    files.fingerprint = lambda: "0.0.0-changed"
+    packages.fingerprint = lambda: "0.0.0-changed"
 
 
 def no_implementation_is_known() -> None:

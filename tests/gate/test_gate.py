@@ -13,7 +13,7 @@ from vllm.config.utils import replace
 
 from tests.gate import gate_support
 from tests.gate.gate_support import ON, PASSES, SLOT, USERS_PASS, WHOLE, assert_skipped, pass_of, ranges_of
-from vllm_aiter_mla import files, gate
+from vllm_aiter_mla import gate, packages
 from vllm_aiter_mla.admission import ATTENTION_OPS, KV_UPDATE_OP, MLA_ATTENTION_OP, Skip
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import wrapper
@@ -308,7 +308,7 @@ def test_mutation_a_gate_that_engages_with_the_flag_off_is_caught(config, monkey
 @pytest.mark.parametrize("how", SPELLINGS)
 def test_changed_sources_change_the_cache_key(config, how, monkeypatch, tmp_path):
     """I9: an engine whose plugin has changed never starts from an artifact of before."""
-    monkeypatch.setattr(files, "fingerprint", lambda: files.fingerprint_of(tmp_path, "0.1.0"))
+    monkeypatch.setattr(packages, "fingerprint", lambda: packages.fingerprint_of(tmp_path, "0.1.0"))
     before = config(**how).compute_hash()
     assert config(**how).compute_hash() == before
     (tmp_path / "changed.py").write_text("x = 1\n")
@@ -319,7 +319,7 @@ def test_changed_sources_change_the_cache_key(config, how, monkeypatch, tmp_path
 @pytest.mark.parametrize(
     ("owner", "name", "plant", "how"),
     [
-        *((files, "fingerprint_of", lambda root, version: version, how) for how in SPELLINGS),
+        *((packages, "fingerprint_of", lambda root, version: version, how) for how in SPELLINGS),
         # This spelling does not touch PassConfig, whose own key holds the fingerprint too.
         (AiterMLAPipeline, "uuid", lambda self: f"{self.limit} {self.settings}", {"additional_config": ON}),
     ],

@@ -14,7 +14,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tests.gate import gate_support
 from tests.support.planted import raising
-from vllm_aiter_mla import files
+from vllm_aiter_mla import packages
 from vllm_aiter_mla.compat import patches
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
@@ -95,7 +95,7 @@ def test_the_hash_sees_vllms_fields_too_and_values_and_fingerprint_only_when_set
     on, off = PassConfig(**ON).compute_hash(), PassConfig().compute_hash()
     others = (PassConfig(**{**ON, LIMIT_FIELD: 65}), PassConfig(**ON, eliminate_noops=False))
     assert len({on, off, *(other.compute_hash() for other in others)}) == 4
-    monkeypatch.setattr(files, "fingerprint", lambda: "another")
+    monkeypatch.setattr(packages, "fingerprint", lambda: "another")
     assert PassConfig().compute_hash() == off
     assert PassConfig(**ON).compute_hash() != on
 

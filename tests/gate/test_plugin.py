@@ -15,7 +15,7 @@ from vllm_aiter_mla import gate, plugin
 from vllm_aiter_mla.admission import ATTENTION_OPS
 from vllm_aiter_mla.compat import log, patches
 
-NEEDED = ("compat", "compat.log", "compat.patches", "files", "plugin")
+NEEDED = ("compat", "compat.log", "compat.patches", "packages", "plugin")
 """Our modules that registration imports, but for the settings, which this process has imported before."""
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vllm_aiter_mla.kernels.distance import Difference, deviation, difference
+from vllm_aiter_mla.kernels.distance import ROW_BOUNDS, Difference, deviation, difference, why_off
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
@@ -42,3 +42,15 @@ def test_a_products_deviation_is_relative_and_infinite_where_nothing_can_be_comp
     assert deviation(product * 1.25, product) == deviation(product * 0.75, product) == 0.25
     for other in (product[:, :1], product.double(), product * float("nan")):
         assert deviation(other, product) == float("inf")
+
+
+def test_a_product_is_off_by_its_norm_or_by_that_of_one_row():
+    expected = torch.ones(1000, 16)
+    assert why_off(expected, expected, 0.01) == ""
+    assert "1.50% off" in why_off(expected * 1.015, expected, 0.01)
+    row = expected.clone()
+    row[7, 0] = 0
+    assert deviation(row, expected) < 0.01
+    assert "one row is 25% off" in why_off(row, expected, 0.01)
+    assert why_off(row, expected, 0.26 / ROW_BOUNDS) == ""
+    assert "one row" in why_off(expected, expected * (torch.arange(1000) != 7)[:, None], 0.05), "nothing was expected"

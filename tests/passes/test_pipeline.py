@@ -22,7 +22,7 @@ from vllm.config.utils import Range
 from tests.passes.execute import only_passes_up_to
 from tests.passes.stubs import DECODE, Sizes, StubLayer, forward
 from tests.passes.traced import Captured, compiled, model
-from vllm_aiter_mla import files
+from vllm_aiter_mla import packages
 from vllm_aiter_mla.passes import pipeline
 from vllm_aiter_mla.passes.pipeline import AiterMLAPipeline
 from vllm_aiter_mla.serving.layer import Layer
@@ -144,7 +144,7 @@ def test_the_uuid_holds_all_that_decides_the_graph(monkeypatch):
     unchecked.key, other_kernels.key = None, ("triton",)
     changed += [unchecked, other_kernels, pass_of(settings=Settings(enabled=True, kernel="triton"))]
     found = {made.uuid() for made in changed}
-    monkeypatch.setattr(files, "fingerprint", lambda: "changed")
+    monkeypatch.setattr(packages, "fingerprint", lambda: "changed")
     assert len(found | {pass_of().uuid()}) == len(changed) + 1
     assert not pass_of(integration="module").is_applicable_for_range(Range(1, 16))
 

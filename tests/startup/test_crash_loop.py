@@ -16,7 +16,7 @@ import torch
 from tests.support.bad_files import BAD
 from tests.support.made_up_clock import Named
 from tests.support.signals import heard
-from vllm_aiter_mla import files, locks
+from vllm_aiter_mla import files, locks, packages
 from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.inputs import LayerShape
 from vllm_aiter_mla.kernels.platform import Platform
@@ -232,7 +232,7 @@ def test_crash_loop_markers_tell_builds_and_cards_apart(monkeypatch):
     given = [("AITER", MI300X), ("AITER", Platform("gfx950", (7, 0))), ("AITER", Platform("gfx942", (7, 2))),
              ("Triton", MI300X)]  # fmt: skip
     names = {first_call.prefix_of(*one) for one in given}
-    for owner, name, value in ((torch, "__version__", "another"), (files, "fingerprint", lambda: "another")):
+    for owner, name, value in ((torch, "__version__", "another"), (packages, "fingerprint", lambda: "another")):
         monkeypatch.setattr(owner, name, value)
         names.add(first_call.prefix_of("AITER", MI300X))
     assert len(names) == len(given) + 2

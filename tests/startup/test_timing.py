@@ -20,7 +20,7 @@ from tests.support.planted import raising
 from tests.support.statuses import record_with
 from tests.support.strict import both_modes, stops
 from tests.support.worker import Worker, layer_in, ours
-from vllm_aiter_mla import files
+from vllm_aiter_mla import files, packages
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.decided import Span
@@ -184,7 +184,7 @@ KEY_OF = {
         name: ("machine", lambda patch, given, name=name: stamped(patch, **{name: "another"}))
         for name in ("plugin", "vllm", "aiter", "host")
     },
-    "code": ("code", lambda patch, given: patch(files, "fingerprint", lambda: "another")),
+    "code": ("code", lambda patch, given: patch(packages, "fingerprint", lambda: "another")),
     "shape": ("shape", lambda patch, given: given.update(shape=replace(given["shape"], heads=1))),
     "custom ops": ("compiled", lambda patch, given: patch(given["config"].compilation_config, "custom_ops", ["all"])),
     "graphs": ("graphs", lambda patch, given: patch(
@@ -656,7 +656,7 @@ sys.modules["vllm"] = types.ModuleType("vllm")
 sys.modules["vllm.distributed"] = types.SimpleNamespace(parallel_state=state)
 from vllm_aiter_mla.decided import Span
 from vllm_aiter_mla.startup import timing
-from vllm_aiter_mla import files
+from vllm_aiter_mla import files, packages
 from vllm_aiter_mla.compat import ranks
 good = {"a": (Span(1, 8 + rank, "aiter"),)}
 bad = timing.Untimed("planted")

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Annotated, Any
 
-from vllm_aiter_mla import files
+from vllm_aiter_mla import packages
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 
 # Of the process, as vLLM's classes are, which the patches change.
@@ -133,7 +133,7 @@ def _wrap_methods(cls: type, added: tuple[str, ...]) -> None:
         """vLLM's own hash; with the flag on, also our fields and the plugin's fingerprint."""
         base: str = vllm_hash(_WithoutFields(self, added))
         ours = changed(self) if getattr(self, FLAG_FIELD) else []
-        return hashlib.sha256(repr((base, ours, files.fingerprint())).encode()).hexdigest() if ours else base
+        return hashlib.sha256(repr((base, ours, packages.fingerprint())).encode()).hexdigest() if ours else base
 
     cls.__eq__, cls.__repr__ = eq, show  # type: ignore[assignment]
     cls.compute_hash = compute_hash  # type: ignore[attr-defined]

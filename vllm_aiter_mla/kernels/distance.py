@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+ROW_BOUNDS = 10
+"""How many bounds of a whole product one of its rows may be off; see ``why_off``."""
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -34,6 +37,21 @@ def deviation(product: torch.Tensor, expected: torch.Tensor) -> float:
         return float("inf")
     distance = (product.float() - expected.float()).norm() / expected.float().norm()
     return float("inf") if distance.isnan() else float(distance)
+
+
+def why_off(product: torch.Tensor, expected: torch.Tensor, bound: float) -> str:
+    """Return why a product is further from the expected one than ``bound`` allows, or "".
+
+    The bound is for ``deviation``. One wrong row among thousands hardly moves that, so each row has a bound as well:
+    one code of a quantised activation moves a row by up to two bounds, sixteen lost columns of 512 move it by eighteen.
+    """
+    whole = deviation(product, expected)
+    if whole > bound:
+        return f"{whole:.2%} off by its norm, {bound:.0%} may be"
+    wanted = expected.float().norm(dim=-1)
+    distances = (product.float() - expected.float()).norm(dim=-1)
+    row = float((distances / wanted.clamp_min(torch.finfo(torch.float32).tiny)).max())
+    return f"one row is {row:.0%} off by its norm, {ROW_BOUNDS * bound:.0%} may be" if row > ROW_BOUNDS * bound else ""
 
 
 def ordinals(x: torch.Tensor) -> torch.Tensor:

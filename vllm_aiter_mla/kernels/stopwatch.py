@@ -13,7 +13,7 @@ from itertools import cycle, islice
 
 import torch
 
-from vllm_aiter_mla import files
+from vllm_aiter_mla import packages
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.backend import KernelBackend, Run
 from vllm_aiter_mla.kernels.device import card
@@ -232,7 +232,7 @@ def triton_release() -> str:
         return str(triton.__version__)
     except Exception as error:
         broken = f"not importable: {type(error).__name__}: {error}"
-        return "none" if files.missing_package(error) == "triton" else broken
+        return "none" if packages.missing(error) == "triton" else broken
 
 
 def machine() -> dict[str, str]:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from vllm_aiter_mla import admission, files
+from vllm_aiter_mla import admission, packages
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
@@ -69,7 +69,7 @@ class AiterMLAPipeline(VllmInductorPass):
         """
         return self.hash_dict(
             {
-                "fingerprint": files.fingerprint(),
+                "fingerprint": packages.fingerprint(),
                 "settings": asdict(self.settings),
                 "limit": self.limit,
                 "integration": self.integration,

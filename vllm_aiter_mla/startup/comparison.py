@@ -14,7 +14,7 @@ import torch
 
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import Bounds, KernelBackend
-from vllm_aiter_mla.kernels.distance import Difference, deviation, difference
+from vllm_aiter_mla.kernels.distance import Difference, difference, why_off
 from vllm_aiter_mla.kernels.inputs import OVERFLOW_FACTOR, PADDED, DecodeInputs, LayerShape, synthetic_inputs
 
 PAIRINGS = (False, True)
@@ -106,9 +106,10 @@ def _batches(backend: KernelBackend, shape: LayerShape, limit: int) -> Iterator[
 def _compare_batch(backend: KernelBackend, inputs: DecodeInputs) -> Comparison:
     """Compare one batch: the absorb product, if the kernel makes it before its launch, then the query and the cache."""
     product = backend.absorbed(inputs) if inputs.weight.product_bound else None
-    error = 0.0 if product is None else deviation(product, inputs.weight.reference(inputs.q_nope))
-    if error > inputs.weight.product_bound:
-        return Comparison(False, f"{backend.name}: self-check FAILED: its absorb product is {error:.2%} off")
+    if product is not None:
+        wanted = inputs.weight.reference(inputs.q_nope)
+        if off := why_off(product, wanted, inputs.weight.product_bound):
+            return Comparison(False, f"{backend.name}: self-check FAILED: its absorb product is {off}")
     _overflow(inputs)
     before = _storage(inputs.kv_cache).clone()
     got = Prepared(backend.prepare(inputs), inputs)
@@ -154,7 +155,7 @@ def _compare(backend: KernelBackend, got: Prepared, wanted: Prepared, query_boun
         name for name, found in differences.items()
         if not _within(found, bounds, rotated="rope" in name, elements=parts[name][0].numel())
     )  # fmt: skip
-    if wrong == ("q nope",) and deviation(*parts["q nope"]) <= query_bound:
+    if wrong == ("q nope",) and query_bound and not why_off(*parts["q nope"], query_bound):
         wrong = ()
     wrong += (STRAY,) * bool(stray)
     figures = ", ".join(f"{name} {d.steps} step(s) on {d.share:.2%}" for name, d in differences.items())

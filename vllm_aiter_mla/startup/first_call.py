@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_aiter_mla import files, locks
+from vllm_aiter_mla import files, locks, packages
 from vllm_aiter_mla.admission import ABORTED
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels import stopwatch
@@ -250,5 +250,5 @@ def prefix_of(family: str, platform: Platform) -> str:
         platform: of this worker.
     """
     release = files.stamp("first-call").aiter if family == "AITER" else stopwatch.triton_release()
-    about = (family, release, torch.__version__, platform.rocm, platform.arch, files.fingerprint())
+    about = (family, release, torch.__version__, platform.rocm, platform.arch, packages.fingerprint())
     return f"first-call-{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}"

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from vllm_aiter_mla import files
+from vllm_aiter_mla import files, packages
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.decided import VLLM
 from vllm_aiter_mla.kernels import stopwatch
@@ -61,7 +61,7 @@ def key_of(
     calls = [meta_inputs(shape, count) for count in counts]
     return {
         "machine": machine_key(),
-        "code": files.fingerprint(),
+        "code": packages.fingerprint(),
         "shape": shape.in_words(),
         # What vLLM compiles decides what its own sequence costs.
         "compiled": compat_config.compiled_as(config),

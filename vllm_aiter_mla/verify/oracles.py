@@ -8,7 +8,7 @@ import torch
 
 from vllm_aiter_mla.kernels import formats, reference
 from vllm_aiter_mla.kernels.backend import EXACT, OWN_BMM, KernelBackend
-from vllm_aiter_mla.kernels.distance import deviation, difference
+from vllm_aiter_mla.kernels.distance import difference, why_off
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.verify.engine import Recording
 from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Buffers, Layer, Outputs, Rows, raw
@@ -132,12 +132,13 @@ class _ExpectedLayer:
         if self.exact_nope:
             rows = self.num_compared
             wanted = self.inputs.weight.reference(self.inputs.q_nope[:rows])
-            off = 0.0 if self.product is None or not rows else deviation(self.product[:rows], wanted)
-            return reason or (f"the absorb product is {off:.2%} off" if off > self.bound else "")
+            if reason or self.product is None or not rows:
+                return reason
+            off = why_off(self.product[:rows], wanted, self.bound)
+            return f"the absorb product is {off}" if off else ""
         # The product is inside the launch. One that is 1 % off is 2.3 % off once both sides are rounded to fp8; a wrong
         # scale or rounding costs 5 %.
-        off, most = deviation(got, expected), self.bound * (3 if formats.is_fp8(got.dtype) else 1)
-        return f"{off:.2%} off by its norm, {most:.0%} may be" if off > most else ""
+        return why_off(got, expected, self.bound * (3 if formats.is_fp8(got.dtype) else 1))
 
     def _cache_findings(self, slots: torch.Tensor) -> Iterator[Finding]:
         storage, lat = self.own.storage, self.inputs.latent_dim

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_aiter_mla import files
+from vllm_aiter_mla import files, packages
 from vllm_aiter_mla.admission import REMEDIES
 from vllm_aiter_mla.commands.cards import ARCHITECTURES, sold_as
 from vllm_aiter_mla.commands.compat import offline
@@ -102,7 +102,7 @@ def triton(env: Env) -> Check:
     try:
         return Check("ok", f"triton {import_module('triton').__version__}")
     except Exception as error:
-        if files.missing_package(error) == "triton":
+        if packages.missing(error) == "triton":
             problem, remedy = "not installed", "install the Triton that belongs to your torch"
         else:
             problem, remedy = f"cannot be imported: {error}", "reinstall the Triton that belongs to your torch"
@@ -233,10 +233,10 @@ def verified(env: Env) -> Check:
     """Compare the releases here with those that this project has run; no card was at hand for ROCm and AITER."""
     here = {
         "vLLM": vllm_version(),
-        "torch": files.distribution("torch"),
+        "torch": packages.distribution("torch"),
         "Python": platform.python_version(),
         "ROCm": rocm_version(),
-        "AITER": files.distribution(*files.AITER),
+        "AITER": packages.distribution(*packages.AITER),
     }
     lines = {name: ".".join(text.split()[-1].split(".")[:2]) for name, text in here.items() if text is not None}
     known = files.load(VERIFIED)

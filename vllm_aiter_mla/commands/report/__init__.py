@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_aiter_mla import files
+from vllm_aiter_mla import files, packages
 from vllm_aiter_mla.commands import outputs
 
 
@@ -51,10 +51,10 @@ def renderer() -> Callable[[Sequence[Path]], str]:
     try:
         from vllm_aiter_mla.commands.report.page import html_of
     except Exception as error:  # a package that was built for another numpy may raise anything
-        absent = files.missing_package(error)
+        absent = packages.missing(error)
         if absent is not None:
             raise ValueError(f"{absent} is not installed; in a checkout: pip install '.[report]'") from error
-        held = " and ".join(files.distribution(name) or name for name in ("jinja2", "matplotlib"))
+        held = " and ".join(packages.distribution(name) or name for name in ("jinja2", "matplotlib"))
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ValueError(
             f"{held} are here and cannot be imported: {problem}; in a checkout: pip install --upgrade '.[report]'"

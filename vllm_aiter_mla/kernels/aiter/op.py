@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla import files
+from vllm_aiter_mla import packages
 
 OP = "fused_qk_rope_concat_and_cache_mla"
 MODULE = "module_cache"  # the extension module that holds the op
@@ -46,7 +46,7 @@ class AiterInstall:
 
 def locate_aiter() -> AiterInstall:
     """Look for AITER on this interpreter's path. Imports nothing, starts nothing, never raises."""
-    distribution = files.distribution(*files.AITER)
+    distribution = packages.distribution(*packages.AITER)
     try:
         spec = importlib.util.find_spec("aiter")
     except (ImportError, ValueError, AttributeError) as error:  # a module without a spec, or a broken finder
