@@ -128,17 +128,18 @@ def write_text(path: Path, text: str) -> None:
         OSError: the file cannot be written; no new file is left.
     """
     if is_device(path):
-        path.write_text(text, encoding="utf-8")
+        with path.open("a", encoding="utf-8") as stream:  # /dev/stdout may be a file that the shell appends to
+            stream.write(text)
         return
     new = path.with_name(UNFINISHED.replace("*", secrets.token_hex(8)))
-    with new.open("x", encoding="utf-8") as file:  # "x" does not follow a symlink either
-        try:
+    file = new.open("x", encoding="utf-8")  # "x" does not follow a symlink either
+    try:
+        with file:  # closed before it is renamed: NFS says only then that the disk is full
             file.write(text)
-            file.flush()
-            new.replace(path)
-        except BaseException:
-            new.unlink(missing_ok=True)
-            raise
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def keep(path: Path, record: Any, kind: str) -> None:
@@ -232,8 +233,8 @@ def part(cls: type[Record], path: Path, data: Any) -> Record:
         return found
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(str(part)[:60] for part in first["loc"])
-        raise ValueError(f"{path}: {where}: {first['msg']}".replace("\n", " ")) from error
+        place = ".".join(str(step)[:60] for step in first["loc"])  # empty if the record as a whole is wrong
+        raise ValueError(f"{path}: {place}{': ' * bool(place)}{first['msg']}".replace("\n", " ")) from error
 
 
 def stamp_in(data: Any) -> tuple[str, Any]:

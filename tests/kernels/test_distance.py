@@ -48,6 +48,7 @@ def test_a_product_is_off_by_its_norm_or_by_that_of_one_row():
     expected = torch.ones(1000, 16)
     assert why_off(expected, expected, 0.01) == ""
     assert "1.50% off" in why_off(expected * 1.015, expected, 0.01)
+    assert why_off(expected * float("nan"), expected, 0.01) == "of another shape or dtype, or NaN"
     row = expected.clone()
     row[7, 0] = 0
     assert deviation(row, expected) < 0.01

@@ -280,7 +280,7 @@ def test_figures_without_full_graphs_count_the_host_and_those_of_other_functions
 def test_the_time_that_the_timing_took_is_said(made_up):
     made_up.set_clock(MadeUpClock(QUICK_TRITON, replay_s=0.01))
     made_up.start()
-    assert f" in {made_up.clock.seconds:.1f} s of at most " in made_up.said.at(logging.INFO)[-1]
+    assert f" in {made_up.clock.seconds:.1f} s, with a budget of " in made_up.said.at(logging.INFO)[-1]
 
 
 def test_a_batch_that_the_kernel_refuses_is_named_once_whatever_its_size(made_up):
@@ -384,7 +384,7 @@ def test_where_one_of_two_shapes_could_not_be_timed_the_line_says_so(made_up):
     timing._warn([timing.Trouble(rank, None, "planted") for rank in range(2)], 1)
     (line,) = made_up.said.at(logging.WARNING)
     assert "planted (and 1 more); " in line
-    assert line.endswith("vLLM's own kernels run but for 1 layer shape(s)")
+    assert line.endswith("vLLM's own kernels run; 1 other layer shape(s) were timed")
 
 
 def two_shapes(made_up, monkeypatch, spoil):
@@ -449,7 +449,7 @@ def test_a_shape_whose_layers_cannot_be_given_their_figures_runs_vllms_own_and_c
     assert (timed.decision.at(1), failed.decision.skip.code) == ("triton", "not_timed")
     (line,) = made_up.said.at(logging.WARNING)
     assert "planted" in line
-    assert line.endswith("but for 1 layer shape(s)")
+    assert line.endswith("; 1 other layer shape(s) were timed")
 
 
 def test_a_contender_that_fails_its_check_is_not_timed_and_is_no_error(made_up):

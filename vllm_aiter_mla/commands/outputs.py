@@ -97,14 +97,11 @@ def why_not_writable(path: Path | None) -> str | None:
         return "an option in the place of a file; for a file of that name give ./ before it"
     try:
         if not files.is_device(path):
-            if path.is_symlink():  # the link is replaced
-                path = path.parent
-            elif path.is_dir():
+            if path.is_dir() and not path.is_symlink():
                 return "is a folder"
-            elif not path.exists():
-                path = path.parent
-                if not path.is_dir():
-                    return "its folder does not exist"
+            path = path.parent  # a file is replaced, and so is a link
+            if not path.is_dir():
+                return "its folder does not exist"
         return None if os.access(path, os.W_OK) else "not writable"
     except OSError as error:
         return error.strerror
@@ -135,10 +132,12 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(
-        c.encode("unicode_escape").decode() if unicodedata.category(c)[0] == "C" and c not in "\n\t" else c
-        for c in text
-    )
+    return "".join(c.encode("unicode_escape").decode() if _moves_the_cursor(c) and c not in "\n\t" else c for c in text)
+
+
+def _moves_the_cursor(character: str) -> bool:
+    category = unicodedata.category(character)
+    return category[0] == "C" or category in ("Zl", "Zp")  # control, format, ...; ends of lines and paragraphs
 
 
 def folded(text: str) -> str:
@@ -146,7 +145,7 @@ def folded(text: str) -> str:
 
     Columns are set apart by two blanks, and "- " begins one: the rest of "  heads   128 / TP 8" is indented by 10.
     """
-    return "\n".join("\n".join(_fold(each)) for each in text.splitlines())
+    return "\n".join("\n".join(_fold(each)) for each in text.removesuffix("\n").split("\n"))
 
 
 def _fold(text: str) -> list[str]:

@@ -24,9 +24,9 @@ from types import FrameType
 from typing import Any, BinaryIO, TypeVar, TypeVarTuple
 
 TIMEOUT_S = 3600
-"""How long a process may tell nothing: a first start of AITER compiles for minutes."""
+"""Seconds without a value or a line of output after which a process is ended: AITER's first start compiles for minutes."""
 GRACE_S = 60
-"""How long a process may run on that has written its outcome."""
+"""Seconds that a process may still run after it has written its outcome."""
 LOOK_S = 0.5
 """How often ``call`` looks for the values that its process tells."""
 LAST_LINES = 12
@@ -197,10 +197,11 @@ def _run_to_its_end(
     )  # fmt: skip
     os.close(end)
     _groups.add(child.pid)
-    until, has_outcome = time.monotonic() + TIMEOUT_S, False
+    until, has_outcome, printed = time.monotonic() + TIMEOUT_S, False, 0
     try:
         while (code := _exit_status(child, min(LOOK_S, max(until - time.monotonic(), 0)))) is None:
-            if hear() and not has_outcome:
+            earlier, printed = printed, 0 if log < 0 else os.fstat(log).st_size  # vLLM logs while it loads and compiles
+            if (hear() or printed > earlier) and not has_outcome:
                 until = time.monotonic() + TIMEOUT_S
             if not has_outcome and outcome.is_file():
                 has_outcome, until = True, time.monotonic() + GRACE_S

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far a result is from the one that was expected: in representable steps, or as a share of the norm."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,8 @@ def why_off(product: torch.Tensor, expected: torch.Tensor, bound: float) -> str:
     one code of a quantised activation moves a row by up to two bounds, sixteen lost columns of 512 move it by eighteen.
     """
     whole = deviation(product, expected)
+    if math.isinf(whole):
+        return "of another shape or dtype, or NaN"
     if whole > bound:
         return f"{whole:.2%} off by its norm, {bound:.0%} may be"
     wanted = expected.float().norm(dim=-1)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from vllm_aiter_mla.admission import OVERFLOW
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels.backend import KernelBackend
+from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import LayerShape, meta_inputs, synthetic_inputs
 from vllm_aiter_mla.serving.decision import PASSED, Checked
 from vllm_aiter_mla.serving.layer import Layer
@@ -104,6 +105,8 @@ def self_check(
             if capture_sizes:
                 for large in backend.caches:
                     backend.warm_up(synthetic_inputs(styled, tokens=1, large=large), capture_sizes)
+        card().synchronize()  # a launch that faults does so here, while the first call is marked
     except Exception as error:
-        return Comparison(False, f"{name}: self-check FAILED: {type(error).__name__}: {error}")
+        reason = " ".join(f"{type(error).__name__}: {error}".split())  # Triton's errors have many lines
+        return Comparison(False, f"{name}: self-check FAILED: {reason}")
     return next((result for result in results if result.writes_nan), results[0])

@@ -197,6 +197,13 @@ def marked(folder: Path, prefix: str) -> Iterator[None]:
             except SystemExit:
                 stays = not heard  # without a signal it was a library that ended the process
                 raise
+            except Exception as error:
+                if heard:  # a library has made this error of the first SystemExit
+                    raise SystemExit(128 + heard[-1]) from error
+                raise
+            finally:
+                if not stays:  # before the signals' own handlers are back
+                    path.unlink(missing_ok=True)
         if heard:  # a library has swallowed the first SystemExit
             raise SystemExit(128 + heard[-1])
     finally:

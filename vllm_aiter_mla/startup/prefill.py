@@ -56,8 +56,8 @@ def compare_rotation(kernel: Callable[..., None], shape: LayerShape) -> None:
             found = difference(x, wanted[name])
             if found.steps > EXACT.rope_steps or found.share > EXACT.rope_share:
                 raise RotationError(
-                    f"vLLM's rotary kernel does not round once ({'NeoX' if is_neox else 'GPT-J'} pairs): "
-                    f"{name} {found.steps} step(s) on {found.share:.2%}"
+                    "vLLM's rotary kernel differs from a rotation that rounds once "
+                    f"({'NeoX' if is_neox else 'GPT-J'} pairs): {name} {found.steps} step(s) on {found.share:.2%}"
                 )
 
 

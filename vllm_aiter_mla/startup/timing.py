@@ -51,6 +51,7 @@ class ShapeFigures:
 
     rounds: Rounds  # of this start and of earlier ones
     kept_since: str | None  # when earlier starts took all of them; None if this start took some
+    was_timed: bool  # whether this start has timed, or has tried to
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class RankTiming:
     @property
     def num_timed(self) -> int:
         """How many layer shapes this start has timed, or has tried to time."""
-        return sum(isinstance(timing, Untimed) or timing.kept_since is None for timing in self.timings.values())
+        return sum(isinstance(timing, Untimed) or timing.was_timed for timing in self.timings.values())
 
 
 class Trouble(NamedTuple):
@@ -107,7 +108,7 @@ class Outcome(NamedTuple):
     """What has come of the exchange on this rank."""
 
     troubles: list[Trouble]  # that kept kernels from being timed
-    num_agreed: int  # layer shapes on whose kernels the ranks have agreed, those of other pipeline stages included
+    num_agreed: int  # layer shapes that were timed on all their ranks, those of other pipeline stages included
     is_logged_here: bool  # whether this rank logs for all of them
 
 
@@ -142,7 +143,7 @@ def time_kernels(config: Any, settings: Settings, layers: Sequence[Layer], limit
     if outcome.troubles and outcome.is_logged_here:
         _warn(outcome.troubles, outcome.num_agreed)
     elif this_rank.num_timed and outcome.is_logged_here:
-        spent = f"{this_rank.seconds:.1f} s of at most {stopwatch.BUDGET_S:g} s"
+        spent = f"{this_rank.seconds:.1f} s, with a budget of {stopwatch.BUDGET_S:g} s"
         log.say(logging.INFO, f"kernels timed on this card in {spent}: {this_rank.num_timed} layer shape(s)")
 
 
@@ -218,22 +219,27 @@ def _time_shape(
         kept_rounds = kept.rounds if kept else Rounds()
         new_rounds = Rounds()
         if missing := [count for count in counts if count not in kept_rounds]:
+            reason = f"the budget of {stopwatch.BUDGET_S:g} s ended"
             pad = partial(compat_layer.pad_query, layer.module) if layer.out_heads else None
             try:
                 with card().fork_rng(), compat_config.as_current(config):
                     stopwatch.time_shape(
                         backends, shape, layer.weight(), missing, budget, key["graphs"], pad, new_rounds
                     )
-            except (stopwatch.OverBudgetError, torch.OutOfMemoryError):  # the figures of other token counts still hold
+            except (stopwatch.OverBudgetError, torch.OutOfMemoryError) as error:
                 if not (kept_rounds or new_rounds):
                     raise
+                if isinstance(error, torch.OutOfMemoryError):
+                    reason = _in_one_line(error)
+            if untimed := len(set(missing) - set(new_rounds)):  # the figures of other token counts still hold
+                log.say(logging.INFO, f"{shape.in_words()}: {untimed} token count(s) were not timed: {reason}")
     except Exception as error:
         return Untimed(_in_one_line(error))
     rounds = dict(sorted((kept_rounds | new_rounds).items()))
     if new_rounds:  # before the exchange: whatever another rank answers, the next start need not time them again
         with log.warned("the measured figures could not be kept"):
             kept_figures.write(compat_config.cache_folder(), key, rounds)
-    return ShapeFigures(rounds, kept.evidence.time if kept and not new_rounds else None)
+    return ShapeFigures(rounds, kept.evidence.time if kept and not new_rounds else None, bool(missing))
 
 
 def _choose(groups: Mapping[str, Sequence[Layer]], timings: Mapping[str, ShapeFigures | Untimed]) -> dict[str, Choice]:
@@ -243,11 +249,13 @@ def _choose(groups: Mapping[str, Sequence[Layer]], timings: Mapping[str, ShapeFi
     """
     chosen = dict[str, Choice]()
     for shape, group in groups.items():
-        first, last, timing = group[0], group[-1], timings.get(shape, Untimed(NO_RIVAL))
-        if (skip := last.decision.skip) is not None:
-            chosen[shape] = NoneOfOurs(skip.message)
-        elif isinstance(timing, Untimed):
+        first, last, timing = group[0], group[-1], timings.get(shape)
+        if isinstance(timing, Untimed):  # said even if a layer is stopped
             chosen[shape] = timing
+        elif (skip := last.decision.skip) is not None:
+            chosen[shape] = NoneOfOurs(skip.message)
+        elif timing is None:
+            chosen[shape] = Untimed(NO_RIVAL)
         else:
             decision = decide(first.facts(), first.checks, Figures(timing.rounds), first.backends.settings)
             chosen[shape] = decision.kernels or _only_vllms(max(timing.rounds))
@@ -279,7 +287,7 @@ def _exchange_and_run(this_rank: RankTiming, rank: int) -> Outcome:
             try:
                 _run_as_agreed(shape, this_rank.groups[shape], timing, agreed[shape])
             except Exception as error:
-                troubles.append(Trouble(rank, shape, _in_one_line(error)))
+                troubles.insert(0, Trouble(rank, shape, _in_one_line(error)))
                 shapes.discard(shape)
                 is_logged_here = True  # no other rank knows of it
     return Outcome(troubles, len(shapes), is_logged_here)
@@ -338,10 +346,10 @@ def _leave_untimed(layers: Sequence[Layer], groups: Mapping[str, Sequence[Layer]
 
 
 def _warn(troubles: Sequence[Trouble], num_agreed: int) -> None:
-    """Log why kernels could not be timed, and for how many layer shapes the ranks have nevertheless agreed."""
+    """Log why kernels could not be timed, the first trouble in full, and how many layer shapes were timed."""
     more = f" (and {len(troubles) - 1} more)" if len(troubles) > 1 else ""
-    rest = f" but for {num_agreed} layer shape(s)" if num_agreed else ""
-    log.say_once(logging.WARNING, f"the kernels could not be timed: {troubles[0]}{more}; {VLLMS_RUN}{rest}")
+    timed = f"; {num_agreed} other layer shape(s) were timed" if num_agreed else ""
+    log.say_once(logging.WARNING, f"the kernels could not be timed: {troubles[0]}{more}; {VLLMS_RUN}{timed}")
 
 
 def _in_one_line(error: Exception) -> str:

@@ -31,8 +31,7 @@ def status_line(*records: RankStatus | None, replica: int | None = None) -> str:
             without = ""
         return f"0/{merged.total}: {reason}{silent}{without}{of_replica}{remedy}"
     engaged, skipped = len(merged.engaged), merged.total - len(merged.engaged)
-    agreeing = merged.ranks - len(merged.fell_back) - merged.silent
-    on_ranks = f" on {agreeing} of {merged.ranks} ranks" if merged.ranks > 1 else ""
+    on_ranks = f" on {merged.agreeing} of {merged.ranks} ranks" if merged.ranks > 1 else ""
     text = f"{engaged}/{merged.total} MLA layers engaged{on_ranks} ({_what_runs(merged)}){_fell_back(merged)}{silent}"
     text += f"; {skipped} skipped: {first_reason(merged.skipped)}" if skipped else ""
     return text + "".join(f"; {kernel} {OVERFLOW}" for kernel in merged.overflows) + without + of_replica + remedy
@@ -67,14 +66,16 @@ def unmeasured(card: str) -> str:
 
 
 def _fell_back(merged: EngineRecord) -> str:
-    """Return which ranks fell back, those with the same reason together; nothing if none did."""
+    """Return which ranks fell back, those with the same reason together, and which run other kernels."""
     numbers_by_skip: dict[Skip, list[str]] = {}
     for rank, skip in merged.fell_back.items():
         numbers_by_skip.setdefault(skip, []).append(str(rank))
-    return "".join(
+    fell_back = (
         f"; rank{'s' * (len(numbers) > 1)} {', '.join(numbers)} fell back: {_printable(skip)}"
         for skip, numbers in numbers_by_skip.items()
     )
+    others = (f"; rank {rank} runs {kernel}" for rank, kernel in merged.other_kernels.items())
+    return "".join((*fell_back, *others))
 
 
 def _what_runs(merged: EngineRecord) -> str:

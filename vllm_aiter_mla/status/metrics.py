@@ -46,7 +46,7 @@ METRICS: Mapping[str, Metric] = {
     ),
     "aiter_mla_kernel_layers": Metric("Engaged MLA layers by kernel and batch size in tokens.", ("kernel", "tokens")),
     "aiter_mla_ranks": Metric(
-        "Ranks: agreeing, fell_back (skips a layer that another engages, or all its own), silent (has no file).",
+        "Ranks: agreeing, fell_back (skips a layer that another engages, or has another kernel), silent (has no file).",
         ("state",),
     ),
     "aiter_mla_aborted_before": Metric("1 if an earlier start ended in this kernel's first call.", ("kernel",)),
@@ -153,8 +153,8 @@ def _samples_of_engine(records: Sequence[RankStatus]) -> dict[str, Samples]:
     for alike in (alike for record in records for alike in record.decided):
         for span in alike.decision.kernels:
             layers_by_span.setdefault((span.kernel, span.tokens), set()).update(engaged.intersection(alike.layers))
-    fell_back, silent = len(merged.fell_back), merged.silent
-    agreeing = merged.ranks - fell_back - silent
+    agreeing, silent = merged.agreeing, merged.silent
+    fell_back = merged.ranks - agreeing - silent
     return {
         LAYERS: {("engaged",): len(engaged), ("skipped",): len(skipped)},
         "aiter_mla_kernel_layers": {labels: len(layers) for labels, layers in layers_by_span.items() if layers},

@@ -98,12 +98,18 @@ class EngineRecord:
     tuned: dict[str, str]
     ranks: int
     fell_back: dict[int, Skip]  # number of each rank that has fallen back, with the reason; see ``merge_ranks``
+    other_kernels: dict[int, str]  # number of each rank that engages a layer with another kernel than the first one
     silent: int  # number of ranks without a record
+
+    @property
+    def agreeing(self) -> int:
+        """Number of ranks that run what the first one runs."""
+        return self.ranks - len(self.fell_back.keys() | self.other_kernels.keys()) - self.silent
 
     @property
     def ranks_agree(self) -> bool:
         """Whether every rank runs what the others run."""
-        return not self.fell_back and not self.silent
+        return self.agreeing == self.ranks
 
 
 def merge_ranks(records: Sequence[RankStatus | None]) -> EngineRecord:
@@ -133,6 +139,14 @@ def merge_ranks(records: Sequence[RankStatus | None]) -> EngineRecord:
             for record in found
             for layer, skip in record.skipped.items()
             if layer in engaged or (engaged and not record.engaged)
+        ),
+        other_kernels={}
+        if any(record.measured for record in found)  # then each rank chooses by its own figures
+        else _first_values(
+            (record.rank, kernel)
+            for record in found
+            for layer, kernel in record.engaged.items()
+            if kernel != engaged[layer]
         ),
         silent=len(records) - len(found),
     )
@@ -169,7 +183,11 @@ def group_by_engine(records: Iterable[RankStatus]) -> dict[tuple[str, str, str],
 
 
 def _are_of_one_engine(first: RankStatus, other: RankStatus) -> bool:
-    return other.model_name == first.model_name and (not first.ranks or other.rank < first.rank + first.ranks)
+    return (
+        other.model_name == first.model_name
+        and other.ranks == first.ranks
+        and (not first.ranks or other.rank < first.rank + first.ranks)
+    )
 
 
 def _by_numbers(record: RankStatus) -> tuple[str, int, str, int]:

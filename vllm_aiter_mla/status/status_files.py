@@ -9,6 +9,7 @@ import hashlib
 import os
 import secrets
 import socket
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -95,16 +96,19 @@ def write(folder: Path, record: RankStatus) -> None:
 def _remove_ended(folder: Path, mine: RankStatus) -> None:
     """Remove status files and locks of servers of this machine that have ended; ``mine`` is of a server that lives.
 
-    Files of another machine that shares the folder stay, because its locks may mean nothing here. A file of another
-    version is removed too: its name tells its run.
+    Files of another machine that shares the folder stay for ``files.UNUSED_S``, because its locks may mean nothing
+    here: a pod has a new host name at each start. A file of another version is removed too: its name tells its run.
     """
     for path in folder.glob("status-*-*.json"):
         with suppress(Exception):  # another program's file, or a file that is being written: it stays
             data = files.load(path)
-            of_this_host = files.stamp_in(data)[0] == "status" and data[files.KEY]["host"] == mine.evidence.host
-            run = path.stem.removeprefix("status-").rsplit("-", 2)[0]
-            if of_this_host and run != mine.run and _has_ended(folder, run):
+            is_old = time.time() - path.lstat().st_mtime > files.UNUSED_S
+            may_go = files.stamp_in(data)[0] == "status" and (data[files.KEY]["host"] == mine.evidence.host or is_old)
+            run = _run_of(path)
+            if may_go and run != mine.run and _has_ended(folder, run):
                 path.unlink(missing_ok=True)
+                for lock in _locks_of_run(folder, run) if is_old else ():
+                    locks.remove_if_free(lock)
     for lock in folder.glob(f"{LOCK}{host_id()}-*"):
         with suppress(Exception):
             locks.remove_if_free(lock)
@@ -112,8 +116,16 @@ def _remove_ended(folder: Path, mine: RankStatus) -> None:
 
 def _has_ended(folder: Path, run: str) -> bool:
     """Return whether neither the front end of a run nor any of its engines lives."""
-    of_run = [lock for lock in folder.glob(f"{LOCK}*") if f"{lock.name}-".startswith(f"{LOCK}{run}-")]
-    return all(locks.is_held(lock) is False for lock in of_run)
+    return all(locks.is_held(lock) is False for lock in _locks_of_run(folder, run))
+
+
+def _locks_of_run(folder: Path, run: str) -> list[Path]:
+    return [lock for lock in folder.glob(f"{LOCK}*") if f"{lock.name}-".startswith(f"{LOCK}{run}-")]
+
+
+def _run_of(path: Path) -> str:
+    """Return the run of a status file."""
+    return path.stem.removeprefix("status-").rsplit("-", 2)[0]
 
 
 def read_all(folder: Path, run: str, tell_unreadable: Callable[[str], None]) -> list[RankStatus]:
@@ -122,7 +134,8 @@ def read_all(folder: Path, run: str, tell_unreadable: Callable[[str], None]) -> 
     Args:
         folder: where the plugin keeps its files.
         run: the name of one server's run, or "*" for all runs.
-        tell_unreadable: takes one line for each file that cannot be read, or holds something else.
+        tell_unreadable: takes one line for each file that cannot be read, or holds something else. A file of a run
+            whose locks are all free is passed over: a server of another version has left it.
     """
     records = []
     for path in sorted(folder.glob(f"status-{run}-*.json")):
@@ -131,7 +144,8 @@ def read_all(folder: Path, run: str, tell_unreadable: Callable[[str], None]) -> 
         except FileNotFoundError:
             continue  # removed since the folder was listed
         except (OSError, ValueError) as error:
-            tell_unreadable(str(error))
+            if not (_locks_of_run(folder, _run_of(path)) and _has_ended(folder, _run_of(path))):
+                tell_unreadable(str(error))
     return records
 
 

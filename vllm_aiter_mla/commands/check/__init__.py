@@ -144,6 +144,8 @@ def check(
     # vLLM logs to standard output, where the findings go. Processes of steps inherit it.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     try:
+        if model is not None and not model.strip():
+            raise WrongOptionError("MODEL is empty")
         if html == outputs.STDOUT:
             raise WrongOptionError("--html -: a file is needed, standard output has the table")
         html_of = None if html is None else renderer()
@@ -156,7 +158,7 @@ def check(
             list_cases(outputs.Stdout(highlight=False))
             return
         check_options = CheckOptions(
-            source=find(model) if model else None,
+            source=None if model is None else find(model),
             arguments=tuple(context.args),
             arch=arch.architecture if arch else None,
             variables=environment(env or [], os.environ),

@@ -38,9 +38,13 @@ class CheckOptions:
     @property
     def on_a_card(self) -> bool:
         """Whether steps may use a GPU: torch sees one, and --device cpu is not given."""
-        from vllm_aiter_mla.kernels.device import card
-
-        return not self.on_cpu and card().is_there()
+        if self.on_cpu:
+            return False
+        try:
+            from vllm_aiter_mla.kernels.device import card
+        except Exception:  # a torch that does not load sees no GPU; the step ``machine`` says why
+            return False
+        return card().is_there()
 
     def environment(self, assumed: bool = True) -> dict[str, str]:
         """Return the server's variables: this process's, and over them --env and what the plan has ``assumed``."""

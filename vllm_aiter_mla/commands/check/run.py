@@ -98,7 +98,7 @@ def _page(html: Path, record: CheckRun, html_of: Callable[[Sequence[Path]], str]
 
 
 def run_steps(context: Context, chosen: Sequence[str] = tuple(steps.STEPS)) -> Iterator[Step]:
-    """Run the steps in order; print and yield how each ended. A step that raises has failed.
+    """Run the steps in order; yield and then print how each ended. A step that raises has failed.
 
     Raises:
         WrongOptionError: the model or an option is wrong.
@@ -107,8 +107,9 @@ def run_steps(context: Context, chosen: Sequence[str] = tuple(steps.STEPS)) -> I
         began = time.monotonic()
         with show.progress(name, number, len(chosen)) as context.progress.doing:
             step = run_step(context, name)
-        show.findings(step, name in context.options.only)
+        # The caller keeps the step first: a closed pipe ends the printing.
         yield replace(step, name=name, seconds=round(time.monotonic() - began, 1))
+        show.findings(step, name in context.options.only)
 
 
 def run_step(context: Context, name: str) -> Step:

@@ -122,4 +122,8 @@ def last_line(ended: Sequence[Step], status: int, require_all: bool = False) -> 
         if require_all:
             return f"{count} skipped of the steps that were asked for"
         return "nothing ran on a card: run this where vLLM serves (--device cpu runs what a CPU can run)"
-    return f"every step that ran passed; {count} skipped" if count else "every step passed"
+    warned = sum(step.status == "warning" for step in ended)
+    with_warnings = f", {warned} with a warning" if warned else ""
+    return (
+        f"every step that ran passed{with_warnings}; {count} skipped" if count else f"every step passed{with_warnings}"
+    )

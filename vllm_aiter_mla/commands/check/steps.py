@@ -61,9 +61,10 @@ def plan_model(context: Context) -> Step:
     except NotKnownError as error:
         return Step("unknown", str(error))
     if len(plans) > 1:
-        detail = ", ".join(
-            f"-tp {size}: {plan.layers.engaged}/{plan.layers.mla}" for size, plan in zip(sizes, plans, strict=True)
+        answers = (
+            "not known" if plan.outcome == "unknown" else f"{plan.layers.engaged}/{plan.layers.mla}" for plan in plans
         )
+        detail = ", ".join(f"-tp {size}: {answer}" for size, answer in zip(sizes, answers, strict=True))
         return Step(_status_of_plans({plan.outcome for plan in plans}), detail, data=plans)
     context.plan = plan = plans[0]
     detail = f"{plan.layers.engaged}/{plan.layers.mla} MLA layers would engage on {plan.arch}"

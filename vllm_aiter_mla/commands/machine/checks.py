@@ -257,8 +257,10 @@ def atom(env: Env) -> Check:
 
 def switches(env: Env) -> Check:
     """Check vLLM's variables: AITER and its MLA on, batch invariance off, MLA not disabled."""
-    # vLLM reads "1" and "true" as on.
-    is_on = {name: env[name].lower() in ("1", "true") if name in env else SWITCHES[name][1] for name in SWITCHES}
+    try:
+        is_on = {name: _is_on(name, env[name]) if name in env else SWITCHES[name][1] for name in SWITCHES}
+    except ValueError as error:
+        return Check("problem", f"vLLM does not start: {error}", "set 0 or 1")
     wrong = [name for name, (wanted, _) in SWITCHES.items() if is_on[name] != wanted]
     if not wrong:
         return Check("ok", ", ".join(f"{name}={env[name]}" if name in env else f"{name} unset" for name in SWITCHES))
@@ -268,6 +270,20 @@ def switches(env: Env) -> Check:
     # Without ROCm vLLM reads none of AITER's.
     matters = rocm_version() is not None or any(not SWITCHES[name][0] for name in wrong)
     return Check("problem" if matters else "warning", detail, REMEDIES[code])
+
+
+def _is_on(name: str, value: str) -> bool:
+    """Return whether vLLM reads a value of a switch as on: AITER's as a word, others as a number.
+
+    Raises:
+        ValueError: vLLM cannot read it.
+    """
+    if name.startswith(offline.USE_AITER):
+        return value.lower() in ("1", "true")
+    try:
+        return bool(int(value))
+    except ValueError:
+        raise ValueError(f"{name}={value}: a number expected") from None
 
 
 CHECKS = (

@@ -70,13 +70,16 @@ FIELDS: dict[str, Callable[[Any, Plan], bool]] = {
 def _within(bounds: tuple[str | None, str | None], release: str | None) -> bool:
     """Return whether a release lies from the first bound to before the second; an unknown one does.
 
-    A build before a release has that release's faults, and perhaps not yet its mends.
+    A build before a release has that release's faults, and perhaps not yet its fixes.
     """
     version = _version(release)
     if version is None:
         return True
     first, before = map(_version, bounds)
-    latest = max(version, Version(version.base_version)) if version.is_prerelease else version
+    latest = version
+    if version.is_prerelease:
+        post = "" if version.post is None else f".post{version.post}"
+        latest = max(version, Version(f"{version.base_version}{post}"))
     return (first is None or first <= latest) and (before is None or version < before)
 
 

@@ -60,7 +60,9 @@ def engines(context: Context, environment: Mapping[str, str]) -> Iterator[Callab
     assert plan is not None, "there is a shape"
     assert options.source is not None, "there is a model"
     # One dense layer and one with experts, where the model has both.
-    random_layers = None if options.checkpoint else min(plan.layers.total, RANDOM_LAYERS)
+    random_layers = None if options.checkpoint else min(plan.layers.total, max(RANDOM_LAYERS, plan.options.pp))
+    if random_layers is not None:  # it divides the layers of the whole model
+        environment = {name: value for name, value in environment.items() if name != "VLLM_PP_LAYER_PARTITION"}
     arguments = (*options.arguments, *(() if options.checkpoint else RANDOM_ARGUMENTS))
     with options.source.folder() as folder:
 
@@ -156,10 +158,10 @@ def _why_apart(by_scenario: Mapping[str, distance.Figures], off: EngineAnswer, p
 def _why_not_engaged(on: EngineAnswer) -> str | None:
     """Return why not every layer of every rank runs the fast path or is faster with vLLM's own kernels, or None."""
     explained = [
-        len(rank.engaged) + sum(skip.code == VLLM_FASTER for skip in rank.skipped.values()) == rank.total > 0
+        len(rank.engaged) + sum(skip.code == VLLM_FASTER for skip in rank.skipped.values()) == rank.total
         for rank in on.ranks
     ]
-    if not explained or not all(explained):
+    if not all(explained) or not any(rank.total for rank in on.ranks):  # a stage of a pipeline may have no layer
         return "not every MLA layer engaged"
     silent = add_silent(on.ranks).count(None)
     return f"{silent} of {silent + len(on.ranks)} ranks wrote no status" if silent else None

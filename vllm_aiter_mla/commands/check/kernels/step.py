@@ -172,10 +172,10 @@ def _judged(context: Context, record: Verification) -> Step:
             for name in sorted(overflowing)
         ]
     by_name = options.kernels.backend
-    missing = {name: why for name, why in record.missing.items() if name in by_name}
     has_compared = record.status == PASSED
     if not options.on_cpu and "reference" not in by_name:  # the reference is compared with itself
         has_compared = has_compared and any(result.backend != "reference" for result in record.results)
+    missing = {name: why for name, why in record.missing.items() if name in by_name or not has_compared}
     status: Status = "failed" if failed or serving else "passed" if has_compared and not missing else "skipped"
     ran = ", ".join(dict.fromkeys(result.backend for result in record.results)) or "no back end"
     detail = f"{counts_in_words(record.results)} ({record.engine}; {ran})"
