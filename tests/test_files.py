@@ -1,5 +1,6 @@
 """The stamp of every JSON file, how such a file is written, and the fingerprint of the sources (I9)."""
 
+import io
 import json
 import os
 import re
@@ -154,8 +155,8 @@ def test_a_device_is_written_to_and_stays(tmp_path):
 
 def test_every_schema_is_written_and_every_one_that_is_written_has_its_fields():
     sources = [path.read_text() for path in PACKAGE.rglob("*.py")]
-    stamped = {name for source in sources for name in re.findall(r'stamp(?:ed)?\("([\w-]+)"\)', source)}
-    assert stamped == set(files.schemas())
+    written = {name for source in sources for name in re.findall(r'stamp(?:_field)?\("([\w-]+)"\)', source)}
+    assert written == set(files.schemas())
     with pytest.raises(KeyError):
         files.stamp("no-such-schema")
 
@@ -282,3 +283,30 @@ def test_a_kept_file_that_cannot_be_removed_costs_nothing(tmp_path, monkeypatch)
 def test_mutation_a_reader_that_does_not_note_the_use_is_caught(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "read_kept", files.read)
     assert not Kept(tmp_path).after(files.UNUSED_S + 60, used=True)
+
+
+def test_a_file_is_closed_before_it_takes_the_place_of_the_old_one(tmp_path, monkeypatch):
+    """NFS may say only then that the disk is full."""
+    path, opened = tmp_path / "kept.json", Path.open
+
+    class Full(io.StringIO):
+        def close(self):
+            if not self.closed:
+                super().close()
+                raise OSError("no space left")
+
+    path.write_text("old")
+    monkeypatch.setattr(
+        Path, "open", lambda self, mode="r", **how: Full() if mode == "x" else opened(self, mode, **how)
+    )
+    with pytest.raises(OSError, match="no space"):
+        files.write_text(path, "new")
+    assert path.read_text() == "old"
+
+
+def test_standard_output_that_is_a_file_is_appended_to(tmp_path):
+    code = "from pathlib import Path; from vllm_aiter_mla import files; files.write_text(Path('/dev/stdout'), 'new')"
+    (tmp_path / "log").write_text("old ")
+    with (tmp_path / "log").open("a") as log:
+        subprocess.run([sys.executable, "-c", code], stdout=log, check=True)
+    assert (tmp_path / "log").read_text() == "old new"

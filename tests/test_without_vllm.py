@@ -57,12 +57,12 @@ def ran(tmp_path_factory):
 ])  # fmt: skip
 def test_a_command_runs_without_vllm(ran, name, said):
     status, output, _ = ran[0][name]
-    assert (status, said in output) == (outputs.FINE, True), output
+    assert (status, said in output) == (outputs.EXIT_OK, True), output
 
 
 def test_timing_runs_without_vllm_and_is_unknown_where_the_stand_in_cannot_run(ran):
     status, output, _ = ran[0]["timing"]
-    assert (status, "5.00" in output, "nothing to compare" in output) == (outputs.NOT_LOOKED, True, True), output
+    assert (status, "5.00" in output, "nothing to compare" in output) == (outputs.EXIT_INCOMPLETE, True, True), output
 
 
 def test_timing_says_why_vllms_own_kernels_are_not_timed(ran):
@@ -77,7 +77,7 @@ def test_tiles_go_to_the_folder_that_vllm_would_name(ran):
 def test_mutation_a_command_that_needs_vllm_fails_there(ran):
     """What is absent in that process is vLLM, and a command that asks it for something ends so."""
     status, output, _ = ran[0]["plan"]
-    assert (status, "vllm is not installed here" in output) == (outputs.NOT_LOOKED, True)
+    assert (status, "vllm is not installed here" in output) == (outputs.EXIT_INCOMPLETE, True)
 
 
 def collect(folder, source):

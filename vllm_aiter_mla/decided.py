@@ -36,7 +36,7 @@ def kernel_at(spans: Sequence[Span], tokens: int) -> str:
     return next((span.kernel for span in spans if tokens <= span.last), spans[-1].kernel if spans else "")
 
 
-def joined(spans: Iterable[Span]) -> Spans:
+def merge_spans(spans: Iterable[Span]) -> Spans:
     """Return the spans, neighbours with the same kernel as one."""
     found: list[Span] = []
     for span in spans:
@@ -48,7 +48,7 @@ def joined(spans: Iterable[Span]) -> Spans:
 
 
 @dataclass(frozen=True)
-class PassedOver:
+class RejectedKernel:
     """A kernel that does not run, and why."""
 
     kernel: str
@@ -62,7 +62,7 @@ class Decision:
 
     kernels: Spans  # empty: vLLM's own graph runs at every token count
     skip: Skip | None  # why ``kernels`` is empty
-    passed_over: tuple[PassedOver, ...]  # each candidate that runs at no token count
+    passed_over: tuple[RejectedKernel, ...]  # each candidate that runs at no token count
 
     def at(self, tokens: int) -> str:
         """Return what runs at ``tokens``; beyond the last span what runs in that."""

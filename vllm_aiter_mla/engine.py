@@ -230,7 +230,7 @@ class Engine:
 
     def not_loaded(self) -> None:
         """Tell the other ranks, which wait for this rank's choice, that its model could not be loaded."""
-        _hand_over_in_background(lambda: timing.hand_over_failed_load(self.config, self.settings))
+        _hand_over_in_background(lambda: timing.announce_failed_load(self.config, self.settings))
 
     # The model has other weights.
 
@@ -323,7 +323,7 @@ class Engine:
             full_graphs=sizes.full,
             model_name=labels["model_name"],
             engine=labels["engine"],
-            run=status_files.start_run(),
+            run=status_files.run_name(),
         )
 
     def _require_engaged(self, records: Sequence[RankStatus | None], record: RankStatus) -> None:

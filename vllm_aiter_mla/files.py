@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON files: each is one dataclass with a stamp that says where it comes from.
 
-A record is a frozen dataclass whose field ``evidence`` is made by ``stamped``.
+A record is a frozen dataclass whose field ``evidence`` is made by ``stamp_field``.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ def schemas() -> dict[str, dict[str, Any]]:
     return json.loads((Path(__file__).parent / "schemas.json").read_text(encoding="utf-8"))
 
 
-def stamped(schema: str) -> Any:
+def stamp_field(schema: str) -> Any:
     """Return the field ``evidence`` of a record: its default is the stamp of the moment."""
     return field(default_factory=lambda: stamp(schema), metadata={"schema": schema})
 
@@ -100,16 +100,16 @@ def write(path: Path, record: Any) -> None:
         OSError: likewise.
         TypeError: JSON cannot hold ``record``.
     """
-    write_text(path, text_of(record))
+    write_text(path, to_json(record))
 
 
-def text_of(record: Any) -> str:
+def to_json(record: Any) -> str:
     """Return a record as JSON text. An infinite float, which JSON lacks, becomes a text that ``read`` understands."""
     return json.dumps(plain(record), indent=1, allow_nan=False) + "\n"
 
 
 def plain(value: Any) -> Any:
-    """Return a record as containers that JSON can hold; see ``text_of``."""
+    """Return a record as containers that JSON can hold; see ``to_json``."""
     if is_dataclass(value) and not isinstance(value, type):
         return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, Mapping):
@@ -215,7 +215,7 @@ def parse(cls: type[Record], path: Path, data: Any) -> Record:
         ValueError: it holds something else, or is of another version. The message is one line.
     """
     schema = schema_of(cls)
-    told, known = stamp_in(data), (schema, schemas()[schema]["version"])
+    told, known = layout_of(data), (schema, schemas()[schema]["version"])
     if told != known:
         found = f"{told[0]} {told[1]}".rstrip()
         raise ValueError(f"{path}: {found}; this version reads {known[0]} {known[1]}".replace("\n", " "))
@@ -237,7 +237,7 @@ def part(cls: type[Record], path: Path, data: Any) -> Record:
         raise ValueError(f"{path}: {place}{': ' * bool(place)}{first['msg']}".replace("\n", " ")) from error
 
 
-def stamp_in(data: Any) -> tuple[str, Any]:
+def layout_of(data: Any) -> tuple[str, Any]:
     """Return schema and version of what ``load`` returned; ("no stamp", "") if it has none."""
     found = data.get(KEY) if isinstance(data, dict) else None
     if not isinstance(found, dict) or "schema" not in found:

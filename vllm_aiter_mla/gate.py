@@ -91,7 +91,7 @@ def _pass(vllm_config: Any, engage: Engage, settings: Settings) -> Any:
 
     with log.warned("the metrics are not available"):
         with suppress(OSError):  # a worker that cannot write its status there says so
-            status_files.join_run(compat_config.cache_folder())
+            status_files.hold_run_lock(compat_config.cache_folder())
         metrics.register_metrics(compat_config.cache_folder())
     chained = compat_config.wrapped_pass(vllm_config.compilation_config)
     return AiterMLAPipeline(
@@ -114,7 +114,7 @@ def _skip(facts: ConfigView, skip: Skip, settings: Settings) -> None:
         folder = compat_config.cache_folder()
         record = record_of_skipped_engine(
             skip, facts.layers, kv_cache_dtype=facts.kv_cache_dtype, model_name=facts.model_name, engine=facts.engine,
-            run=status_files.join_run(folder),
+            run=status_files.hold_run_lock(folder),
         )  # fmt: skip
         metrics.register_metrics(folder)
         status_files.write(folder, record)

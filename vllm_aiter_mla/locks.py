@@ -26,18 +26,18 @@ def hold(lock: Path) -> bool:
     Raises:
         OSError: the file cannot be made or locked.
     """
-    mine = (os.getpid(), lock)
-    if mine in _held and is_held(lock) is False:
-        _held.pop(mine).release()
-    if mine not in _held:
-        made = FileLock(lock, timeout=WAIT_S)
+    key = (os.getpid(), lock)
+    if key in _held and is_held(lock) is False:
+        _held.pop(key).release()
+    if key not in _held:
+        file_lock = FileLock(lock, timeout=WAIT_S)
         try:
-            made.acquire(poll_interval=WAIT_S / 5)
+            file_lock.acquire(poll_interval=WAIT_S / 5)
         except Timeout:
             if not lock.exists():  # nobody holds it: FileLock has waited for a folder that takes no file
                 raise FileNotFoundError(f"{lock} cannot be made") from None
             return False
-        _held[mine] = made
+        _held[key] = file_lock
     return True
 
 

@@ -23,13 +23,13 @@ from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs, process
 from vllm_aiter_mla.commands.check import idle, show, steps
 from vllm_aiter_mla.commands.check import run as command
-from vllm_aiter_mla.commands.check.context import Context, WrongOptionError
+from vllm_aiter_mla.commands.check.context import CheckOptions, Context, WrongOptionError
 from vllm_aiter_mla.commands.check.kernels import step as kernels_step
 from vllm_aiter_mla.commands.check.record import CheckRun, Status, Step
 from vllm_aiter_mla.commands.check.timing import child as timing_child
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import ask, model, printout
-from vllm_aiter_mla.verify.results import Verification
+from vllm_aiter_mla.verify.results import Result, Verification
 
 ROOT = Path(__file__).parents[2]
 EVERY = tuple(steps.STEPS)
@@ -60,14 +60,14 @@ def test_only_some_steps_run_without_a_model(only, named):
 
 def test_only_what_was_asked_for_by_name_gives_3_where_it_could_not_look():
     found = [Step("passed", "", name="machine"), Step("skipped", "no GPU", name="launches")]
-    assert command.exit_status([*found, Step("passed", "", name="engine")], on_cpu=False) == outputs.FINE
-    assert command.exit_status(found, on_cpu=True, require_all=True) == outputs.NOT_LOOKED
+    assert command.exit_status([*found, Step("passed", "", name="engine")], on_cpu=False) == outputs.EXIT_OK
+    assert command.exit_status(found, on_cpu=True, require_all=True) == outputs.EXIT_INCOMPLETE
 
 
 @pytest.mark.parametrize("device", [(), ("--device", "cpu")])
 def test_a_step_that_was_asked_for_and_skipped_is_said_and_no_option_that_was_given_is_advised(device):
     done = CliRunner().invoke(app, ["check", "--only", "timing", *device])
-    assert done.exit_code == outputs.NOT_LOOKED
+    assert done.exit_code == outputs.EXIT_INCOMPLETE
     assert "1 skipped of the steps that were asked for" in done.output
     assert "--device cpu" not in done.output.splitlines()[-1]
 
@@ -140,7 +140,7 @@ def of_a_card(monkeypatch, **scenario):
 
 def test_a_card_that_a_server_uses_is_said_before_anything_runs_on_it(monkeypatch):
     done = of_a_card(monkeypatch, in_use_gib=[170])
-    assert done.exit_code == outputs.NOT_LOOKED
+    assert done.exit_code == outputs.EXIT_INCOMPLETE
     said = re.sub(r"[\s|]+", " ", done.stdout)
     assert "card 0 is not idle: 170 of 192 GiB are in use; processes that have a card open: vllm (process 4711)" in said
 
@@ -385,8 +385,43 @@ def test_a_plan_after_another_in_one_process_is_that_of_a_process_of_its_own(tmp
 
 
 def without_time(plan):
-    return {name: value for name, value in json.loads(files.text_of(plan)).items() if name != "evidence"}
+    return {name: value for name, value in json.loads(files.to_json(plan)).items() if name != "evidence"}
 
 
 def test_a_record_without_a_result_does_not_pass():
     assert kernels_step._judged(Context(), Verification(3, {}, "eager", None, {}, ())).status == "skipped"
+
+
+def test_a_step_that_compared_no_kernel_of_ours_says_why():
+    record = Verification(0, {}, "graph capture", None, {"triton": "no Triton"}, (REFERENCE_PASSED,))
+    step = kernels_step._judged(Context(), record)
+    assert (step.status, "back end triton: no Triton" in step.detail) == ("skipped", True)
+
+
+REFERENCE_PASSED = Result("fresh-data", "fp8", "reference", "graph capture")
+
+
+def test_an_empty_model_is_no_model_that_was_left_out():
+    done = CliRunner().invoke(app, ["check", "", "--only", "machine"])
+    assert (done.exit_code, done.stderr) == (2, "check: MODEL is empty\n")
+
+
+def test_a_step_is_kept_before_it_is_printed(tmp_path, monkeypatch):
+    """Standard output may be a pipe that nobody reads any more."""
+    monkeypatch.setattr(command, "run_step", lambda *_: Step("failed", "planted"))
+    monkeypatch.setattr(command.show, "findings", raising(BrokenPipeError()))
+    one = command.Run(Context(), ("machine",), None, tmp_path / "check.json")
+    with pytest.raises(BrokenPipeError):
+        one.carry_out()
+    (kept,) = json.loads((tmp_path / "check.json").read_text())["steps"]
+    assert (kept["name"], kept["status"]) == ("machine", "failed")
+
+
+def test_a_torch_that_does_not_load_sees_no_card_and_costs_no_record(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm_aiter_mla.kernels.device", None)
+    assert CheckOptions().on_a_card is False
+
+
+def test_a_warning_is_in_the_last_line():
+    steps_ended = [Step("passed", ""), Step("warning", "slower with the flag on")]
+    assert show.last_line(steps_ended, 0) == "every step passed, 1 with a warning"

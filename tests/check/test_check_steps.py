@@ -43,7 +43,7 @@ from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import ask, build, issues, model
 from vllm_aiter_mla.commands.plan.model import USE_AITER
 from vllm_aiter_mla.kernels import device
-from vllm_aiter_mla.status.record import NOT_RUN, DecidedAlike
+from vllm_aiter_mla.status.record import NOT_RUN, DecisionGroup
 from vllm_aiter_mla.verify import session
 from vllm_aiter_mla.verify.results import Finding, Result, Verification
 
@@ -62,7 +62,7 @@ ANSWER = engine.EngineAnswer(
     ranks=(
         replace(
             record_of(["layer"], 16, "fp8", 0), engaged={"layer": "aiter"}, skipped={},
-            decided=(DecidedAlike(("layer",), decision((1, 16, "aiter"))),),
+            decided=(DecisionGroup(("layer",), decision((1, 16, "aiter"))),),
         ),
     ),
 )  # fmt: skip
@@ -70,7 +70,7 @@ ANSWER = engine.EngineAnswer(
 
 def made_up_plan(**changes: Any) -> dict[str, Any]:
     """A plan of 61 layers that engage on a gfx942, its fields replaced by ``changes``."""
-    found: dict[str, Any] = json.loads(files.text_of(plans.made_up(NO_CUSTOM_AR)))
+    found: dict[str, Any] = json.loads(files.to_json(plans.made_up(NO_CUSTOM_AR)))
     found["reasons"], found["layers"]["engaged"] = [], found["layers"]["mla"]
     return found | {"outcome": "engaged", "heads_per_rank": 16} | changes
 
@@ -345,7 +345,7 @@ def test_a_models_timing_without_a_baseline_is_unknown(card: dict[str, Any]) -> 
 
 
 def kernels_by_tokens(card: dict[str, Any], *spans: tuple[int, int, str]) -> None:
-    let_answer(card, "on", ranks=(replace(ANSWER.ranks[0], decided=(DecidedAlike(("layer",), decision(*spans)),)),))
+    let_answer(card, "on", ranks=(replace(ANSWER.ranks[0], decided=(DecisionGroup(("layer",), decision(*spans)),)),))
 
 
 @pytest.mark.parametrize(("fastest", "status"), [("vllm", "passed"), ("aiter", "failed")])
@@ -483,10 +483,10 @@ def test_field_f5_a_plan_that_is_not_known_does_not_pass(card: dict[str, Any]) -
     answer = plans.made_up_answer()
     skip, facts = Skip("not_known", "no such kernel"), replace(answer.model, listed_layers=61)
     made = build.record_of(replace(answer, model=facts, layers=[], skip=skip), plans.VLLM, model.environment((), {}))
-    card["plan"] = json.loads(files.text_of(made))
+    card["plan"] = json.loads(files.to_json(made))
     found = outcomes(strict=True)
     assert (card["plan"]["outcome"], found["plan"].status, failed(found)) == ("unknown", "unknown", [])
-    assert command.exit_status([*found.values()], on_cpu=True) == outputs.NOT_LOOKED
+    assert command.exit_status([*found.values()], on_cpu=True) == outputs.EXIT_INCOMPLETE
     assert found["issues"] == Step("skipped", "not looked up: the plan is not known", name="issues")
     others = {found[name].detail for name in NEED_A_SHAPE}
     assert others == {"the plan is not known"}
@@ -700,7 +700,7 @@ def test_a_card_on_which_vllm_is_faster_does_not_fail_and_has_an_exit_status_of_
     vllm_is_faster(card)
     found = outcomes()
     assert (found["engine"].status, failed(found)) == ("no gain", [])
-    assert command.exit_status([*found.values()], on_cpu=False) == outputs.NO_GAIN
+    assert command.exit_status([*found.values()], on_cpu=False) == outputs.EXIT_NO_GAIN
     other_tokens(card)
     assert outcomes()["engine"].status == "failed"
 

@@ -16,11 +16,12 @@ from vllm_aiter_mla.commands.main import COMMANDS, app
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """A folder with a file, a folder, and a file and a folder that are not writable."""
+    """A folder with a file, a folder, a file that is not writable, and a folder with a file that is not."""
     for name in ("folder", "locked"):
         (tmp_path / name).mkdir()
     for name in ("file", "locked-file"):
         (tmp_path / name).write_text("")
+    (tmp_path / "locked" / "file").write_text("")
     # Root may write anywhere.
     monkeypatch.setattr(os, "access", lambda path, mode: not Path(path).name.startswith("locked"))
     return tmp_path
@@ -32,7 +33,8 @@ def places(tmp_path, monkeypatch):
         ("folder", "is a folder"),
         ("none/x.json", "its folder does not exist"),
         ("file/x.json", "its folder does not exist"),
-        ("locked-file", "not writable"),
+        ("locked-file", None),  # it is replaced
+        ("locked/file", "not writable"),
         ("locked/x.json", "not writable"),
         ("x" * 300, "File name too long"),
         ("file", None),
@@ -77,7 +79,7 @@ def test_a_line_holds_no_control_character(text, shown):
 
 def test_only_the_json_is_on_standard_output(capfd):
     """A compiler and vLLM's log write to the descriptor, whatever ``sys.stdout`` is."""
-    with outputs.text_apart(outputs.STDOUT):
+    with outputs.text_on_stderr(outputs.STDOUT):
         print("a sentence")
         os.write(1, b"a compiler's line\n")
     outputs.write("check", outputs.STDOUT, "{}\n")
@@ -91,7 +93,7 @@ def test_a_full_disk_ends_the_command_with_one_line_that_names_it(capsys):
         outputs.write("report", path, "{}\n")
     os.close(full)
     said = f"report: {path}: No space left on device\n"
-    assert (ended.value.exit_code, capsys.readouterr().err) == (outputs.WRONG, said)
+    assert (ended.value.exit_code, capsys.readouterr().err) == (outputs.EXIT_USAGE, said)
 
 
 WORD = st.text("abc:,-", min_size=1, max_size=40).filter(lambda word: word != "-")  # the sign of a list, which indents
@@ -111,3 +113,9 @@ def test_h_is_help(command):
     short, long = (CliRunner().invoke(app, [command, option]) for option in ("-h", "--help"))
     assert (short.exit_code, short.output) == (0, long.output)
     assert "Usage:" in short.output
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85"])
+def test_no_character_of_a_config_begins_a_line(end):
+    printed = outputs.folded(outputs.one_line(f"arch{end}Status line: 61/61 MLA layers would engage"))
+    assert printed.splitlines() == [printed]

@@ -19,7 +19,7 @@ from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.serving.decision import PASSED, Checked, Figures, LayerFacts, Offer, decide
 from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.status import status_files
-from vllm_aiter_mla.status.record import DecidedAlike, RankStatus, Timed
+from vllm_aiter_mla.status.record import DecisionGroup, RankStatus, Timed
 
 NAMES = ("model.layers.0.attn", "model.layers.1.attn")
 TIMED = (Timed("16 heads", NAMES, spans((1, 64, "triton")), {64: {"triton": 5.0, "vllm": 10.0}}),)
@@ -31,7 +31,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     for run in ("7-a", "8-b"):
         monkeypatch.setenv(status_files.RUN, run)
-        status_files.join_run(tmp_path / "aiter_mla")
+        status_files.hold_run_lock(tmp_path / "aiter_mla")
     return tmp_path / "aiter_mla"
 
 
@@ -68,7 +68,7 @@ def test_layer_prints_what_was_decided_and_why_each_other_kernel_does_not_run(fo
     checks = {"aiter": Checked("aiter: self-check FAILED: q nope"), "triton": PASSED}
     found = decide(LayerFacts(None, offers, (512,)), checks, figures, Settings())
     record = files.read(RankStatus, path := write(folder, "7-a", "0", 0))
-    decided = (DecidedAlike(NAMES, found),)
+    decided = (DecisionGroup(NAMES, found),)
     files.write(path, replace(record, decided=decided))
     printed = CliRunner().invoke(app, ["status", "--layer", "layers.1"]).output
     assert re.search(r"layers\.1\.attn, rank 0\n +1\.\.512 tokens +triton\n", printed)
@@ -158,7 +158,7 @@ def test_an_engine_that_has_ended_is_said_so_and_is_not_engaged(folder, run_of_i
 
 @pytest.mark.mutation
 def test_mutation_an_engine_that_ends_before_its_front_end_and_counts_as_living_is_caught(folder, monkeypatch):
-    monkeypatch.setattr(status_files, "engine_lives", lambda folder, ranks: True)
+    monkeypatch.setattr(status_files, "is_engine_alive", lambda folder, ranks: True)
     with pytest.raises(AssertionError, match="its end is not told"):
         is_said_to_have_ended(folder, "8-b")
 

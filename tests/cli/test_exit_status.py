@@ -50,7 +50,7 @@ def a_server(engaged):
     def plant(monkeypatch, folder):
         monkeypatch.setenv("VLLM_CACHE_ROOT", str(folder))
         monkeypatch.setenv(status_files.RUN, "7-a")
-        status_files.join_run(folder / "aiter_mla")
+        status_files.hold_run_lock(folder / "aiter_mla")
         record = replace(record_of(["layer"], 16, "auto", 0), run="7-a", engaged={"layer": "triton"}, skipped={})
         left = replace(record, engaged={}, skipped={"layer": Skip("dcp", "made up")})
         status_files.write(folder / "aiter_mla", record if engaged else left)
@@ -73,18 +73,18 @@ def nothing(monkeypatch, folder):
 WRONG_FILE = ("--json", "no/such/folder/x.json")
 MACHINE = ("--only", "machine")
 TABLE = [
-    ("check", MACHINE, machine_finds("ok"), outputs.FINE),
-    ("check", MACHINE, machine_finds("problem"), outputs.FINDING),
-    ("check", (*MACHINE, *WRONG_FILE), machine_finds("ok"), outputs.WRONG),
-    ("check", MACHINE, machine_finds("unknown"), outputs.NOT_LOOKED),
-    ("check", PLAN, plan_says("engaged"), outputs.FINE),
-    ("check", PLAN, plan_says("skipped"), outputs.FINDING),
-    ("check", ("no-such-model",), nothing, outputs.WRONG),
-    ("check", (*PLAN, *WRONG_FILE), plan_says("engaged"), outputs.WRONG),
-    ("check", PLAN, plan_says("unknown"), outputs.NOT_LOOKED),
-    ("check", ("deepseek-r1", *WRONG_FILE), nothing, outputs.WRONG),
+    ("check", MACHINE, machine_finds("ok"), outputs.EXIT_OK),
+    ("check", MACHINE, machine_finds("problem"), outputs.EXIT_FAILED),
+    ("check", (*MACHINE, *WRONG_FILE), machine_finds("ok"), outputs.EXIT_USAGE),
+    ("check", MACHINE, machine_finds("unknown"), outputs.EXIT_INCOMPLETE),
+    ("check", PLAN, plan_says("engaged"), outputs.EXIT_OK),
+    ("check", PLAN, plan_says("skipped"), outputs.EXIT_FAILED),
+    ("check", ("no-such-model",), nothing, outputs.EXIT_USAGE),
+    ("check", (*PLAN, *WRONG_FILE), plan_says("engaged"), outputs.EXIT_USAGE),
+    ("check", PLAN, plan_says("unknown"), outputs.EXIT_INCOMPLETE),
+    ("check", ("deepseek-r1", *WRONG_FILE), nothing, outputs.EXIT_USAGE),
     *(
-        ("check", wrong, nothing, outputs.WRONG)
+        ("check", wrong, nothing, outputs.EXIT_USAGE)
         for wrong in (
             ("--only", "x?"),
             ("--only", "engine"),
@@ -94,21 +94,21 @@ TABLE = [
             ("--only", "timing", "--kv-cache-dtype=fp8"),
         )
     ),
-    ("check", ONE_CASE, nothing, outputs.FINE),
+    ("check", ONE_CASE, nothing, outputs.EXIT_OK),
     *(
-        ("check", (*KERNELS, *wrong), nothing, outputs.WRONG)
+        ("check", (*KERNELS, *wrong), nothing, outputs.EXIT_USAGE)
         for wrong in (("--limit", "8193"), ("--limit", "7"), ("--case", "x?"), ("--backend", "x?"), ("--variant", "x?"))
     ),
-    ("check", ("--only", "kernels"), no_card, outputs.NOT_LOOKED),
-    ("check", ("--only", "timing", "--tokens", "0"), nothing, outputs.WRONG),
-    ("check", ("--only", "timing"), no_card, outputs.NOT_LOOKED),
-    ("status", (), a_server(engaged=True), outputs.FINE),
-    ("status", (), a_server(engaged=False), outputs.FINDING),
-    ("status", WRONG_FILE, no_server, outputs.WRONG),
-    ("status", (), no_server, outputs.NOT_LOOKED),
-    ("report", ("no-such-file.json",), nothing, outputs.WRONG),
+    ("check", ("--only", "kernels"), no_card, outputs.EXIT_INCOMPLETE),
+    ("check", ("--only", "timing", "--tokens", "0"), nothing, outputs.EXIT_USAGE),
+    ("check", ("--only", "timing"), no_card, outputs.EXIT_INCOMPLETE),
+    ("status", (), a_server(engaged=True), outputs.EXIT_OK),
+    ("status", (), a_server(engaged=False), outputs.EXIT_FAILED),
+    ("status", WRONG_FILE, no_server, outputs.EXIT_USAGE),
+    ("status", (), no_server, outputs.EXIT_INCOMPLETE),
+    ("report", ("no-such-file.json",), nothing, outputs.EXIT_USAGE),
     # There is no x.json either: the output is checked before anything is drawn.
-    *(("report", ("x.json", "--out", out), nothing, outputs.WRONG) for out in (".", "no/page.html")),
+    *(("report", ("x.json", "--out", out), nothing, outputs.EXIT_USAGE) for out in (".", "no/page.html")),
 ]
 
 
@@ -119,7 +119,7 @@ def test_an_exit_status_means_the_same_for_every_command(monkeypatch, tmp_path, 
     done = CliRunner().invoke(app, [command, *typed])
     assert done.exit_code == expected, done.output
     assert isinstance(done.exception, (SystemExit, type(None))), done.exception
-    if expected == outputs.WRONG and not done.stderr.startswith("Usage:"):  # that is typer's own
+    if expected == outputs.EXIT_USAGE and not done.stderr.startswith("Usage:"):  # that is typer's own
         assert done.stdout.strip() == ""
         (said,) = without_progress(done.stderr)
         assert said.startswith(f"{command}: ")
@@ -129,8 +129,8 @@ def test_an_exit_status_means_the_same_for_every_command(monkeypatch, tmp_path, 
 @pytest.mark.parametrize(
     ("outcome", "expected"),
     [
-        ("engaged", outputs.FINE), ("some", outputs.FINDING), ("skipped", outputs.FINDING),
-        ("unknown", outputs.NOT_LOOKED),
+        ("engaged", outputs.EXIT_OK), ("some", outputs.EXIT_FAILED), ("skipped", outputs.EXIT_FAILED),
+        ("unknown", outputs.EXIT_INCOMPLETE),
     ],
 )  # fmt: skip
 def test_the_outcome_of_a_plan_is_in_the_json_and_the_exit_status_is_its(monkeypatch, tmp_path, outcome, expected):
@@ -164,7 +164,7 @@ def test_the_outcome_of_a_plan_is_in_the_json_and_the_exit_status_is_its(monkeyp
 def test_an_option_in_the_wrong_place_or_with_a_wrong_value_is_named_and_nothing_runs(monkeypatch, typed, named):
     monkeypatch.setattr(Run, "carry_out", raising(RuntimeError("it ran")))
     done = CliRunner().invoke(app, ["check", *typed])
-    assert (done.exit_code, done.stdout) == (outputs.WRONG, ""), done.output
+    assert (done.exit_code, done.stdout) == (outputs.EXIT_USAGE, ""), done.output
     assert named in done.stderr.splitlines()[-1]
 
 
@@ -183,7 +183,7 @@ def record_too_large(monkeypatch, folder):
 )
 @pytest.mark.parametrize(
     ("status", "expected"),
-    [("ok", outputs.WRONG), ("problem", outputs.FINDING), ("unknown", outputs.NOT_LOOKED)],
+    [("ok", outputs.EXIT_USAGE), ("problem", outputs.EXIT_FAILED), ("unknown", outputs.EXIT_INCOMPLETE)],
 )
 def test_a_file_that_cannot_be_written_at_the_end_hides_nothing_that_was_found(
     monkeypatch, tmp_path, harm, option, status, expected
@@ -201,7 +201,7 @@ def test_a_page_is_written_also_where_the_json_cannot_be(monkeypatch, tmp_path):
     machine_finds("problem")(monkeypatch, tmp_path)
     folder_gone(monkeypatch, tmp_path / "out")
     asked = ["check", *MACHINE, "--json", str(tmp_path / "out" / "x"), "--html", str(tmp_path / "page.html")]
-    assert CliRunner().invoke(app, asked).exit_code == outputs.FINDING
+    assert CliRunner().invoke(app, asked).exit_code == outputs.EXIT_FAILED
     assert "made up" in (tmp_path / "page.html").read_text()
 
 
@@ -263,7 +263,7 @@ def test_output_that_ends_on_a_full_disk_is_one_line_and_nobody_has_looked(line)
     with open("/dev/full", "w") as full:
         done = in_a_shell(line, stdout=full)
     said = without_progress(done.stderr)
-    assert (done.returncode, len(said)) == (outputs.NOT_LOOKED, 1)
+    assert (done.returncode, len(said)) == (outputs.EXIT_INCOMPLETE, 1)
     assert os.strerror(errno.ENOSPC) in said[0]
 
 
@@ -271,7 +271,7 @@ def test_output_that_ends_in_a_closed_pipe_is_one_line_and_nobody_has_looked():
     reads, writes = os.pipe()
     os.close(reads)
     done = in_a_shell(["check", "--help"], stdout=writes)
-    assert (done.returncode, done.stderr.count("\n")) == (outputs.NOT_LOOKED, 1)
+    assert (done.returncode, done.stderr.count("\n")) == (outputs.EXIT_INCOMPLETE, 1)
     assert done.stderr.startswith("check: ")
 
 
@@ -289,5 +289,5 @@ def test_status_of_a_folder_that_this_user_may_not_read_says_so(tmp_path):
     (tmp_path / "aiter_mla").mkdir(mode=0)
     line, variables = [sys.executable, "-c", AS_NOBODY, "status"], os.environ | {"VLLM_CACHE_ROOT": str(tmp_path)}
     done = subprocess.run(line, env=variables, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr.count("\n")) == (outputs.NOT_LOOKED, 1)
+    assert (done.returncode, done.stderr.count("\n")) == (outputs.EXIT_INCOMPLETE, 1)
     assert "permission denied" in done.stderr

@@ -92,7 +92,7 @@ def test_ranks_that_fell_back_are_in_the_line_the_files_and_the_gauge(engines, t
     engaged = {record["rank"]: len(record["engaged"]) for record in found.status}
     assert engaged == {0: 1, 1: 0}
     monkeypatch.setenv(status_files.RUN, found.status[0]["run"])
-    status_files.join_run(tmp_path)  # this process is the front end and the workers
+    status_files.hold_run_lock(tmp_path)  # this process is the front end and the workers
     for record in found.status:
         status_files.write(tmp_path, files.part(RankStatus, tmp_path, record))
     samples = metrics.samples(tmp_path)

@@ -25,13 +25,13 @@ from tests.sandbox.model import TinyDeepseek, save_config
 from tests.support.decisions import decision
 from tests.support.statuses import skipped_engine, with_layers
 from vllm_aiter_mla.admission import Skip
-from vllm_aiter_mla.decided import PassedOver
+from vllm_aiter_mla.decided import RejectedKernel
 from vllm_aiter_mla.status import metrics, status_files
 from vllm_aiter_mla.status.engine_status import EngineStatus, LayerState
 
 MODEL = "tiny"
 DECISION = decision((1, 32, "triton"), (33, 512, "vllm"))
-ABORTED = (PassedOver("aiter", "a start ended in its first call", aborted=True),)
+ABORTED = (RejectedKernel("aiter", "a start ended in its first call", aborted=True),)
 ENGAGED = LayerState(DECISION, "triton")
 AFTER_ABORT = LayerState(replace(DECISION, passed_over=ABORTED), "triton")
 WINDOW = Skip("sliding_window", "the layer has a sliding window")
@@ -84,7 +84,7 @@ if __name__ == "__main__":
     model = save_config(TinyDeepseek().config(), folder / "model")
     arguments = EngineArgs(model=str(model), served_model_name=MODEL, skip_tokenizer_init=True, load_format="dummy")
     logger = PrometheusStatLogger(arguments.create_engine_config())
-    status_files.join_run(folder)
+    status_files.hold_run_lock(folder)
     metrics.register_metrics(folder)
     step(logger)
     told = {one: said(folder, one) for one in SCENARIOS if one not in ("corrupted", "all at once")}

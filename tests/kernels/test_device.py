@@ -13,7 +13,7 @@ from tests.support.decisions import spans
 from tests.support.made_up_clock import Named
 from tests.support.planted import raising
 from vllm_aiter_mla.commands.check.context import CheckOptions
-from vllm_aiter_mla.commands.compat.engine import CountsKernels
+from vllm_aiter_mla.commands.compat.engine import KernelCounter
 from vllm_aiter_mla.commands.machine import checks as machine
 from vllm_aiter_mla.kernels import device, stopwatch
 from vllm_aiter_mla.kernels.backend import Binding
@@ -311,7 +311,7 @@ def test_what_is_recorded_for_timing_runs_once_and_its_replays_run_no_python(rec
 
 
 def test_the_kernels_of_a_step_are_counted_by_the_installed_card(recorded):
-    worker = CountsKernels()
+    worker = KernelCounter()
     worker.start_counting()
     torch.ones(3).neg().neg()
     assert worker.stop_counting() == 3

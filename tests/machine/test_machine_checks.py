@@ -141,6 +141,14 @@ def test_field_without_rocm_the_switches_of_aiter_are_no_problem(monkeypatch: py
     assert status("switches", VLLM_MLA_DISABLE="1") == "problem"
 
 
+@pytest.mark.parametrize("value", ["2", "true", "no"])
+def test_a_switch_is_read_as_vllm_reads_it(value: str) -> None:
+    """Of these two vLLM makes a number; any but 0 is on, and with a word it does not start."""
+    for name in ("VLLM_MLA_DISABLE", "VLLM_BATCH_INVARIANT"):
+        assert status("switches", **AITER_ON, **{name: value}) == "problem"
+        assert status("switches", **AITER_ON, **{name: "0"}) == "ok"
+
+
 def points(monkeypatch: pytest.MonkeyPatch, *installed: EntryPoint) -> None:
     chosen = lambda group: [point for point in installed if point.group == group]  # noqa: E731
     monkeypatch.setattr(importlib.metadata, "entry_points", chosen)

@@ -157,6 +157,7 @@ DEV_BUILDS: dict[str, dict[tuple[str | None, str | None], bool]] = {
     "0.32.0rc1": {(None, "0.32"): True, ("0.32", None): True, (None, "0.31"): False, ("0.33", None): False},
     "0.32.0.dev7+g1234abc": {(None, "0.32"): True, ("0.32.0", "0.33"): True},
     "0.1.17.dev3": {("0.1.16.post2", "0.1.17"): True, ("0.1.18", None): False},
+    "0.1.16.post2.dev3+gabc": {("0.1.16.post2", "0.1.17"): True, ("0.1.17", None): False},
     "0.1.16.post2": {("0.1.16.post2", "0.1.17"): True, (None, "0.1.16"): False},
     "0.1.dev1+g1234abc": {("0.1.18", None): True, (None, "0.32"): True},
     "0.32.1+rocm700": {(None, "0.32.1"): False, ("0.32.1", None): True},

@@ -334,7 +334,7 @@ def plans_of_quoted(arguments):
     status, out, _ = invoke(*arguments, "--json", "-")
     made = json.loads(out)["steps"][0]["data"]
     found = made if isinstance(made, list) else [made]
-    assert (status, len(found)) == (outputs.FINE, 4 if "1,2,4,8" in arguments else 1)
+    assert (status, len(found)) == (outputs.EXIT_OK, 4 if "1,2,4,8" in arguments else 1)
     for plan in found:
         assert (plan["outcome"], plan["limit"]) == ("engaged", 512 if drafts else 1024)
         assert plan["layers"] == {"mla": 61 + drafts, "drafts": drafts, "total": 61, "engaged": 61 + drafts}
@@ -367,11 +367,11 @@ def test_a_quoted_plan_runs_in_a_process_of_its_own_that_opens_no_connection(tmp
 @pytest.mark.usefixtures("shared")
 def test_the_page_holds_the_decode_limit_the_reason_and_the_way_out():
     status, out, _ = invoke(*R1, *REQUESTS, *MTP, "-dcp", "2")
-    assert status == outputs.FINDING
+    assert status == outputs.EXIT_FAILED
     assert "Decode limit: 512 " in out
     assert "dcp: decode_context_parallel_size is 2 -> --decode-context-parallel-size 1" in " ".join(out.split())
     status, out, _ = invoke(*R1, *REQUESTS, *MTP, "--port", "8001", "--api-key", "k")
-    assert status == outputs.FINE, "options of the server itself are known"
+    assert status == outputs.EXIT_OK, "options of the server itself are known"
     assert "62/62 MLA layers would engage" in out
     assert "61 attentions with MLA in 61 layers, and 1 in the draft" in out
 
@@ -380,7 +380,7 @@ def test_the_page_holds_the_decode_limit_the_reason_and_the_way_out():
 def test_an_answer_that_stops_at_the_layers_is_not_known_and_names_the_line(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"hidden_act": "no such function"}))
     status, out, _ = invoke(str(tmp_path), "-tp", "8")
-    assert status == outputs.NOT_LOOKED
+    assert status == outputs.EXIT_INCOMPLETE
     assert "Status line: not known" in out
     assert ".py:" in out
 
@@ -397,11 +397,11 @@ def test_a_vllm_that_is_missing_or_ends_is_a_message(broken, monkeypatch, tmp_pa
     (tmp_path / "vllm" / "__init__.py").write_text(broken)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     status, out, err = invoke("deepseek-r1")
-    assert (status, "Traceback" in err) == (outputs.FINDING, False), "no option is wrong"
+    assert (status, "Traceback" in err) == (outputs.EXIT_FAILED, False), "no option is wrong"
     assert "no vllm here" in out or "status 3" in out
 
 
-def refused(*arguments, status=outputs.WRONG):
+def refused(*arguments, status=outputs.EXIT_USAGE):
     """The one line that the command prints, besides what it is at."""
     ended, out, err = invoke(*arguments)
     said = without_progress(err)
@@ -492,7 +492,7 @@ WRONG_FIELDS = [
 def test_a_wrong_config_never_engages(tmp_path, changed):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | changed if changed else {}))
     status, out, err = invoke(str(tmp_path), "-tp", "8")
-    assert status != outputs.FINE
+    assert status != outputs.EXIT_OK
     assert "would engage" not in out or "Status line: 0/" in out or "not known whether" in out
     assert out or err.splitlines()[-1].startswith("check: ")
 

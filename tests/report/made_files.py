@@ -18,7 +18,7 @@ from vllm_aiter_mla.commands.check.timing.record import Measurement, row_of
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.report.serving_record import METRICS, Estimate, Row, Serving
 from vllm_aiter_mla.status import status_files
-from vllm_aiter_mla.status.record import DecidedAlike, Timed
+from vllm_aiter_mla.status.record import DecisionGroup, Timed
 
 LAYERS = [f"model.layers.{n}.self_attn.attn" for n in range(4)]
 
@@ -26,10 +26,10 @@ LAYERS = [f"model.layers.{n}.self_attn.attn" for n in range(4)]
 def status(**changes: Any) -> dict[str, Any]:
     """A worker's status as JSON: four layers engaged."""
     engaged: dict[str, Any] = {"engaged": dict.fromkeys(LAYERS, "reference"), "skipped": {}}
-    decided = (DecidedAlike(tuple(LAYERS), decision((1, 64, "triton"), (65, 256, "vllm"))),)
+    decided = (DecisionGroup(tuple(LAYERS), decision((1, 64, "triton"), (65, 256, "vllm"))),)
     made = {"card": "gfx942", "run": "1-a", "instance": "", "decided": decided, "compiled": {"1-16": {"matched": 4}}}
     found = replace(record_of(LAYERS, 16, "bfloat16", 0), **engaged | made | changes)
-    return dict(json.loads(files.text_of(found)))
+    return dict(json.loads(files.to_json(found)))
 
 
 def front_end(folder: Path, run: str = "1-a") -> None:

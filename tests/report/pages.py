@@ -49,4 +49,4 @@ def data_of(read: Any) -> Any:
 
 def check_run(*done: Step, status: int | None, on_a_card: bool | None = None) -> Any:
     """The JSON of a check that ended so."""
-    return json.loads(files.text_of(CheckRun("a-model", status, done, on_a_card)))
+    return json.loads(files.to_json(CheckRun("a-model", status, done, on_a_card)))

@@ -16,7 +16,7 @@ from tests.report.pages import Write, data_of, glances, rows_of, tables
 from tests.support.decisions import decision
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands.report.page import html_of
-from vllm_aiter_mla.status.record import DecidedAlike
+from vllm_aiter_mla.status.record import DecisionGroup
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_the_ranks_of_a_server_share_a_glance_that_says_what_each_says(written: 
 
 
 def test_the_ranks_that_run_the_same_kernels_share_a_strip(written: Write) -> None:
-    other = [DecidedAlike(tuple(made_files.LAYERS), decision((1, 256, "aiter")))]
+    other = [DecisionGroup(tuple(made_files.LAYERS), decision((1, 256, "aiter")))]
     changes: list[dict[str, Any]] = [{"rank": 0}, {"rank": 1}, {"rank": 2, "decided": other}]
     page = html_of([written(f"{one['rank']}.json", made_files.status(**one)) for one in changes])
     strips = {

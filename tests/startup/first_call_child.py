@@ -44,6 +44,14 @@ def goes_on_and_aborts() -> None:
         os.abort()
 
 
+def wraps() -> None:
+    """As a library that makes an error of each exit."""
+    try:
+        waits()
+    except SystemExit as error:
+        raise RuntimeError("the compiler ended") from error
+
+
 def exits() -> None:
     """As a library that ends the process."""
     print(os.getpid(), flush=True)
@@ -63,7 +71,7 @@ def removed_by_the_handler() -> Iterator[list[int]]:
     yield []
 
 
-BLOCKS: dict[str, Callable[[], None]] = {one.__name__: one for one in (waits, goes_on_and_aborts, exits)}
+BLOCKS: dict[str, Callable[[], None]] = {one.__name__: one for one in (waits, goes_on_and_aborts, exits, wraps)}
 PLANTS: dict[str, Any] = {
     "unheard": lambda: nullcontext([]),
     "removed_by_the_handler": removed_by_the_handler,

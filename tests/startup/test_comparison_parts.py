@@ -160,7 +160,7 @@ def switch_off(monkeypatch, part):
     elif part == "stray bytes":
         monkeypatch.setattr(comparison, "stray_bytes", lambda inputs, before: 0)
     elif part in ("GPT-J", "NeoX"):
-        monkeypatch.setattr(comparison, "PAIRINGS", (part == "GPT-J",))
+        monkeypatch.setattr(comparison, "ROTARY_STYLES", (part == "GPT-J",))
     elif part in ("small", "large"):
         monkeypatch.setattr(Planted, "caches", (part == "small",))
     elif part == "each kernel":

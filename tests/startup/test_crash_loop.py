@@ -78,6 +78,7 @@ def child(folder):
 
 CALLS = [
     ("notes", "waits", signal.SIGTERM, 143, False), ("notes", "waits", signal.SIGINT, 130, False),
+    ("notes", "wraps", signal.SIGTERM, 143, False),
     ("raises", "waits", signal.SIGTERM, 0, False), ("default", "waits", signal.SIGHUP, 129, False),
     ("notes", "waits", signal.SIGKILL, -9, True), ("notes", "waits", signal.SIGABRT, -6, True),
     ("notes", "waits", signal.SIGSEGV, -11, True), ("notes", "goes_on_and_aborts", signal.SIGTERM, -6, True),
@@ -94,7 +95,7 @@ def ends(child, folder, handler, block, number, status, stays, plant="-"):
     if number:
         os.kill(called, number)
     assert int(child.stdout.readline()) == status
-    is_abort = first_call.died_before(folder, PREFIX) is not None
+    is_abort = first_call.why_died_before(folder, PREFIX) is not None
     assert is_abort or not stays, "an abort is taken for somebody's end"
     assert stays or not is_abort, "somebody's end is taken for an abort"
 
@@ -133,7 +134,7 @@ def test_crash_loop_a_check_that_raises_leaves_no_marker(tmp_path):
 
 def test_crash_loop_the_marker_of_a_server_that_is_still_starting_is_not_an_abort(tmp_path):
     with first_call.marked(tmp_path, PREFIX):
-        assert first_call.died_before(tmp_path, PREFIX) is None
+        assert first_call.why_died_before(tmp_path, PREFIX) is None
 
 
 def died(folder, prefix=PREFIX):
@@ -146,7 +147,7 @@ def died(folder, prefix=PREFIX):
 @pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
 def test_crash_loop_a_bad_marker_is_an_abort_and_its_line_names_it(tmp_path, spoil):
     spoil(died(tmp_path))
-    assert str(tmp_path / PREFIX) in first_call.died_before(tmp_path, PREFIX)
+    assert str(tmp_path / PREFIX) in first_call.why_died_before(tmp_path, PREFIX)
 
 
 def left_out_where_one_lock_tells_nothing(said, folder):
@@ -186,17 +187,17 @@ def locks_go_once_nobody_needs_them(folder):
     lock = folder / f"lock-{path.stem}"
     lock.touch()
     first_call.remove_abandoned_locks(folder)
-    assert first_call.died_before(folder, PREFIX) is not None
+    assert first_call.why_died_before(folder, PREFIX) is not None
     assert lock.exists(), "who asks at this moment would find it held"
     path.unlink()
     with first_call.marked(folder, PREFIX):
         first_call.remove_abandoned_locks(folder)
-        assert first_call.died_before(folder, PREFIX) is None
+        assert first_call.why_died_before(folder, PREFIX) is None
         assert not lock.exists(), "the lock of a dead start stays for ever"
         (marker,) = folder.glob(f"{PREFIX}-*")
         marker.unlink()  # as in the moment before it is written
         first_call.remove_abandoned_locks(folder)
-        assert first_call.died_before(folder, PREFIX) is None
+        assert first_call.why_died_before(folder, PREFIX) is None
         assert [path.name for path in folder.iterdir()] == [f"lock-{marker.stem}"], "the lock of a living one is gone"
     assert not list(folder.iterdir())
 
@@ -253,7 +254,7 @@ def test_crash_loop_a_marker_is_of_one_release_of_what_was_called(monkeypatch):
 def holds_under_another_host_name(folder, monkeypatch):
     died(folder, first_call.prefix_of("AITER", MI300X))
     monkeypatch.setattr(socket, "gethostname", lambda: "pod-b")
-    found = first_call.died_before(folder, first_call.prefix_of("AITER", MI300X))
+    found = first_call.why_died_before(folder, first_call.prefix_of("AITER", MI300X))
     assert found, "a pod with a new name calls the kernel again"
 
 
@@ -356,7 +357,7 @@ def test_crash_loop_on_a_card_without_kernels_of_aiters_it_is_neither_marked_nor
 @pytest.mark.mutation
 def test_mutation_crash_loop_markers_of_aiters_on_any_card_are_caught(said, tmp_path, monkeypatch):
     monkeypatch.setattr(first_call, "ARCHITECTURES", ("sm90",))
-    monkeypatch.setattr(first_call, "died_before", lambda folder, prefix: None)
+    monkeypatch.setattr(first_call, "why_died_before", lambda folder, prefix: None)
     with pytest.raises(AssertionError, match="AITER cannot run here"):
         only_triton_is_marked(said, tmp_path, monkeypatch)
 

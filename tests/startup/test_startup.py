@@ -49,7 +49,7 @@ def test_a_worker_that_inherits_no_variable_of_ours_joins_its_servers_run(monkey
     sent = pickle.dumps(ours())
     monkeypatch.delenv(status_files.RUN)
     Worker(pickle.loads(sent))
-    assert status_files.start_run() == "front"
+    assert status_files.run_name() == "front"
 
 
 def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, monkeypatch):

@@ -181,7 +181,7 @@ KEY_OF = {
     "python": ("machine", lambda patch, given: patch(stopwatch.platform, "python_version", lambda: "another")),
     "runtime": ("machine", lambda patch, given: patch(RehearsalCard, "built_for", "another")),
     **{
-        name: ("machine", lambda patch, given, name=name: stamped(patch, **{name: "another"}))
+        name: ("machine", lambda patch, given, name=name: stamp_field(patch, **{name: "another"}))
         for name in ("plugin", "vllm", "aiter", "host")
     },
     "code": ("code", lambda patch, given: patch(packages, "fingerprint", lambda: "another")),
@@ -199,7 +199,7 @@ KEY_OF = {
 """What the figures depend on: the fact of the key that tells it, and another value of it."""
 
 
-def stamped(patch, **changed):
+def stamp_field(patch, **changed):
     stamp = files.stamp("measured")
     patch(files, "stamp", lambda schema: replace(stamp, **changed))
 
@@ -234,7 +234,7 @@ def test_without_vllms_own_kernels_as_a_rival_nothing_is_timed_and_they_serve(ma
     assert (runs(one, 16), layer_in(one).decision.skip.code, measured(one)) == ("vllm", "not_timed", [])
     assert made_up.clock.given_back == len(list(tmp_path.glob("measured-*"))) == 0
     (line,) = made_up.said.at(logging.WARNING)
-    assert timing.NO_RIVAL in line
+    assert timing.NO_BASELINE in line
 
 
 def test_a_query_that_vllm_pads_is_timed_with_that_copy_under_the_engines_config(made_up, monkeypatch):
@@ -323,7 +323,7 @@ def test_a_start_that_cannot_time_leaves_vllms_own_kernels_and_says_so_once(made
 
 UNANSWERED = {
     "no exchange": planted,
-    "a rank that could not time": lambda mine: (0, [mine, timing.Untimed("planted")]),
+    "a rank that could not time": lambda mine: (0, [mine, timing.NotTimed("planted")]),
 }
 
 
@@ -349,8 +349,8 @@ def test_where_the_engines_device_cannot_be_read_no_kernel_runs_that_nobody_time
 
 @pytest.mark.mutation
 def test_mutation_an_engine_that_is_not_timed_because_it_cannot_be_asked_is_caught(made_up, monkeypatch):
-    asked = timing._is_asked_for
-    monkeypatch.setattr(timing, "_is_asked_for", lambda *given: given[0].device_config is not None and asked(*given))
+    asked = timing._is_timing_on
+    monkeypatch.setattr(timing, "_is_timing_on", lambda *given: given[0].device_config is not None and asked(*given))
     with pytest.raises(AssertionError, match="'aiter' == 'vllm'"):
         test_where_the_engines_device_cannot_be_read_no_kernel_runs_that_nobody_timed(made_up)
 
@@ -381,7 +381,7 @@ def test_mutation_a_static_order_that_nobody_timed_is_caught(made_up, monkeypatc
 
 
 def test_where_one_of_two_shapes_could_not_be_timed_the_line_says_so(made_up):
-    timing._warn([timing.Trouble(rank, None, "planted") for rank in range(2)], 1)
+    timing._warn([timing.RankReason(rank, None, "planted") for rank in range(2)], 1)
     (line,) = made_up.said.at(logging.WARNING)
     assert "planted (and 1 more); " in line
     assert line.endswith("vLLM's own kernels run; 1 other layer shape(s) were timed")
@@ -485,8 +485,8 @@ OURS = (Span(1, LIMIT, "aiter"),)
 def test_ranks_choose_nothing_of_a_shape_that_one_of_them_could_not_time():
     # A rank without a layer has nothing to say about any shape.
     for other, shapes in (
-        ({"a": timing.Untimed("planted"), "b": OURS}, {"b"}),
-        (timing.Untimed("planted"), set()),
+        ({"a": timing.NotTimed("planted"), "b": OURS}, {"b"}),
+        (timing.NotTimed("planted"), set()),
     ):
         chosen, troubles = timing.agree([{"a": OURS, "b": OURS}, other, {}])
         assert (set(chosen), list(map(str, troubles))) == (shapes, ["rank 1: planted"])
@@ -574,7 +574,11 @@ def test_a_rank_that_has_none_of_our_kernels_takes_the_others_to_vllms_own_with_
     ("vote", "spoil", "seen"),
     [
         (lambda chosen: {}, "its check raises", "on one rank only"),
-        (lambda chosen: dict.fromkeys(chosen, timing.Untimed("planted")), "each kernel fails its check", "'not_timed'"),
+        (
+            lambda chosen: dict.fromkeys(chosen, timing.NotTimed("planted")),
+            "each kernel fails its check",
+            "'not_timed'",
+        ),
         (lambda chosen: dict.fromkeys(chosen, (Span(1, LIMIT, "vllm"),)), "its check raises", "'vllm_faster'"),
     ],
     ids=["none", "not timed", "as if vLLM's were faster"],
@@ -594,7 +598,7 @@ def test_mutation_a_rank_without_our_kernels_that_gives_no_or_another_reason_is_
     monkeypatch.setattr(timing, "_choose", choose)
     with pytest.raises(AssertionError, match=seen):
         runs_vllms_where_another_rank_does(made_up, monkeypatch, tmp_path, WITHOUT_OURS[spoil])
-    assert [type(choice) for chosen in silenced for choice in chosen.values()] == [timing.NoneOfOurs]
+    assert [type(choice) for chosen in silenced for choice in chosen.values()] == [timing.NoKernelOfOurs]
 
 
 def test_a_layer_that_is_stopped_takes_the_others_of_its_shape_to_vllms_own(made_up, monkeypatch):
@@ -631,7 +635,7 @@ def test_a_rank_whose_check_raises_still_answers_the_others(made_up, monkeypatch
     with stops(strict, "planted"):
         made_up.start(strict=strict)
     assert len(sent) == 1, "the other ranks wait for ever"
-    assert sent == [timing.Untimed("its kernels could not be checked")]
+    assert sent == [timing.NotTimed("its kernels could not be checked")]
 
 
 @pytest.mark.mutation
@@ -659,7 +663,7 @@ from vllm_aiter_mla.startup import timing
 from vllm_aiter_mla import files, packages
 from vllm_aiter_mla.compat import ranks
 good = {"a": (Span(1, 8 + rank, "aiter"),)}
-bad = timing.Untimed("planted")
+bad = timing.NotTimed("planted")
 for mine in (good, bad if rank else good):
     place, answers = ranks.exchange(mine)
     print(json.dumps(files.plain([place, *timing.agree(answers)])), flush=True)

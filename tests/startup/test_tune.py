@@ -195,7 +195,7 @@ def test_a_tuned_tile_serves_no_more_tokens_than_were_timed(card, tmp_path):
 def test_tune_leaves_a_wrong_tile_out(card, monkeypatch, tmp_path):
     wrong_tile(monkeypatch)
     done = tune("--type", "bf16")
-    assert done.exit_code == outputs.FINDING
+    assert done.exit_code == outputs.EXIT_FAILED
     assert done.output.count(f"WRONG, not timed: {BEST} at 2 heads") == 1
     (kept,) = tmp_path.glob("tuned-*.json")
     assert [*files.read(tuning.TunedTiles, kept).chosen.values()] == [spans((1, 16, TABLE))]
@@ -208,7 +208,7 @@ TOLD = ("kept in ", "fnuz cache:", f"{BEST}: 5.0", "bfloat16 cache:", f"{BEST}: 
 @pytest.mark.parametrize("told", range(len(TOLD)))
 def test_tune_whose_process_ends_fails_and_nothing_that_it_told_is_lost(card, monkeypatch, tmp_path, told):
     in_process.install(monkeypatch, ends={process.name_of(step.tune): told})
-    assert tune("--type", "both", "--json", str(tmp_path / "sent.json")).exit_code == outputs.FINDING
+    assert tune("--type", "both", "--json", str(tmp_path / "sent.json")).exit_code == outputs.EXIT_FAILED
     (found,) = files.read(CheckRun, tmp_path / "sent.json").steps
     assert (found.status, found.detail) == ("failed", in_process.ENDED.sentence())
     *lines, last = found.lines
@@ -226,7 +226,7 @@ def test_mutation_tiles_that_are_kept_at_the_end_only_are_caught(card, monkeypat
 
 
 def test_tune_without_a_card_looks_at_nothing(tmp_path):
-    assert tune().exit_code == outputs.NOT_LOOKED
+    assert tune().exit_code == outputs.EXIT_INCOMPLETE
     assert not list(tmp_path.glob("tuned-*.json"))
 
 

@@ -31,7 +31,7 @@ def write(rank: int = 0) -> None:
 
 
 def front_end() -> None:
-    status_files.join_run(FOLDER)
+    status_files.hold_run_lock(FOLDER)
     metrics.register_metrics(FOLDER)
 
 
@@ -81,13 +81,13 @@ def unmark() -> None:
     ENTERED.close()
 
 
-def died_before() -> str | None:
-    return first_call.died_before(FOLDER, PREFIX)
+def why_died_before() -> str | None:
+    return first_call.why_died_before(FOLDER, PREFIX)
 
 
 COMMANDS: tuple[Callable[[], object], ...] = (
     write, front_end, forked_worker_ends, spawned_worker_ends, worker_that_lives_on, sleep, fork_that_lives_on,
-    mark, unmark, died_before, os.abort,
+    mark, unmark, why_died_before, os.abort,
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -10,15 +10,15 @@ from tests.support.planted import raising
 from tests.support.statuses import NOTHING, wait_for_the_file, with_layers
 from vllm_aiter_mla import files, locks
 from vllm_aiter_mla.admission import Skip
-from vllm_aiter_mla.decided import PassedOver
+from vllm_aiter_mla.decided import RejectedKernel
 from vllm_aiter_mla.status import engine_status, metrics, status_files
 from vllm_aiter_mla.status.engine_status import EngineStatus, LayerState
-from vllm_aiter_mla.status.record import NOT_RUN, DecidedAlike, RankStatus
+from vllm_aiter_mla.status.record import NOT_RUN, DecisionGroup, RankStatus
 
 WINDOW, ROPE = Skip("sliding_window", "the layer has a sliding window"), Skip("no_rope", "found in a graph")
 RUNS = decision((1, 512, "aiter"))
 RAN = LayerState(RUNS, "aiter")
-FELL = LayerState(decision(skip=WINDOW, passed_over=(PassedOver("aiter", "why"),)), skip=WINDOW)
+FELL = LayerState(decision(skip=WINDOW, passed_over=(RejectedKernel("aiter", "why"),)), skip=WINDOW)
 DRAFT = NOTHING._replace(would_run=("aiter",))
 
 
@@ -107,7 +107,7 @@ def test_mutation_a_decided_reason_that_is_taken_for_a_kept_one_is_caught(monkey
 def test_what_is_decided_changes_for_the_layers_of_the_correction():
     status = status_of(a=RAN, b=RAN, c=FELL)
     status.update({"a": FELL})
-    assert set(status.record.decided) == {DecidedAlike(("b",), RUNS), DecidedAlike(("a", "c"), FELL.decision)}
+    assert set(status.record.decided) == {DecisionGroup(("b",), RUNS), DecisionGroup(("a", "c"), FELL.decision)}
 
 
 def forgets_what_holds_for_a_kernel_that_no_layer_runs():
@@ -130,14 +130,14 @@ def test_a_kernel_that_no_layer_runs_any_more_is_no_longer_told_of():
 
 @pytest.mark.mutation("I8")
 def test_mutation_a_correction_of_the_layers_only_is_caught(monkeypatch):
-    of_kernels = EngineStatus._of_kernels
+    of_kernels = EngineStatus._kernel_fields
 
     def stale(status, running):
         if status.record is None:
             return of_kernels(status, running)
         return {"overflows": status.record.overflows, "tuned": status.record.tuned}
 
-    monkeypatch.setattr(EngineStatus, "_of_kernels", stale)
+    monkeypatch.setattr(EngineStatus, "_kernel_fields", stale)
     with pytest.raises(AssertionError, match="the record is stale"):
         forgets_what_holds_for_a_kernel_that_no_layer_runs()
 
@@ -164,7 +164,7 @@ def comes_back(folder, monkeypatch, removed):
     """Somebody removes the plugin's files while the server runs, for instance to force a new compilation."""
     monkeypatch.setattr(engine_status, "REWRITE_S", 0.0)
     monkeypatch.setenv(status_files.RUN, f"{status_files.host_id()}-1-a")  # its workers do not hold its lock
-    run = status_files.join_run(folder)
+    run = status_files.hold_run_lock(folder)
     status = status_of(a=RAN)
     status.write(folder)
     for path in folder.glob(removed):
@@ -174,9 +174,9 @@ def comes_back(folder, monkeypatch, removed):
     status.update({"a": FELL})
     wait_for_the_file()
     assert [one.skipped for one in status_files.read_all(folder, run, pytest.fail)] == [{"a": WINDOW}], "no file"
-    assert status_files.engine_lives(folder, [status.record]), "its lock is not held"
+    assert status_files.is_engine_alive(folder, [status.record]), "its lock is not held"
     metrics.samples(folder)  # the front end is scraped
-    assert status_files.serves(folder, [status.record]), "the front end's lock is not held"
+    assert status_files.is_serving(folder, [status.record]), "the front end's lock is not held"
 
 
 @pytest.mark.parametrize("removed", ["*", "lock-*", "lock-*-1-a", "status-*"])
@@ -195,7 +195,7 @@ def test_mutation_files_that_stay_away_are_caught(tmp_path, monkeypatch, plant):
             hold(lock)
 
     if plant == "the front end's lock is not held":
-        monkeypatch.setattr(metrics, "rejoin_run", lambda folder: None)
+        monkeypatch.setattr(metrics, "renew_run_lock", lambda folder: None)
     else:
         monkeypatch.setattr(locks, "hold", hold_once)
     if plant == "no file":
@@ -217,7 +217,7 @@ def is_tried_again(folder, monkeypatch):
     status.update({"a": FELL})
     wait_for_the_file()
     assert [one.skipped for one in status_files.read_all(folder, "1-a", pytest.fail)] == [{"a": WINDOW}], "no file"
-    assert status_files.serves(folder, [status.record]), "its locks are not held"
+    assert status_files.is_serving(folder, [status.record]), "its locks are not held"
 
 
 def test_a_first_write_that_failed_is_tried_again_at_the_next_correction(tmp_path, monkeypatch):

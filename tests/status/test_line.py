@@ -7,11 +7,11 @@ import pytest
 from tests.support.decisions import decision, spans
 from tests.support.statuses import NOTHING, with_layers
 from vllm_aiter_mla.admission import ABORTED, REMEDIES, Skip
-from vllm_aiter_mla.decided import PassedOver
+from vllm_aiter_mla.decided import RejectedKernel
 from vllm_aiter_mla.status import line
 from vllm_aiter_mla.status.engine_status import EngineStatus
 from vllm_aiter_mla.status.line import status_line
-from vllm_aiter_mla.status.record import DecidedAlike, Timed, merge_ranks
+from vllm_aiter_mla.status.record import DecisionGroup, Timed, merge_ranks
 
 RECORD = with_layers(EngineStatus(), dict.fromkeys(("a", "b"), NOTHING._replace(ran="triton")))
 FEW = Timed("8 heads", ("c",), spans((1, 64, "aiter")), {64: {"aiter": 1.0, "vllm": 2.0}})
@@ -45,10 +45,10 @@ def test_the_line_says_since_when_kept_figures_hold(since, said):
 
 DIED = f"{ABORTED}: a start ended in its first call"
 PASSED_OVER = (
-    *(PassedOver(kernel, DIED, aborted=True) for kernel in ("aiter", "aiter-opt")),
-    PassedOver("vllm", "later"),
+    *(RejectedKernel(kernel, DIED, aborted=True) for kernel in ("aiter", "aiter-opt")),
+    RejectedKernel("vllm", "later"),
 )
-WITHOUT_AITER = DecidedAlike(("a", "b"), decision((1, 512, "triton"), passed_over=PASSED_OVER))
+WITHOUT_AITER = DecisionGroup(("a", "b"), decision((1, 512, "triton"), passed_over=PASSED_OVER))
 
 
 def names_what_was_left_out(ranks, head):
@@ -82,8 +82,16 @@ def test_the_line_says_once_that_the_named_kernel_is_the_one_that_was_left_out()
 
 def test_the_line_of_a_start_that_left_nothing_out_does_not_say_so():
     """Whatever the words of the reason are."""
-    without = decision((1, 512, "triton"), passed_over=(PassedOver("aiter", DIED),))
-    assert "left out" not in status_line(replace(RECORD, decided=(DecidedAlike(("a", "b"), without),)))
+    without = decision((1, 512, "triton"), passed_over=(RejectedKernel("aiter", DIED),))
+    assert "left out" not in status_line(replace(RECORD, decided=(DecisionGroup(("a", "b"), without),)))
+
+
+def test_a_rank_that_runs_another_kernel_is_named_and_does_not_agree():
+    other = replace(RECORD, rank=1, engaged=dict.fromkeys(RECORD.engaged, "aiter"))
+    assert "on 1 of 2 ranks (triton" in status_line(RECORD, other)
+    assert "; rank 1 runs aiter" in status_line(RECORD, other)
+    assert not merge_ranks([RECORD, other]).ranks_agree
+    assert merge_ranks([RECORD, replace(RECORD, rank=1)]).ranks_agree
 
 
 def test_ranks_that_fell_back_for_the_same_reason_are_named_together():

@@ -27,7 +27,7 @@ from vllm_aiter_mla import engine as engines
 from vllm_aiter_mla.admission import REMEDIES, Skip
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.decided import PassedOver
+from vllm_aiter_mla.decided import RejectedKernel
 from vllm_aiter_mla.engine import Engine
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.status import engine_status, line, metrics, status_files
@@ -427,7 +427,7 @@ def test_a_status_file_is_never_left_with_an_earlier_record(monkeypatch):
 
 @pytest.mark.mutation
 def test_mutation_two_writers_at_a_time_are_caught(monkeypatch):
-    the_status()._writing = nullcontext()
+    the_status()._write_lock = nullcontext()
     with pytest.raises(AssertionError, match="an earlier record was written last"):
         one_write_at_a_time(monkeypatch)
 
@@ -524,7 +524,7 @@ def test_a_worker_holds_the_lock_of_its_run_only_away_from_its_front_end(said, t
     ("joins", "held"), [(True, r"\[True, True\]"), (False, r"\[False, False\]")], ids=["every worker", "no worker"]
 )
 def test_mutation_a_worker_that_takes_or_leaves_the_wrong_lock_is_caught(said, tmp_path, monkeypatch, joins, held):
-    write, join = status_files.write, status_files.join_run
+    write, join = status_files.write, status_files.hold_run_lock
 
     def plant(folder, record):
         if joins:
@@ -533,7 +533,7 @@ def test_mutation_a_worker_that_takes_or_leaves_the_wrong_lock_is_caught(said, t
 
     monkeypatch.setattr(status_files, "write", plant)
     if not joins:
-        monkeypatch.setattr(status_files, "join_run", lambda folder: status_files.start_run())
+        monkeypatch.setattr(status_files, "hold_run_lock", lambda folder: status_files.run_name())
     with pytest.raises(AssertionError, match=held):
         only_a_front_end_or_another_machine_holds_the_run(tmp_path, monkeypatch)
 
@@ -734,7 +734,7 @@ def gauge(said, tmp_path, monkeypatch):
     for other in others:
         REGISTRY.unregister(other)
     monkeypatch.setattr(metrics, "_registered", [])
-    status_files.join_run(tmp_path)
+    status_files.hold_run_lock(tmp_path)
     metrics.register_metrics(tmp_path)
     metrics.register_metrics(tmp_path)  # idempotent
 
@@ -907,7 +907,7 @@ def test_mutation_a_stage_that_engages_nothing_and_agrees_is_caught(gauge, monke
 @pytest.mark.parametrize("aborted", [True, False])
 def test_metrics_tell_a_kernel_that_an_earlier_start_died_in(gauge, aborted):
     engage_all()
-    with decided((1, 512, "triton"), passed_over=(PassedOver("aiter", "why", aborted),)):
+    with decided((1, 512, "triton"), passed_over=(RejectedKernel("aiter", "why", aborted),)):
         after_warm_up()
     found = gauge("aiter_mla_aborted_before")
     assert found == ({'engine="0",kernel="aiter",model_name="m"': 1} if aborted else {})
@@ -940,7 +940,7 @@ from tests.support.statuses import NOTHING, with_layers
 from vllm_aiter_mla.status import metrics, status_files
 from vllm_aiter_mla.status.engine_status import EngineStatus
 folder = Path(sys.argv[1])
-status_files.join_run(folder)
+status_files.hold_run_lock(folder)
 metrics.register_metrics(folder)
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 def serves(kernel, *parts):

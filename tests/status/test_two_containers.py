@@ -122,7 +122,7 @@ def test_two_containers_a_server_whose_forked_child_lives_on_has_ended(server, t
     try:
         first.dies()
         assert "ended" in status_of(A)[0]
-        assert "aborted_before" in second.does("died_before")
+        assert "aborted_before" in second.does("why_died_before")
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -161,7 +161,7 @@ def test_mutation_two_containers_an_engine_of_which_the_locks_say_nothing_is_cau
     outlived, server, tmp_path, monkeypatch, holds, seen
 ):
     for module in (status_files, status_command):
-        monkeypatch.setattr(module, "engine_lives", lambda folder, ranks: holds)
+        monkeypatch.setattr(module, "is_engine_alive", lambda folder, ranks: holds)
     with pytest.raises(AssertionError, match=seen):
         is_told_until_it_ends(outlived, server, tmp_path, seconds=0.1)
 
@@ -205,7 +205,7 @@ def test_mutation_two_containers_one_lock_for_both_engines_of_a_run_is_caught(se
 def test_two_containers_a_live_marker_is_no_abort_and_stays(server, tmp_path):
     first, second = server(A), server(B)
     first.does("mark")
-    assert second.does("died_before") == "None"
+    assert second.does("why_died_before") == "None"
     (marker,) = files_in(tmp_path, "first-call-*")
     second.does("mark")
     assert len(files_in(tmp_path, "first-call-*")) == 2, "each has its own"
@@ -213,7 +213,7 @@ def test_two_containers_a_live_marker_is_no_abort_and_stays(server, tmp_path):
     assert files_in(tmp_path, "first-call-*") == [marker]
     first.does("unmark")
     assert files_in(tmp_path, "*") == []
-    assert second.does("died_before") == "None"
+    assert second.does("why_died_before") == "None"
 
 
 @pytest.mark.parametrize("how", [None, "abort"])
@@ -221,8 +221,8 @@ def test_two_containers_the_marker_of_one_that_died_is_an_abort(server, how):
     first, second = server(A), server(B)
     first.does("mark")
     first.dies(how)
-    assert "aborted_before" in second.does("died_before")
-    assert "aborted_before" in server(A).does("died_before"), "of the same run"
+    assert "aborted_before" in second.does("why_died_before")
+    assert "aborted_before" in server(A).does("why_died_before"), "of the same run"
 
 
 def test_two_containers_one_that_dies_while_the_other_is_at_it_too_is_an_abort(server):
@@ -231,7 +231,7 @@ def test_two_containers_one_that_dies_while_the_other_is_at_it_too_is_an_abort(s
     second.does("mark")
     first.dies()
     second.does("unmark")
-    assert "aborted_before" in second.does("died_before")
+    assert "aborted_before" in second.does("why_died_before")
 
 
 @pytest.fixture

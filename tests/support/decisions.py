@@ -1,7 +1,7 @@
 """Decisions about layers, from tuples."""
 
 from vllm_aiter_mla.admission import Skip
-from vllm_aiter_mla.decided import Decision, PassedOver, Span, Spans
+from vllm_aiter_mla.decided import Decision, RejectedKernel, Span, Spans
 
 
 def spans(*kernels: tuple[int, int, str]) -> Spans:
@@ -10,7 +10,7 @@ def spans(*kernels: tuple[int, int, str]) -> Spans:
 
 
 def decision(
-    *kernels: tuple[int, int, str], skip: Skip | None = None, passed_over: tuple[PassedOver, ...] = ()
+    *kernels: tuple[int, int, str], skip: Skip | None = None, passed_over: tuple[RejectedKernel, ...] = ()
 ) -> Decision:
     """A decision from (first, last, kernel) in tokens."""
     return Decision(spans(*kernels), skip, passed_over)

@@ -111,7 +111,7 @@ def answered(request: dict[str, Any], vllm: answer.LoadedVllm) -> Any:
         return planned(request, vllm)
     except BaseException as error:  # without an answer the test would wait for ever
         traceback.print_exc()
-        return child.that_can_be_pickled(error), {}
+        return child.picklable_error(error), {}
 
 
 def main(arch: str) -> None:
@@ -122,7 +122,7 @@ def main(arch: str) -> None:
     vllm = answer.load_vllm(arch)
     child.warm()
     for line in sys.stdin:
-        pickle.dump(child.in_a_fork(partial(answered, json.loads(line), vllm)), out)
+        pickle.dump(child.call_in_fork(partial(answered, json.loads(line), vllm)), out)
         out.flush()
 
 

@@ -78,7 +78,7 @@ def plan_of(
 def planned(name: str, *arguments: str, arch: str = ARCH, env: tuple[str, ...] = ENV, bug: str = "") -> dict[str, Any]:
     """The plan of the model ``name`` as the step ``plan`` has it in JSON."""
     plan, decision = plan_of(arch, env, model.find(name), arguments, bug)
-    return {**json.loads(files.text_of(plan)), "decision": decision}
+    return {**json.loads(files.to_json(plan)), "decision": decision}
 
 
 def ask(source: model.Source, asked: Any, arch: str, variables: Any, verbose: bool) -> tuple[Plan, ...]:

@@ -92,8 +92,8 @@ def whole(options: argparse.Namespace, kind: str, began: float) -> dict[str, Any
     while left and (options.dry or time.monotonic() - began < TOGETHER_S - GRACE_S):
         with tempfile.TemporaryDirectory(prefix="aiter-mla-") as scratch:
             ended = watch(command(options, folder, kind, left), environment(kind, scratch), folder, left, began)
-        if ended == outputs.NOT_LOOKED:
-            sys.exit(outputs.NOT_LOOKED)
+        if ended == outputs.EXIT_INCOMPLETE:
+            sys.exit(outputs.EXIT_INCOMPLETE)
         left = [name for name in left if not (folder / f"{name}.json").exists()]
         if left:
             write(folder, left.pop(0), {"ok": False, "failed": f"its process ended with {ended}"})
@@ -146,7 +146,7 @@ def inside(options: argparse.Namespace) -> int:
 
     if not card().is_there():
         print("first_card: a GPU is needed; --dry rehearses without one", file=sys.stderr)
-        return outputs.NOT_LOOKED
+        return outputs.EXIT_INCOMPLETE
     kind = "" if options.inside == "card" else options.inside
     for name in options.only:
         began = time.monotonic()

@@ -103,7 +103,7 @@ def main() -> None:
         if error.name not in outputs.HOST:
             raise
         typer.echo(f"vllm-aiter-mla: {error.name} is not installed here; run this where vLLM serves", err=True)
-        sys.exit(outputs.NOT_LOOKED)
+        sys.exit(outputs.EXIT_INCOMPLETE)
 
 
 def _run_command() -> None:
@@ -121,7 +121,7 @@ def _run_command() -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  or Python complains about the rest when it ends
         command = next((word for word in sys.argv[1:] if word in (*COMMANDS, *ALIASES)), "vllm-aiter-mla")
         typer.echo(f"{command}: standard output: {error.strerror}", err=True)
-        sys.exit(outputs.NOT_LOOKED)
+        sys.exit(outputs.EXIT_INCOMPLETE)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from vllm_aiter_mla import files
 
-FINE, FINDING, WRONG, NOT_LOOKED, NO_GAIN = range(5)
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INCOMPLETE, EXIT_NO_GAIN = range(5)
 """Exit statuses of every command, as ``EXIT_STATUSES`` explains them."""
 HOST = ("torch", "vllm", "triton", "numpy")
 """Packages that the plugin needs and that come with a ROCm image: the plugin's metadata does not require them."""
@@ -52,7 +52,7 @@ def width() -> int:
 
 
 @contextlib.contextmanager
-def text_apart(path: Path | None) -> Iterator[None]:
+def text_on_stderr(path: Path | None) -> Iterator[None]:
     """If ``path`` is standard output, send what is printed meanwhile to standard error: a program reads the JSON.
 
     The descriptor is redirected too, because vLLM, libraries and compilers do not print through ``sys.stdout``.
@@ -72,7 +72,7 @@ def text_apart(path: Path | None) -> Iterator[None]:
         os.close(kept)
 
 
-def write(command: str, path: Path, text: str, status: int = WRONG) -> None:
+def write(command: str, path: Path, text: str, status: int = EXIT_USAGE) -> None:
     """Write a file of a command, or to standard output if ``path`` is "-".
 
     If the file cannot be written, the command ends with one line and the exit status ``status``.
@@ -107,7 +107,7 @@ def why_not_writable(path: Path | None) -> str | None:
         return error.strerror
 
 
-def fail(message: str, status: int = WRONG) -> NoReturn:
+def fail(message: str, status: int = EXIT_USAGE) -> NoReturn:
     """End the command with one line on stderr and this exit status."""
     typer.echo(one_line(message), err=True)
     raise typer.Exit(status)

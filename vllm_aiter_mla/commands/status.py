@@ -15,8 +15,8 @@ from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.decided import Decision
 from vllm_aiter_mla.status.line import remedies, status_line
-from vllm_aiter_mla.status.record import RankStatus, add_silent, group_by_engine, merge_ranks
-from vllm_aiter_mla.status.status_files import engine_lives, read_all, serves
+from vllm_aiter_mla.status.record import RankStatus, group_by_engine, merge_ranks, with_silent_ranks
+from vllm_aiter_mla.status.status_files import is_engine_alive, is_serving, read_all
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Engines:
     engines: tuple[EngineLine, ...]
     unreadable: tuple[str, ...]
     exit: int
-    evidence: files.Stamp = files.stamped("engines")
+    evidence: files.Stamp = files.stamp_field("engines")
 
 
 ENDED = {
@@ -70,22 +70,22 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
         except PermissionError:
             outputs.fail(
                 f"status: {folder}: permission denied; run it as the server's user, or read the metrics",
-                outputs.NOT_LOOKED,
+                outputs.EXIT_INCOMPLETE,
             )
     by_engine = group_by_engine(read_all(folder, "*", bad.append))
     engines = tuple(_engine_line(folder, name, ranks) for name, ranks in by_engine.items())
     complete = engines and not bad and not any(engine.serves is None or engine.silent for engine in engines)
-    code = _exit_status(engines) if complete else outputs.NOT_LOOKED
+    code = _exit_status(engines) if complete else outputs.EXIT_INCOMPLETE
     decisions = {name: list(_decisions(ranks, layer)) if layer else [] for name, ranks in by_engine.items()}
     # The record of an engine that was skipped as a whole does not know its layers' names.
     names_known = all(rank.decided or not rank.skipped for ranks in by_engine.values() for rank in ranks)
     if layer is not None and complete and names_known and not any(decisions.values()):
         outputs.fail(f"status: --layer {layer}: no server here has a layer of that name")
-    with outputs.text_apart(json):
+    with outputs.text_on_stderr(json):
         for engine in engines:
             _print(engine, decisions[engine.run, engine.model, engine.engine])
     if json is not None:
-        outputs.write("status", json, files.text_of(Engines(engines, tuple(bad), code)))
+        outputs.write("status", json, files.to_json(Engines(engines, tuple(bad), code)))
     for why in bad:
         typer.echo(outputs.one_line(f"status: {why}"), err=True)
     if not engines and not bad:
@@ -96,7 +96,7 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
 def _exit_status(engines: Sequence[EngineLine]) -> int:
     """Return the exit status where everything could be read."""
     living = [engine.whole for engine in engines if engine.serves]
-    return outputs.FINE if living and all(living) else outputs.FINDING
+    return outputs.EXIT_OK if living and all(living) else outputs.EXIT_FAILED
 
 
 def _print(engine: EngineLine, decisions: Sequence[str]) -> None:
@@ -111,13 +111,13 @@ def _print(engine: EngineLine, decisions: Sequence[str]) -> None:
 
 def _engine_line(folder: Path, name: tuple[str, str, str], ranks: Sequence[RankStatus]) -> EngineLine:
     """Return what the files of one engine's ranks say; ``name`` is (run, model, engine)."""
-    living = serves(folder, ranks)
+    living = is_serving(folder, ranks)
     if not living:
-        outlives = engine_lives(folder, ranks) if living is False else None
+        outlives = is_engine_alive(folder, ranks) if living is False else None
         unknown = f"whether the server lives cannot be told from its locks in {folder}"
         line = unknown if outlives is None else ENDED[outlives]
         return EngineLine(*name, line, {}, serves=None if outlives is None else False, whole=False)
-    all_ranks = add_silent(ranks)
+    all_ranks = with_silent_ranks(ranks)
     merged = merge_ranks(all_ranks)
     whole = merged.ranks_agree and bool(merged.engaged) and not merged.skipped
     line = status_line(*all_ranks)

@@ -28,7 +28,7 @@ MIN_CALLS = 32  # calls in a graph, at least, so that the two events weigh nothi
 FEW_CALLS = 128  # a graph of fewer is replayed once ahead of the first event: its launch would count by 1 % and more
 QUERIES = 8  # of one measurement, in turn: a step's query has just been written, and lies in no cache of every die
 FIRST_TIMED = (1, 8, 64, 256)  # what a budget that runs out has covered
-MOST_TOKENS = 1024  # between this and the last token count nothing is timed
+MAX_TIMED_TOKENS = 1024  # between this and the last token count nothing is timed
 # Operand sets of one measurement: as many as do not fit in the caches, and no more than a graph can hold comfortably.
 MIN_SETS, MAX_SETS = 8, 400
 MOST_RESULTS = 256 << 20  # bytes that results of calls beyond the sets needed may add, and copies of the query
@@ -150,7 +150,7 @@ def calls_needed(shape: LayerShape, weight_bytes: int, tokens: int, resident: in
 
 def token_counts(limit: int) -> tuple[int, ...]:
     """Return 1, 2, 4, ... up to 1024, below ``limit``, and ``limit`` itself: 11 for 1024, 12 for more."""
-    powers = (1 << power for power in range(MOST_TOKENS.bit_length()))
+    powers = (1 << power for power in range(MAX_TIMED_TOKENS.bit_length()))
     return (*(tokens for tokens in powers if tokens < limit), limit)
 
 

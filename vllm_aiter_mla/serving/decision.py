@@ -13,7 +13,7 @@ from functools import partial
 from itertools import pairwise
 
 from vllm_aiter_mla.admission import OVERFLOW, VLLM_FASTER, Skip
-from vllm_aiter_mla.decided import VLLM, Decision, PassedOver, Span, Spans, joined, kernel_at
+from vllm_aiter_mla.decided import VLLM, Decision, RejectedKernel, Span, Spans, kernel_at, merge_spans
 from vllm_aiter_mla.kernels.stopwatch import Rounds
 from vllm_aiter_mla.settings import Settings
 
@@ -137,7 +137,7 @@ def _chosen_by_all(ranks: Sequence[Spans], tokens: int) -> str:
 
 def _passed_over(
     facts: LayerFacts, reasons: Mapping[str, str], run: Collection[str], skip: Skip | None, figures: Figures | None
-) -> Iterator[PassedOver]:
+) -> Iterator[RejectedKernel]:
     """Yield each back end that is not among those that ``run``, and why it does not."""
     behind = "it comes later in the static order"
     if figures is not None:
@@ -145,7 +145,7 @@ def _passed_over(
         behind = f"it was at no token count clearly the fastest{where}"
     for name, reason in reasons.items():
         if name not in run:
-            yield PassedOver(name, reason or (skip.message if skip else behind), facts.offers[name].aborted)
+            yield RejectedKernel(name, reason or (skip.message if skip else behind), facts.offers[name].aborted)
 
 
 def usable(facts: LayerFacts, checks: Mapping[str, Checked], settings: Settings) -> tuple[str, ...]:
@@ -244,4 +244,4 @@ def _spans_to(points: Sequence[int], choose: Callable[[int], str]) -> Spans:
 
     Neighbours with the same kernel become one span.
     """
-    return joined(Span(before + 1, tokens, choose(tokens)) for before, tokens in pairwise((0, *points)))
+    return merge_spans(Span(before + 1, tokens, choose(tokens)) for before, tokens in pairwise((0, *points)))

@@ -96,7 +96,7 @@ def self_check(
     """
     results: list[Comparison] = []
     try:
-        for is_neox in comparison.PAIRINGS:
+        for is_neox in comparison.ROTARY_STYLES:
             styled = replace(shape, is_neox=is_neox)
             results.append(result := comparison.compare_with_reference(backend, styled, limit))
             if not result.ok:

@@ -17,7 +17,7 @@ from vllm_aiter_mla.kernels.backend import Bounds, KernelBackend
 from vllm_aiter_mla.kernels.distance import Difference, difference, why_off
 from vllm_aiter_mla.kernels.inputs import OVERFLOW_FACTOR, PADDED, DecodeInputs, LayerShape, synthetic_inputs
 
-PAIRINGS = (False, True)
+ROTARY_STYLES = (False, True)
 """Rotary styles that a start checks, as ``is_neox``. Only a layer's graph, which is compiled later, shows its style."""
 PARTS: dict[str, Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
     "q nope": lambda query, rows, latent: query[..., :latent],
@@ -42,7 +42,7 @@ class Comparison:
     writes_nan: bool = False
 
 
-class Prepared(NamedTuple):
+class KernelOutput(NamedTuple):
     """The result of one call."""
 
     query: torch.Tensor  # [T, N, L+R], or [T, M, L+R] as in ``DecodeInputs.new_query``
@@ -69,9 +69,9 @@ def compare_with_reference(backend: KernelBackend, shape: LayerShape, limit: int
     Raises:
         KernelCaptureError: called inside a capture.
     """
-    _load(backend, shape)
+    _run_one_row(backend, shape)
     results: list[Comparison] = []
-    for inputs in _batches(backend, shape, limit):
+    for inputs in _one_batch_per_kernel(backend, shape, limit):
         results.append(_compare_batch(backend, inputs))
         if not results[-1].ok:
             return results[-1]
@@ -81,7 +81,7 @@ def compare_with_reference(backend: KernelBackend, shape: LayerShape, limit: int
     return next((result for result in results if result.writes_nan), results[0])
 
 
-def _load(backend: KernelBackend, shape: LayerShape) -> None:
+def _run_one_row(backend: KernelBackend, shape: LayerShape) -> None:
     """Load or compile the back end's module by a call of one row that writes nothing to the cache."""
     row = synthetic_inputs(shape, tokens=1)
     row.slot_mapping.fill_(-1)
@@ -89,7 +89,7 @@ def _load(backend: KernelBackend, shape: LayerShape) -> None:
         backend.prepare(row)
 
 
-def _batches(backend: KernelBackend, shape: LayerShape, limit: int) -> Iterator[DecodeInputs]:
+def _one_batch_per_kernel(backend: KernelBackend, shape: LayerShape, limit: int) -> Iterator[DecodeInputs]:
     """Yield one batch for each kernel of the back end, over each cache that it may meet."""
     for large in backend.caches:
         seen: set[str | None] = set()
@@ -107,19 +107,19 @@ def _compare_batch(backend: KernelBackend, inputs: DecodeInputs) -> Comparison:
     """Compare one batch: the absorb product, if the kernel makes it before its launch, then the query and the cache."""
     product = backend.absorbed(inputs) if inputs.weight.product_bound else None
     if product is not None:
-        wanted = inputs.weight.reference(inputs.q_nope)
-        if off := why_off(product, wanted, inputs.weight.product_bound):
+        expected = inputs.weight.reference(inputs.q_nope)
+        if off := why_off(product, expected, inputs.weight.product_bound):
             return Comparison(False, f"{backend.name}: self-check FAILED: its absorb product is {off}")
-    _overflow(inputs)
+    _overflow_first_row(inputs)
     before = _storage(inputs.kv_cache).clone()
-    got = Prepared(backend.prepare(inputs), inputs)
+    got = KernelOutput(backend.prepare(inputs), inputs)
     stray = stray_bytes(inputs, before)
     results = []
     # According to its source, AITER's op truncates a bf16 cache's rope part on gfx942 and turns an overflow into NaN. A
     # build that rounds, or saturates, is accepted as well.
     for numerics in backend.numerics(inputs).accepted():
-        twin = replace(inputs, kv_cache=_like(before.clone(), inputs.kv_cache))
-        wanted = Prepared(reference.prepare(twin, numerics, product), twin)
+        reference_inputs = replace(inputs, kv_cache=_view_as_cache(before.clone(), inputs.kv_cache))
+        wanted = KernelOutput(reference.prepare(reference_inputs, numerics, product), reference_inputs)
         # A product inside the launch cannot be compared before the query: its bound then applies to the query.
         query_bound = inputs.weight.product_bound if product is None else 0.0
         results.append(_compare(backend, got, wanted, query_bound, stray))
@@ -128,7 +128,9 @@ def _compare_batch(backend: KernelBackend, inputs: DecodeInputs) -> Comparison:
     return results[0]
 
 
-def _compare(backend: KernelBackend, got: Prepared, wanted: Prepared, query_bound: float, stray: int) -> Comparison:
+def _compare(
+    backend: KernelBackend, got: KernelOutput, wanted: KernelOutput, query_bound: float, stray: int
+) -> Comparison:
     """Compare the query and the written KV rows of a call with those of the reference.
 
     Args:
@@ -138,7 +140,7 @@ def _compare(backend: KernelBackend, got: Prepared, wanted: Prepared, query_boun
         query_bound: how far the un-rotated query may be off by its norm, where it holds a product; 0 where not.
         stray: bytes that changed outside the written rows.
     """
-    (q_out, inputs), (expected, twin) = got, wanted
+    (q_out, inputs), (expected, reference_inputs) = got, wanted
     if q_out.shape[1] in (inputs.num_heads, inputs.out_heads):
         q_out, expected = inputs.real_heads(q_out), inputs.real_heads(expected)
     if q_out.shape != expected.shape or q_out.dtype != expected.dtype:
@@ -146,7 +148,7 @@ def _compare(backend: KernelBackend, got: Prepared, wanted: Prepared, query_boun
         return Comparison(False, f"{backend.name}: returned {given}, expected {due}")
     bounds, latent = backend.bounds, inputs.latent_dim
     written = inputs.slot_mapping[inputs.slot_mapping >= 0]
-    got_rows, wanted_rows = (operands.kv_cache.flatten(0, 1)[written] for operands in (inputs, twin))
+    got_rows, wanted_rows = (operands.kv_cache.flatten(0, 1)[written] for operands in (inputs, reference_inputs))
     if not written.numel():
         return Comparison(False, f"{backend.name}: self-check FAILED: no row to compare")
     parts = {name: (part(q_out, got_rows, latent), part(expected, wanted_rows, latent)) for name, part in PARTS.items()}
@@ -182,7 +184,7 @@ def stray_bytes(inputs: DecodeInputs, before: torch.Tensor) -> int:
         before: the cache's storage before the call, [bytes] uint8.
     """
     changed = _storage(inputs.kv_cache) != before
-    rows = _like(changed, inputs.kv_cache).flatten(0, 1)
+    rows = _view_as_cache(changed, inputs.kv_cache).flatten(0, 1)
     rows[inputs.slot_mapping[inputs.slot_mapping >= 0]] = False
     return int(changed.sum())
 
@@ -192,7 +194,7 @@ def _storage(cache: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
 
 
-def _like(storage: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+def _view_as_cache(storage: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     """Return the part of a storage where a contiguous cache lies, in the cache's shape.
 
     A uint8 storage is viewed as the cache's dtype. A bool storage, which has one element a byte, stays one.
@@ -203,7 +205,7 @@ def _like(storage: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     return part.view(shape) if storage.dtype == torch.bool else part.view(cache.dtype).view(shape)
 
 
-def _overflow(inputs: DecodeInputs) -> None:
+def _overflow_first_row(inputs: DecodeInputs) -> None:
     """Put a row beyond fp8's range: all but its un-rotated query, on whose size the bounds of a product depend."""
     inputs.q[0, :, inputs.nope_dim :] *= OVERFLOW_FACTOR
     inputs.k_pe[0] *= OVERFLOW_FACTOR

@@ -74,8 +74,8 @@ def leave_out_unsafe(backends: Backends, folder: Path) -> dict[str, Marker]:
         if not names or arch == "cpu" or (family == "AITER" and arch not in ARCHITECTURES):
             continue
         prefix = prefix_of(family, backends.platform)
-        died = died_before(folder, prefix)
-        reason = died or why_not_told(folder, prefix) or why_not_marked(folder, prefix)
+        died = why_died_before(folder, prefix)
+        reason = died or why_liveness_unknown(folder, prefix) or why_cannot_mark(folder, prefix)
         if reason is None:
             markers |= dict.fromkeys(names, Marker(family, prefix))
             continue
@@ -120,7 +120,7 @@ class FirstCall:
     """The record in a marker's file."""
 
     run: str  # of the server that makes the call
-    evidence: files.Stamp = files.stamped("first-call")
+    evidence: files.Stamp = files.stamp_field("first-call")
 
 
 def remove_abandoned_locks(folder: Path) -> None:
@@ -131,7 +131,7 @@ def remove_abandoned_locks(folder: Path) -> None:
             locks.remove_if_free(lock)
 
 
-def died_before(folder: Path, prefix: str) -> str | None:
+def why_died_before(folder: Path, prefix: str) -> str | None:
     """Return why a build must not be called, if a process has died in its first call and left its marker; else None."""
     if any(held is False for _, held in _markers_of_others(folder, prefix)):
         ended = "a start ended in its first call, or somebody ended that start"
@@ -139,7 +139,7 @@ def died_before(folder: Path, prefix: str) -> str | None:
     return None
 
 
-def why_not_told(folder: Path, prefix: str) -> str | None:
+def why_liveness_unknown(folder: Path, prefix: str) -> str | None:
     """Return why nobody can tell whether a process has died in a first call, else None.
 
     Another user's start in a shared folder may have a lock that this process cannot read.
@@ -162,7 +162,7 @@ def _markers_of_others(folder: Path, prefix: str) -> Iterator[tuple[Path, bool |
             yield path, held
 
 
-def why_not_marked(folder: Path, prefix: str) -> str | None:
+def why_cannot_mark(folder: Path, prefix: str) -> str | None:
     """Return why first calls cannot be marked, else None. Without a marker the next start would repeat the call."""
     try:
         with marked(folder, prefix):
@@ -186,28 +186,28 @@ def marked(folder: Path, prefix: str) -> Iterator[None]:
     lock = _lock_of(path)
     if not locks.hold(lock):
         raise OSError(f"{lock}: somebody else holds it")
-    stays = False
+    keep_marker = False
     try:
         if not locks.is_held(lock):
             raise OSError(f"{lock}: nobody could tell that it is held")
-        with _ended_by_signals() as heard:
+        with _ended_by_signals() as received:
             try:
-                files.write(path, FirstCall(status_files.start_run()))
+                files.write(path, FirstCall(status_files.run_name()))
                 yield
             except SystemExit:
-                stays = not heard  # without a signal it was a library that ended the process
+                keep_marker = not received  # without a signal it was a library that ended the process
                 raise
             except Exception as error:
-                if heard:  # a library has made this error of the first SystemExit
-                    raise SystemExit(128 + heard[-1]) from error
+                if received:  # a library has made this error of the first SystemExit
+                    raise SystemExit(128 + received[-1]) from error
                 raise
             finally:
-                if not stays:  # before the signals' own handlers are back
+                if not keep_marker:  # before the signals' own handlers are back
                     path.unlink(missing_ok=True)
-        if heard:  # a library has swallowed the first SystemExit
-            raise SystemExit(128 + heard[-1])
+        if received:  # a library has swallowed the first SystemExit
+            raise SystemExit(128 + received[-1])
     finally:
-        if not stays:
+        if not keep_marker:
             path.unlink(missing_ok=True)
             locks.release(lock)
 
@@ -223,10 +223,10 @@ def _ended_by_signals() -> Iterator[list[int]]:
     compiler, but not during a call of C++.
     """
     handlers: dict[int, Any] = {}
-    heard: list[int] = []
+    received: list[int] = []
 
     def end(number: int, frame: Any) -> None:
-        heard.append(number)
+        received.append(number)
         if callable(handlers[number]):
             handlers[number](number, frame)
         raise SystemExit(128 + number)
@@ -237,7 +237,7 @@ def _ended_by_signals() -> Iterator[list[int]]:
     for number in replaced:
         signal.signal(number, end)
     try:
-        yield heard
+        yield received
     finally:
         for number in replaced:
             if signal.getsignal(number) is end:

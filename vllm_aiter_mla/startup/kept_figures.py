@@ -38,7 +38,7 @@ class Measured:
 
     key: dict[str, JsonValue]
     rounds: Rounds
-    evidence: files.Stamp = files.stamped("measured")
+    evidence: files.Stamp = files.stamp_field("measured")
 
     def __post_init__(self) -> None:
         for tokens, by_name in self.rounds.items():

@@ -18,7 +18,7 @@ from vllm_aiter_mla.kernels.distance import difference
 from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.reference import gather_cos_sin, rotate
 from vllm_aiter_mla.serving.layer import Layer
-from vllm_aiter_mla.startup.comparison import PAIRINGS
+from vllm_aiter_mla.startup.comparison import ROTARY_STYLES
 
 
 class RotationError(RuntimeError):
@@ -46,18 +46,18 @@ def compare_rotation(kernel: Callable[..., None], shape: LayerShape) -> None:
         RotationError: more than one value in a hundred differs from the rotation rounded once, or one value
             differs by two steps.
     """
-    for is_neox in PAIRINGS:
-        given = synthetic_inputs(replace(shape, is_neox=is_neox))
-        rows = {"q": given.q[..., given.nope_dim :], "k": given.k_pe.unsqueeze(1)}
-        cos, sin = (half.unsqueeze(1) for half in gather_cos_sin(given.cos_sin_cache, given.positions))
-        wanted = {name: rotate(x, cos, sin, is_neox).to(x.dtype) for name, x in rows.items()}
-        kernel(given.positions, *rows.values(), given.cos_sin_cache, is_neox)
+    for is_neox in ROTARY_STYLES:
+        inputs = synthetic_inputs(replace(shape, is_neox=is_neox))
+        rows = {"q": inputs.q[..., inputs.nope_dim :], "k": inputs.k_pe.unsqueeze(1)}
+        cos, sin = (half.unsqueeze(1) for half in gather_cos_sin(inputs.cos_sin_cache, inputs.positions))
+        expected = {name: rotate(x, cos, sin, is_neox).to(x.dtype) for name, x in rows.items()}
+        kernel(inputs.positions, *rows.values(), inputs.cos_sin_cache, is_neox)
         for name, x in rows.items():
-            found = difference(x, wanted[name])
-            if found.steps > EXACT.rope_steps or found.share > EXACT.rope_share:
+            apart = difference(x, expected[name])
+            if apart.steps > EXACT.rope_steps or apart.share > EXACT.rope_share:
                 raise RotationError(
                     "vLLM's rotary kernel differs from a rotation that rounds once "
-                    f"({'NeoX' if is_neox else 'GPT-J'} pairs): {name} {found.steps} step(s) on {found.share:.2%}"
+                    f"({'NeoX' if is_neox else 'GPT-J'} pairs): {name} {apart.steps} step(s) on {apart.share:.2%}"
                 )
 
 

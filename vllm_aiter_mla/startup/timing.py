@@ -41,8 +41,8 @@ from vllm_aiter_mla.startup import kept_figures
 from vllm_aiter_mla.status.record import Timed
 
 VLLMS_RUN = "vLLM's own kernels run"
-NO_RIVAL = "vLLM's own kernels cannot be timed here"
-NOT_TO_TIME = "its kernels were not to be timed"
+NO_BASELINE = "vLLM's own kernels cannot be timed here"
+NOT_REQUESTED = "its kernels were not to be timed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +55,22 @@ class ShapeFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Untimed:
+class NotTimed:
     """Nothing could be timed: on a whole rank, or on one of its layer shapes."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class NoneOfOurs:
+class NoKernelOfOurs:
     """No kernel of ours may run the layers of a shape on this rank, however fast it is."""
 
     why: str
 
 
-Choice = Spans | NoneOfOurs | Untimed
+Choice = Spans | NoKernelOfOurs | NotTimed
 """What a rank answers for one layer shape."""
-Answer = dict[str, Choice] | Untimed
+Answer = dict[str, Choice] | NotTimed
 """What a rank hands over to the others: its choice by layer shape in words, or why the whole rank has none."""
 
 
@@ -80,16 +80,16 @@ class RankTiming:
 
     answer: Answer
     groups: Mapping[str, Sequence[Layer]]  # the layers of each shape; see ``_by_shape``
-    timings: Mapping[str, ShapeFigures | Untimed]  # of the shapes for which there is something to choose
+    timings: Mapping[str, ShapeFigures | NotTimed]  # of the shapes for which there is something to choose
     seconds: float  # spent of the budget
 
     @property
     def num_timed(self) -> int:
         """How many layer shapes this start has timed, or has tried to time."""
-        return sum(isinstance(timing, Untimed) or timing.was_timed for timing in self.timings.values())
+        return sum(isinstance(timing, NotTimed) or timing.was_timed for timing in self.timings.values())
 
 
-class Trouble(NamedTuple):
+class RankReason(NamedTuple):
     """Why a rank could not time a layer shape, or has no kernel of ours that may run it."""
 
     rank: int
@@ -100,16 +100,16 @@ class Trouble(NamedTuple):
         return f"rank {self.rank}: {self.why}"
 
 
-Agreed = tuple[Spans, ...] | Trouble
+Agreement = tuple[Spans, ...] | RankReason
 """What each rank has chosen for a layer shape, or why vLLM's own kernels run it on all of them."""
 
 
 class Outcome(NamedTuple):
     """What has come of the exchange on this rank."""
 
-    troubles: list[Trouble]  # that kept kernels from being timed
-    num_agreed: int  # layer shapes that were timed on all their ranks, those of other pipeline stages included
-    is_logged_here: bool  # whether this rank logs for all of them
+    troubles: list[RankReason]  # that kept kernels from being timed
+    num_timed_shapes: int  # layer shapes that were timed on all their ranks, those of other pipeline stages included
+    logs_here: bool  # whether this rank logs for all of them
 
 
 def time_kernels(config: Any, settings: Settings, layers: Sequence[Layer], limit: int | None, rank: int) -> None:
@@ -126,34 +126,34 @@ def time_kernels(config: Any, settings: Settings, layers: Sequence[Layer], limit
     """
     layers = [layer for layer in layers if VLLM in layer.backends.names]  # on a CPU the reference has no rival
     try:
-        if not _is_asked_for(config, settings):
+        if not _is_timing_on(config, settings):
             return
     except Exception as error:  # every rank raises the same here, so none of them waits for this one
-        troubles = [Trouble(rank, None, _in_one_line(error))]
-        _leave_untimed(layers, {}, troubles)
-        _warn(troubles, num_agreed=0)
+        troubles = [RankReason(rank, None, _in_one_line(error))]
+        _give_reasons(layers, {}, troubles)
+        _warn(troubles, num_timed_shapes=0)
         return
     this_rank = _time_this_rank(config, layers, limit, rank)
     outcome = _exchange_and_run(this_rank, rank)
-    _leave_untimed(layers, this_rank.groups, outcome.troubles)
+    _give_reasons(layers, this_rank.groups, outcome.troubles)
     # Not earlier: the traceback of an exception holds what was allocated until the exception has been handled.
     if this_rank.num_timed:
         with log.warned("the memory of the timing could not be given back"):
             card().give_back()
-    if outcome.troubles and outcome.is_logged_here:
-        _warn(outcome.troubles, outcome.num_agreed)
-    elif this_rank.num_timed and outcome.is_logged_here:
+    if outcome.troubles and outcome.logs_here:
+        _warn(outcome.troubles, outcome.num_timed_shapes)
+    elif this_rank.num_timed and outcome.logs_here:
         spent = f"{this_rank.seconds:.1f} s, with a budget of {stopwatch.BUDGET_S:g} s"
         log.say(logging.INFO, f"kernels timed on this card in {spent}: {this_rank.num_timed} layer shape(s)")
 
 
-def hand_over_failed_load(config: Any, settings: Settings) -> None:
+def announce_failed_load(config: Any, settings: Settings) -> None:
     """Take part in the exchange of ``time_kernels`` for a rank whose model could not be loaded."""
-    if _is_asked_for(config, settings):
-        ranks.exchange(Untimed("its model could not be loaded"))
+    if _is_timing_on(config, settings):
+        ranks.exchange(NotTimed("its model could not be loaded"))
 
 
-def _is_asked_for(config: Any, settings: Settings) -> bool:
+def _is_timing_on(config: Any, settings: Settings) -> bool:
     """Return whether to time at all, from facts that every rank of the engine reads alike."""
     return settings.measures and config.device_config.device_type == card().torch_device
 
@@ -163,8 +163,8 @@ def _is_asked_for(config: Any, settings: Settings) -> bool:
 
 def _time_this_rank(config: Any, layers: Sequence[Layer], limit: int | None, rank: int) -> RankTiming:
     """Time the kernels of each layer shape and choose among them. Never raises: an error becomes the rank's answer."""
-    answer: Answer = Untimed("its kernels could not be checked")
-    groups, timings = dict[str, list[Layer]](), dict[str, ShapeFigures | Untimed]()
+    answer: Answer = NotTimed("its kernels could not be checked")
+    groups, timings = dict[str, list[Layer]](), dict[str, ShapeFigures | NotTimed]()
     budget = stopwatch.Budget()
     try:
         if limit is not None:
@@ -177,7 +177,7 @@ def _time_this_rank(config: Any, layers: Sequence[Layer], limit: int | None, ran
                     timings[shape] = _time_shape(config, first, backends, counts, budget, rank)
             answer = _choose(groups, timings)
     except Exception as error:
-        answer = Untimed(_in_one_line(error))
+        answer = NotTimed(_in_one_line(error))
     return RankTiming(answer, groups, timings, stopwatch.BUDGET_S - budget.left)
 
 
@@ -198,7 +198,7 @@ def _time_shape(
     counts: Sequence[int],
     budget: stopwatch.Budget,
     rank: int,
-) -> ShapeFigures | Untimed:
+) -> ShapeFigures | NotTimed:
     """Return the figures of a layer's shape: those that earlier starts have kept, and new ones for other token counts.
 
     Args:
@@ -234,7 +234,7 @@ def _time_shape(
             if untimed := len(set(missing) - set(new_rounds)):  # the figures of other token counts still hold
                 log.say(logging.INFO, f"{shape.in_words()}: {untimed} token count(s) were not timed: {reason}")
     except Exception as error:
-        return Untimed(_in_one_line(error))
+        return NotTimed(_in_one_line(error))
     rounds = dict(sorted((kept_rounds | new_rounds).items()))
     if new_rounds:  # before the exchange: whatever another rank answers, the next start need not time them again
         with log.warned("the measured figures could not be kept"):
@@ -242,7 +242,7 @@ def _time_shape(
     return ShapeFigures(rounds, kept.evidence.time if kept and not new_rounds else None, bool(missing))
 
 
-def _choose(groups: Mapping[str, Sequence[Layer]], timings: Mapping[str, ShapeFigures | Untimed]) -> dict[str, Choice]:
+def _choose(groups: Mapping[str, Sequence[Layer]], timings: Mapping[str, ShapeFigures | NotTimed]) -> dict[str, Choice]:
     """Return what this rank chooses for each layer shape by its figures, or why it cannot choose.
 
     The ranks agree by shape, so one layer that is stopped decides for all layers of its shape.
@@ -250,19 +250,19 @@ def _choose(groups: Mapping[str, Sequence[Layer]], timings: Mapping[str, ShapeFi
     chosen = dict[str, Choice]()
     for shape, group in groups.items():
         first, last, timing = group[0], group[-1], timings.get(shape)
-        if isinstance(timing, Untimed):  # said even if a layer is stopped
+        if isinstance(timing, NotTimed):  # said even if a layer is stopped
             chosen[shape] = timing
         elif (skip := last.decision.skip) is not None:
-            chosen[shape] = NoneOfOurs(skip.message)
+            chosen[shape] = NoKernelOfOurs(skip.message)
         elif timing is None:
-            chosen[shape] = Untimed(NO_RIVAL)
+            chosen[shape] = NotTimed(NO_BASELINE)
         else:
             decision = decide(first.facts(), first.checks, Figures(timing.rounds), first.backends.settings)
-            chosen[shape] = decision.kernels or _only_vllms(max(timing.rounds))
+            chosen[shape] = decision.kernels or _vllm_spans(max(timing.rounds))
     return chosen
 
 
-def _only_vllms(most: int) -> Spans:
+def _vllm_spans(most: int) -> Spans:
     """Return the choice of vLLM's own kernels up to ``most`` tokens."""
     return (Span(1, most, VLLM),)
 
@@ -280,20 +280,20 @@ def _exchange_and_run(this_rank: RankTiming, rank: int) -> Outcome:
         index, answers = ranks.exchange(this_rank.answer)
         agreed, troubles = agree(answers)
     except Exception as error:
-        return Outcome([Trouble(rank, None, _in_one_line(error))], 0, is_logged_here=True)
-    shapes, is_logged_here = {shape for shape, found in agreed.items() if not isinstance(found, Trouble)}, index == 0
+        return Outcome([RankReason(rank, None, _in_one_line(error))], 0, logs_here=True)
+    shapes, logs_here = {shape for shape, found in agreed.items() if not isinstance(found, RankReason)}, index == 0
     for shape, timing in this_rank.timings.items():
         if shape in agreed and isinstance(timing, ShapeFigures):
             try:
                 _run_as_agreed(shape, this_rank.groups[shape], timing, agreed[shape])
             except Exception as error:
-                troubles.insert(0, Trouble(rank, shape, _in_one_line(error)))
+                troubles.insert(0, RankReason(rank, shape, _in_one_line(error)))
                 shapes.discard(shape)
-                is_logged_here = True  # no other rank knows of it
-    return Outcome(troubles, len(shapes), is_logged_here)
+                logs_here = True  # no other rank knows of it
+    return Outcome(troubles, len(shapes), logs_here)
 
 
-def agree(answers: Sequence[Answer]) -> tuple[dict[str, Agreed], list[Trouble]]:
+def agree(answers: Sequence[Answer]) -> tuple[dict[str, Agreement], list[RankReason]]:
     """Return what the ranks agree on by layer shape, and why shapes are missing. Pure, so every rank gets the same.
 
     A shape is missing if one of its ranks could not time it. All are missing if a rank could time nothing, because its
@@ -302,53 +302,55 @@ def agree(answers: Sequence[Answer]) -> tuple[dict[str, Agreed], list[Trouble]]:
     Args:
         answers: of all ranks, in their order.
     """
-    agreed, troubles = dict[str, Agreed](), list[Trouble]()
+    agreed, troubles = dict[str, Agreement](), list[RankReason]()
     for rank, answer in enumerate(answers):
-        if isinstance(answer, Untimed):
-            troubles.append(Trouble(rank, None, answer.why))
+        if isinstance(answer, NotTimed):
+            troubles.append(RankReason(rank, None, answer.why))
             continue
         for shape, choice in answer.items():
             before = agreed.get(shape, ())
-            if isinstance(choice, Untimed):
-                troubles.append(Trouble(rank, shape, choice.why))
-            elif isinstance(before, Trouble):
+            if isinstance(choice, NotTimed):
+                troubles.append(RankReason(rank, shape, choice.why))
+            elif isinstance(before, RankReason):
                 continue  # the first such rank is named
-            elif isinstance(choice, NoneOfOurs):
-                agreed[shape] = Trouble(rank, shape, choice.why)
+            elif isinstance(choice, NoKernelOfOurs):
+                agreed[shape] = RankReason(rank, shape, choice.why)
             else:
                 agreed[shape] = (*before, choice)
     missing = {trouble.shape for trouble in troubles}
     return {shape: found for shape, found in agreed.items() if not missing & {shape, None}}, troubles
 
 
-def _run_as_agreed(shape: str, group: Sequence[Layer], figures: ShapeFigures, agreed: Agreed) -> None:
+def _run_as_agreed(shape: str, group: Sequence[Layer], figures: ShapeFigures, agreed: Agreement) -> None:
     """Let the layers of a shape run what this rank's figures and the answers of all ranks say."""
-    if isinstance(agreed, Trouble):
+    if isinstance(agreed, RankReason):
         found = Figures(figures.rounds, why=str(agreed))
     else:
         found = Figures(figures.rounds, ranks=agreed)
     for layer in group:
         layer.timed(found)
     names = tuple(layer.name for layer in group)
-    runs = group[0].decision.kernels or _only_vllms(max(figures.rounds))
+    runs = group[0].decision.kernels or _vllm_spans(max(figures.rounds))
     us, kept_since = stopwatch.medians(figures.rounds), figures.kept_since or ""
     group[0].engine_status.add_timed(Timed(shape, names, runs, us, kept_since))
 
 
-def _leave_untimed(layers: Sequence[Layer], groups: Mapping[str, Sequence[Layer]], troubles: Sequence[Trouble]) -> None:
+def _give_reasons(
+    layers: Sequence[Layer], groups: Mapping[str, Sequence[Layer]], troubles: Sequence[RankReason]
+) -> None:
     """Tell the layers of shapes that were not timed, or that could not be given their figures, why they have none."""
     shape_of = {layer.name: shape for shape, group in groups.items() for layer in group}
     for layer in layers:
         shapes = (None, shape_of.get(layer.name))
         why = next((str(trouble) for trouble in troubles if trouble.shape in shapes), "")
         if why or not layer.is_timed:
-            layer.timed(Figures(why=why or NOT_TO_TIME))
+            layer.timed(Figures(why=why or NOT_REQUESTED))
 
 
-def _warn(troubles: Sequence[Trouble], num_agreed: int) -> None:
+def _warn(troubles: Sequence[RankReason], num_timed_shapes: int) -> None:
     """Log why kernels could not be timed, the first trouble in full, and how many layer shapes were timed."""
     more = f" (and {len(troubles) - 1} more)" if len(troubles) > 1 else ""
-    timed = f"; {num_agreed} other layer shape(s) were timed" if num_agreed else ""
+    timed = f"; {num_timed_shapes} other layer shape(s) were timed" if num_timed_shapes else ""
     log.say_once(logging.WARNING, f"the kernels could not be timed: {troubles[0]}{more}; {VLLMS_RUN}{timed}")
 
 

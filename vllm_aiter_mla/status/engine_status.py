@@ -19,7 +19,7 @@ from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.decided import Decision
 from vllm_aiter_mla.status import status_files
-from vllm_aiter_mla.status.record import NOT_RUN, WHOLE_ENGINE, DecidedAlike, RankStatus, Timed
+from vllm_aiter_mla.status.record import NOT_RUN, WHOLE_ENGINE, DecisionGroup, RankStatus, Timed
 
 REWRITE_S = 1.0
 """Seconds from a correction to the corrected status file."""
@@ -59,7 +59,7 @@ class EngineStatus:
     path: Path | None = None  # of the status file; None before ``write``
     instance: str = field(default_factory=partial(secrets.token_hex, 4))  # as in ``RankStatus``
     _timer: Timer | None = None  # runs until the file is written again
-    _writing: Any = field(default_factory=Lock)  # held while the file is written, so the last record is written last
+    _write_lock: Any = field(default_factory=Lock)  # held while the file is written, so the last record is written last
 
     # What passes and start-up find.
 
@@ -130,10 +130,10 @@ class EngineStatus:
             engine=engine,
             run=run,
             instance=self.instance,
-            **self._what_layers_do(),
+            **self._layer_fields(),
         )
 
-    def _what_layers_do(self) -> dict[str, Any]:
+    def _layer_fields(self) -> dict[str, Any]:
         """Return the fields of the record that change with the states of the layers."""
         engaged = self._engaged()
         return {
@@ -141,7 +141,7 @@ class EngineStatus:
             "engaged": engaged,
             "skipped": self._skipped(engaged),
             "decided": self._decided_alike(),
-            **self._of_kernels({*engaged.values()}),
+            **self._kernel_fields({*engaged.values()}),
         }
 
     def _engaged(self) -> dict[str, str]:
@@ -162,13 +162,13 @@ class EngineStatus:
             if name not in engaged
         }
 
-    def _decided_alike(self) -> tuple[DecidedAlike, ...]:
+    def _decided_alike(self) -> tuple[DecisionGroup, ...]:
         names_by_decision: dict[Decision, list[str]] = {}
         for name, state in self.layers.items():
             names_by_decision.setdefault(state.decision, []).append(name)
-        return tuple(DecidedAlike(tuple(names), decision) for decision, names in names_by_decision.items())
+        return tuple(DecisionGroup(tuple(names), decision) for decision, names in names_by_decision.items())
 
-    def _of_kernels(self, running: set[str]) -> dict[str, Any]:
+    def _kernel_fields(self, running: set[str]) -> dict[str, Any]:
         """Return the fields of the record that concern kernels, for those that run some layer."""
         return {
             "overflows": tuple(sorted(self.overflows & running)),
@@ -192,7 +192,7 @@ class EngineStatus:
         if earlier is None:
             return {}, []
         self.layers.update(layers)
-        self.record = record = replace(earlier, **self._what_layers_do(), evidence=files.stamp("status"))
+        self.record = record = replace(earlier, **self._layer_fields(), evidence=files.stamp("status"))
         self._write_soon()
         fell_back = {name: skip for name, skip in record.skipped.items() if name in earlier.engaged}
         return fell_back, [name for name in record.engaged if earlier.skipped.get(name, NOT_RUN) != NOT_RUN]
@@ -207,7 +207,7 @@ class EngineStatus:
         """
         if self.record is not None:
             self.path = status_files.path_of(folder, self.record)
-            with self._writing:
+            with self._write_lock:
                 status_files.write(folder, self.record)
 
     def _write_soon(self) -> None:
@@ -219,7 +219,7 @@ class EngineStatus:
     def _write_again(self) -> None:
         """Write the record where it was written before, unless the file there belongs to another engine by now."""
         self._timer = None  # first, so that a layer that fails from now on starts another timer
-        with log.warned("the status file could not be corrected"), self._writing:
+        with log.warned("the status file could not be corrected"), self._write_lock:
             if self.path is not None and self.record is not None and not _is_of_another_engine(self.path, self.record):
                 status_files.write(self.path.parent, self.record)
 

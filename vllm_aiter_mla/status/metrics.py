@@ -13,8 +13,8 @@ from typing import Any
 
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.status.line import aborted
-from vllm_aiter_mla.status.record import RankStatus, add_silent, group_by_engine, merge_ranks
-from vllm_aiter_mla.status.status_files import read_all, rejoin_run, serves, start_run
+from vllm_aiter_mla.status.record import RankStatus, group_by_engine, merge_ranks, with_silent_ranks
+from vllm_aiter_mla.status.status_files import is_serving, read_all, renew_run_lock, run_name
 
 LAYERS = "aiter_mla_layers"
 """Name of the metric that counts layers. vLLM clears every metric whose name holds "vllm" when it builds its own."""
@@ -135,10 +135,10 @@ def samples(folder: Path) -> dict[str, Samples]:
     ended.
     """
     with suppress(OSError):  # a worker that cannot write its status there says so
-        rejoin_run(folder)
+        renew_run_lock(folder)
     found: dict[str, Samples] = {name: {} for name in METRICS}
-    for (_, *engine), records in group_by_engine(read_all(folder, start_run(), _say_left_out)).items():
-        of_engine = {} if serves(folder, records) is False else _samples_of_engine(records)
+    for (_, *engine), records in group_by_engine(read_all(folder, run_name(), _say_left_out)).items():
+        of_engine = {} if is_serving(folder, records) is False else _samples_of_engine(records)
         for name, values in of_engine.items():
             found[name] |= {(*engine, *labels): value for labels, value in values.items()}
     return found
@@ -146,7 +146,7 @@ def samples(folder: Path) -> dict[str, Samples]:
 
 def _samples_of_engine(records: Sequence[RankStatus]) -> dict[str, Samples]:
     """Return the samples of one engine, whose labels lack ``ENGINE_LABELS``."""
-    merged = merge_ranks(add_silent(records))
+    merged = merge_ranks(with_silent_ranks(records))
     engaged = merged.engaged_everywhere
     skipped = (merged.engaged | merged.skipped).keys() - engaged
     layers_by_span: dict[tuple[str, ...], set[str]] = {}

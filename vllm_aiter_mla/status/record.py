@@ -46,7 +46,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class DecidedAlike:
+class DecisionGroup:
     """Layers for which the same was decided."""
 
     layers: tuple[str, ...]
@@ -73,7 +73,7 @@ class RankStatus:
     decode_limit: int  # in tokens
     kv_cache_dtype: str  # as vLLM spells it
     tuned: dict[str, str] = field(default_factory=dict)  # layer shape in words to its tuned tiles, if the kernel runs
-    decided: tuple[DecidedAlike, ...] = ()
+    decided: tuple[DecisionGroup, ...] = ()
     capture_sizes: tuple[int, ...] = ()  # token counts of the engine's CUDA graphs; empty without graphs
     full_graphs: tuple[int, ...] = ()  # those of full graphs of decode batches
     model_name: str | None = None  # this and ``engine`` as in vLLM's metrics; None if unknown
@@ -81,7 +81,7 @@ class RankStatus:
     run: str = ""  # name of the server's run
     instance: str = ""  # random name of the engine: one process may start several, one after the other
     ranks: Count = 0  # number of ranks of the engine; 0 if unknown
-    evidence: files.Stamp = files.stamped("status")
+    evidence: files.Stamp = files.stamp_field("status")
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _first_values(items: Iterable[tuple[Key, Value]]) -> dict[Key, Value]:
     return found
 
 
-def add_silent(records: Sequence[RankStatus]) -> list[RankStatus | None]:
+def with_silent_ranks(records: Sequence[RankStatus]) -> list[RankStatus | None]:
     """Return the records of an engine's ranks, at least one, and None for each rank that has none here."""
     return [*records, *[None] * (max(record.ranks for record in records) - len(records))]
 

@@ -15,7 +15,7 @@ class Skips:
     """The reasons of a cold start, for warm ones."""
 
     skipped: dict[str, Skip]  # by layer
-    evidence: files.Stamp = files.stamped("skips")
+    evidence: files.Stamp = files.stamp_field("skips")
 
 
 def read(folder: Path, key: str, rank: int) -> dict[str, Skip]:

@@ -25,7 +25,7 @@ UNFINISHED_S = 24 * 3600
 """Seconds after which nobody writes a file any more: the process that began to write was killed."""
 
 
-def start_run() -> str:
+def run_name() -> str:
     """Name this server's run in the environment, unless a parent process has done so, and return the name."""
     return os.environ.setdefault(RUN, f"{host_id()}-{os.getpid()}-{secrets.token_hex(4)}")
 
@@ -35,7 +35,7 @@ def host_id() -> str:
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 
 
-def join_run(folder: Path) -> str:
+def hold_run_lock(folder: Path) -> str:
     """Return the name of this server's run; hold its lock to the end of this process, unless another process does.
 
     The front end calls this first. Workers on another machine (Ray) call it too: they have a folder of their own, where
@@ -48,19 +48,19 @@ def join_run(folder: Path) -> str:
         OSError: the lock cannot be taken.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    run = start_run()
+    run = run_name()
     locks.hold(_lock_of_run(folder, run))
     return run
 
 
-def rejoin_run(folder: Path) -> str:
+def renew_run_lock(folder: Path) -> str:
     """Return the name of this server's run, whose lock may have been removed with the folder: then join the run again.
 
     Raises:
         OSError: the lock cannot be taken.
     """
-    run = start_run()
-    return join_run(folder) if locks.is_held(_lock_of_run(folder, run)) is False else run
+    run = run_name()
+    return hold_run_lock(folder) if locks.is_held(_lock_of_run(folder, run)) is False else run
 
 
 def path_of(folder: Path, record: RankStatus) -> Path:
@@ -84,7 +84,7 @@ def write(folder: Path, record: RankStatus) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     # A worker on its front end's machine does not take the run's lock: if it is free, the front end has ended.
     if not record.run.startswith(f"{host_id()}-"):
-        join_run(folder)
+        hold_run_lock(folder)
     # Only this process has an engine of this ``instance``. An engine that is skipped as a whole has no ``instance``:
     # each process of the run that reads its config writes the same record, and the lock of one process is enough.
     locks.hold(_lock_of_engine(folder, record))
@@ -103,7 +103,7 @@ def _remove_ended(folder: Path, mine: RankStatus) -> None:
         with suppress(Exception):  # another program's file, or a file that is being written: it stays
             data = files.load(path)
             is_old = time.time() - path.lstat().st_mtime > files.UNUSED_S
-            may_go = files.stamp_in(data)[0] == "status" and (data[files.KEY]["host"] == mine.evidence.host or is_old)
+            may_go = files.layout_of(data)[0] == "status" and (data[files.KEY]["host"] == mine.evidence.host or is_old)
             run = _run_of(path)
             if may_go and run != mine.run and _has_ended(folder, run):
                 path.unlink(missing_ok=True)
@@ -128,13 +128,13 @@ def _run_of(path: Path) -> str:
     return path.stem.removeprefix("status-").rsplit("-", 2)[0]
 
 
-def read_all(folder: Path, run: str, tell_unreadable: Callable[[str], None]) -> list[RankStatus]:
+def read_all(folder: Path, run: str, on_unreadable: Callable[[str], None]) -> list[RankStatus]:
     """Return the records of the status files in a folder, sorted by the files' names.
 
     Args:
         folder: where the plugin keeps its files.
         run: the name of one server's run, or "*" for all runs.
-        tell_unreadable: takes one line for each file that cannot be read, or holds something else. A file of a run
+        on_unreadable: takes one line for each file that cannot be read, or holds something else. A file of a run
             whose locks are all free is passed over: a server of another version has left it.
     """
     records = []
@@ -145,11 +145,11 @@ def read_all(folder: Path, run: str, tell_unreadable: Callable[[str], None]) -> 
             continue  # removed since the folder was listed
         except (OSError, ValueError) as error:
             if not (_locks_of_run(folder, _run_of(path)) and _has_ended(folder, _run_of(path))):
-                tell_unreadable(str(error))
+                on_unreadable(str(error))
     return records
 
 
-def serves(folder: Path, records: Sequence[RankStatus]) -> bool | None:
+def is_serving(folder: Path, records: Sequence[RankStatus]) -> bool | None:
     """Return whether an engine and its front end live; None if that cannot be told.
 
     A script may shut its engine down and live on. An engine that has a rank on another machine (Ray) is taken to live
@@ -161,10 +161,10 @@ def serves(folder: Path, records: Sequence[RankStatus]) -> bool | None:
     """
     front_end_lives = locks.is_held(_lock_of_run(folder, records[0].run))
     all_here = all(record.evidence.host == socket.gethostname() for record in records)
-    return engine_lives(folder, records) if front_end_lives and all_here else front_end_lives
+    return is_engine_alive(folder, records) if front_end_lives and all_here else front_end_lives
 
 
-def engine_lives(folder: Path, records: Sequence[RankStatus]) -> bool | None:
+def is_engine_alive(folder: Path, records: Sequence[RankStatus]) -> bool | None:
     """Return whether a process that wrote one of these records still lives; None if that cannot be told."""
     held = [locks.is_held(_lock_of_engine(folder, record)) for record in records]
     return True if True in held else None if None in held else False

@@ -81,4 +81,4 @@ class Verification:
     missing: dict[str, str]
     results: tuple[Result, ...]
     emulated: bool = False  # the user says that an emulator stood in the card's place
-    evidence: files.Stamp = files.stamped("kernels")
+    evidence: files.Stamp = files.stamp_field("kernels")

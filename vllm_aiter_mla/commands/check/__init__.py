@@ -34,7 +34,7 @@ from vllm_aiter_mla.commands.plan.model import deployments, environment, example
 from vllm_aiter_mla.commands.report import renderer
 
 
-class PassesOn(TyperCommand):
+class ForwardingCommand(TyperCommand):
     """A command that leaves every option it does not know to vLLM's own parser.
 
     Its own options have long names only: a one-letter option would be taken out of every ``-cc.…`` of vLLM's.
@@ -70,7 +70,7 @@ def group_of(param: Any) -> Group | None:
 
 
 COMMAND: dict[str, Any] = {
-    "cls": PassesOn,
+    "cls": ForwardingCommand,
     "context_settings": {
         "allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["--help"],
     },
@@ -176,13 +176,13 @@ def check(
         outputs.fail(f"check: {error}")
     run = Run(Context(check_options), chosen, model, json)
     try:
-        with outputs.text_apart(json), process.workspace():
+        with outputs.text_on_stderr(json), process.workspace():
             run.carry_out()
     except WrongOptionError as error:
         outputs.fail(f"check: {error}")
     require_all = require_all or bool(names)
     status = exit_status(run.ended, check_options.on_cpu, require_all)
-    with outputs.text_apart(json):
+    with outputs.text_on_stderr(json):
         show.table(model, run.ended, show.last_line(run.ended, status, require_all))
     run.write(status, html, html_of)
     raise typer.Exit(status)

@@ -13,9 +13,9 @@ from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 
-from vllm_aiter_mla.commands.check.timing.record import MOST_TOKENS
+from vllm_aiter_mla.commands.check.timing.record import MAX_TIMED_TOKENS
 
-MOST_HEADS, MOST_WIDTH = 1024, 4096
+MAX_HEADS, MAX_WIDTH = 1024, 4096
 Options = TypeVar("Options")
 
 
@@ -120,7 +120,7 @@ class TimingOptions:
     """The options of the step ``timing``."""
 
     tokens: Annotated[
-        tuple[int, ...], option("--tokens", Group.TIMING, "Tokens; may be repeated.", min=1, max=MOST_TOKENS)
+        tuple[int, ...], option("--tokens", Group.TIMING, "Tokens; may be repeated.", min=1, max=MAX_TIMED_TOKENS)
     ] = ()
     tune: Annotated[
         bool, option("--tune", Group.TIMING, "Time the Triton kernel's tiles; starts take the fastest.")
@@ -136,17 +136,17 @@ class LayerOptions:
 
     heads: Annotated[
         tuple[int, ...],
-        option("--heads", Group.WITHOUT_MODEL, "Query heads of a rank; timing takes several.", min=1, max=MOST_HEADS),
+        option("--heads", Group.WITHOUT_MODEL, "Query heads of a rank; timing takes several.", min=1, max=MAX_HEADS),
     ] = ()
     nope: Annotated[
-        int | None, option("--nope", Group.WITHOUT_MODEL, "Un-rotated width of a query head.", min=1, max=MOST_WIDTH)
+        int | None, option("--nope", Group.WITHOUT_MODEL, "Un-rotated width of a query head.", min=1, max=MAX_WIDTH)
     ] = None
     weights: Annotated[
         Weights | None,
         option("--weights", Group.WITHOUT_MODEL, "Format of the absorb weights; by default several, of timing bf16."),
     ] = None
     v: Annotated[
-        int | None, option("--v", Group.KERNELS_WITHOUT_MODEL, "Width of a value head.", min=1, max=MOST_WIDTH)
+        int | None, option("--v", Group.KERNELS_WITHOUT_MODEL, "Width of a value head.", min=1, max=MAX_WIDTH)
     ] = None
 
 

@@ -32,4 +32,4 @@ class CheckRun:
     exit: int | None  # the exit status; None if the run was cut off
     steps: tuple[Step, ...]
     on_a_card: bool | None = None  # whether the steps that can run on a card did; None if none of them ran
-    evidence: files.Stamp = files.stamped("check")
+    evidence: files.Stamp = files.stamp_field("check")

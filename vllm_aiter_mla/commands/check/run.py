@@ -46,7 +46,7 @@ class Run:
                 self._so_far = ()
                 self._keep(None)
         except WrongOptionError:
-            self._keep(outputs.WRONG)
+            self._keep(outputs.EXIT_USAGE)
             raise
         except process.SignalError as error:
             self._keep(None)
@@ -77,10 +77,10 @@ class Run:
 
         The exit status is then ``status``, or ``WRONG`` if all was well.
         """
-        record, if_it_fails = self.record(status), status or outputs.WRONG
+        record, if_it_fails = self.record(status), status or outputs.EXIT_USAGE
         try:
             if self.json is not None:
-                outputs.write("check", self.json, files.text_of(record), if_it_fails)
+                outputs.write("check", self.json, files.to_json(record), if_it_fails)
         finally:  # the page too, where the JSON could not be written
             if html is not None and html_of is not None:
                 outputs.write("check", html, _page(html, record, html_of, if_it_fails), if_it_fails)
@@ -151,9 +151,9 @@ def exit_status(ended: Sequence[Step], on_cpu: bool, require_all: bool = False) 
     """
     states = {step.status for step in ended}
     if "failed" in states:
-        return outputs.FINDING
+        return outputs.EXIT_FAILED
     if "no gain" in states:
-        return outputs.NO_GAIN
+        return outputs.EXIT_NO_GAIN
     if "unknown" in states or (require_all and "skipped" in states):
-        return outputs.NOT_LOOKED
-    return outputs.FINE if require_all or on_cpu or steps.ran_what_a_card_can(ended) else outputs.NOT_LOOKED
+        return outputs.EXIT_INCOMPLETE
+    return outputs.EXIT_OK if require_all or on_cpu or steps.ran_what_a_card_can(ended) else outputs.EXIT_INCOMPLETE

@@ -112,11 +112,11 @@ def table(model: str | None, ended: Sequence[Step], last: str) -> None:
 def last_line(ended: Sequence[Step], status: int, require_all: bool = False) -> str:
     """Return in one line what the run as a whole showed, and what to do; the arguments are those of ``exit_status``."""
     count = sum(step.status == "skipped" for step in ended)
-    if status == outputs.FINDING:
+    if status == outputs.EXIT_FAILED:
         return "FAILED: do not switch the fast path on before the steps above pass"
-    if status == outputs.NO_GAIN:
+    if status == outputs.EXIT_NO_GAIN:
         return "the flag gains nothing on this card: vLLM's own kernels are the fastest for this model; leave it off"
-    if status == outputs.NOT_LOOKED:
+    if status == outputs.EXIT_INCOMPLETE:
         if any(step.status == "unknown" for step in ended):
             return "not everything could be told; the steps above say why"
         if require_all:

@@ -113,7 +113,7 @@ def start(parsed: Any, random_layers: int | None) -> Any:
 
     args = EngineArgs.from_cli_args(parsed)
     args.skip_tokenizer_init, args.tokenizer = True, None
-    args.worker_extension_cls = f"{CountsKernels.__module__}.{CountsKernels.__qualname__}"
+    args.worker_extension_cls = f"{KernelCounter.__module__}.{KernelCounter.__qualname__}"
     if random_layers is not None:
         register_random_weights()
         args.load_format, args.hf_overrides = RANDOM_FORMAT, with_layers(args, random_layers)
@@ -198,7 +198,7 @@ def decoding(engine: Any, prompts: Sequence[Prompt]) -> Iterator[None]:
         engine.step()
 
 
-class CountsKernels:
+class KernelCounter:
     """What vLLM adds to its workers (``worker_extension_cls``), so that kernels are counted where they are launched."""
 
     def start_counting(self) -> None:

@@ -32,7 +32,7 @@ FUSIONS_WITHOUT_MLA = ("fuse_rope_kvcache", "fuse_qk_norm_rope_kvcache")
 """vLLM's fusions for attention without MLA, as fields of its PassConfig."""
 LONGEST_MESSAGE = 400
 """Letters of a message of vLLM's that is passed on as it is."""
-MOST_LAYERS, MOST_POSITIONS = 2**9, 2**24
+MAX_LAYERS, MOST_POSITIONS = 2**9, 2**24
 
 
 @dataclass(frozen=True)
@@ -189,9 +189,9 @@ def _our_error(error: BaseException, arguments: Sequence[str], before_parsing: b
     It is a ValueError if the model or an option is wrong: also if the option names a file, a repository or a module
     that is not there. Otherwise it is a NotKnownError. ``before_parsing``: the error came before the options were read.
     """
-    if ours := offline.missing_field_error(error) or next(_led_to(error, (offline.ConfigClassError,)), None):
+    if ours := offline.missing_field_error(error) or next(errors_behind(error, (offline.ConfigClassError,)), None):
         return NotKnownError(f"not known: {ours} -> {REMEDIES['config_class']}")
-    lacks = next(_led_to(error, (ImportError,) if before_parsing else (ImportError, OSError)), None)
+    lacks = next(errors_behind(error, (ImportError,) if before_parsing else (ImportError, OSError)), None)
     if lacks is not None and not _is_named(getattr(lacks, "name", None), arguments):
         what = getattr(lacks, "name", None) or "something"
         return NotKnownError(f"not known, vLLM lacks {what} on this machine: {_with_its_line(error)}")
@@ -220,7 +220,7 @@ def _message(error: BaseException) -> str:
     )
 
 
-def _led_to(error: BaseException, kinds: tuple[type[BaseException], ...]) -> Iterator[BaseException]:
+def errors_behind(error: BaseException, kinds: tuple[type[BaseException], ...]) -> Iterator[BaseException]:
     """Yield the errors of ``kinds`` that led to this one."""
     if isinstance(error, kinds):
         yield error
@@ -228,7 +228,7 @@ def _led_to(error: BaseException, kinds: tuple[type[BaseException], ...]) -> Ite
     inner = [finding.get("ctx", {}).get("error") for finding in findings()] if callable(findings) else []  # pydantic's
     for earlier in (error.__cause__, error.__context__, *inner):
         if isinstance(earlier, BaseException):
-            yield from _led_to(earlier, kinds)
+            yield from errors_behind(earlier, kinds)
 
 
 def _is_named(module: str | None, arguments: Sequence[str]) -> bool:
@@ -261,7 +261,7 @@ def model_facts(model: Any) -> Model:
         ValueError: it is too large to be built.
     """
     layers, positions = model.get_total_num_hidden_layers(), model.max_model_len
-    if layers > MOST_LAYERS or positions > MOST_POSITIONS:
+    if layers > MAX_LAYERS or positions > MOST_POSITIONS:
         raise ValueError(f"{layers} layers and {positions} positions are more than is built here")
     return Model(
         architecture=str(model.architecture),

@@ -40,12 +40,12 @@ def plan_each(folder: Path, deployments: Sequence[Sequence[str]], arch: str | No
             return [plan(deployments[0])]
         with suppress(Exception):  # it only saves time
             warm()
-        return [in_a_fork(partial(plan, arguments)) for arguments in deployments]
+        return [call_in_fork(partial(plan, arguments)) for arguments in deployments]
     except Exception as error:
-        raise that_can_be_pickled(error) from error
+        raise picklable_error(error) from error
 
 
-def that_can_be_pickled(error: BaseException) -> Exception:
+def picklable_error(error: BaseException) -> Exception:
     """Return an error that stands for another one and that another process can raise."""
     if isinstance(error, PASSED_ON) and type(error) in PASSED_ON:  # a class that is derived from one may not be there
         return error
@@ -59,7 +59,7 @@ def warm() -> None:
     gc.freeze()  # a fork then neither copies nor looks through what is imported
 
 
-def in_a_fork(make: Callable[[], Made]) -> Made:
+def call_in_fork(make: Callable[[], Made]) -> Made:
     """Return what ``make`` returns in a fork of this process, or raise its error.
 
     Raises:
@@ -88,4 +88,4 @@ def _returned_or_raised(make: Callable[[], Made]) -> tuple[Made | None, Exceptio
     try:
         return make(), None
     except Exception as error:
-        return None, that_can_be_pickled(error)
+        return None, picklable_error(error)

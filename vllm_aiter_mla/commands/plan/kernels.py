@@ -10,7 +10,7 @@ import torch
 
 from vllm_aiter_mla.admission import OVERFLOW, LayerView
 from vllm_aiter_mla.commands.plan.record import PlannedSpan, is_fp8_cache
-from vllm_aiter_mla.decided import VLLM, Decision, PassedOver
+from vllm_aiter_mla.decided import VLLM, Decision, RejectedKernel
 from vllm_aiter_mla.kernels import absorb
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.aiter.route import PER_HEAD_TOKENS
@@ -92,7 +92,7 @@ def _spans(backends: Backends, shape: LayerShape, facts: LayerFacts, decision: D
         point = next(point for point in facts.points if span.first <= point)
         earlier = order[: order.index(span.kernel)] if span.kernel in order else order
         reasons = ((name, runs_nowhere.get(name) or facts.offers[name].declines.get(point)) for name in earlier)
-        passed_over, first = tuple(PassedOver(name, reason) for name, reason in reasons if reason), span.first
+        passed_over, first = tuple(RejectedKernel(name, reason) for name, reason in reasons if reason), span.first
         details = ((end, _detail(backends, span.kernel, synthetic_inputs(shape, end, padded=None))) for end in ends)
         for detail, same in groupby(details, itemgetter(1)):
             *_, (last, _) = same

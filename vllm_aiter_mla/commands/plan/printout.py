@@ -7,7 +7,7 @@ from vllm_aiter_mla.admission import UNSUPPORTED
 from vllm_aiter_mla.commands.outputs import one_line
 from vllm_aiter_mla.commands.plan.issues import why_no_shape
 from vllm_aiter_mla.commands.plan.record import Plan
-from vllm_aiter_mla.decided import joined
+from vllm_aiter_mla.decided import merge_spans
 
 FEW = 6
 WEIGHTS = {
@@ -28,7 +28,7 @@ def table(plans: Sequence[Plan]) -> str:
     first = plans[0]
     rows = [("-tp", "heads per rank", "limit", "MLA layers", "integration", "kernel, untimed")]
     for plan in plans:
-        spans = [f"{span.tokens} {span.kernel}" for span in joined(plan.kernels or ())]
+        spans = [f"{span.tokens} {span.kernel}" for span in merge_spans(plan.kernels or ())]
         engaged = "not known" if plan.outcome == "unknown" else f"{plan.layers.engaged}/{plan.layers.mla}"
         why = f" ({', '.join(dict.fromkeys(reason.code for reason in plan.reasons))})" if plan.reasons else ""
         size, heads, limit = plan.options.tp, plan.heads_per_rank, plan.limit

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import Skip
-from vllm_aiter_mla.decided import PassedOver, Span
+from vllm_aiter_mla.decided import RejectedKernel, Span
 from vllm_aiter_mla.kernels.formulas import Launch
 from vllm_aiter_mla.settings import Settings
 
@@ -118,7 +118,7 @@ class PlannedSpan(Span):
     """Token counts at which one variant of a kernel would run."""
 
     detail: str  # the variant, in words
-    passed_over: tuple[PassedOver, ...]  # kernels that come before it in the static order
+    passed_over: tuple[RejectedKernel, ...]  # kernels that come before it in the static order
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Plan:
     assumptions: tuple[str, ...]
     known_issues: tuple[KnownIssue, ...] = ()  # none without a known shape
     warnings: tuple[str, ...] = ()  # what was probably typed by mistake
-    evidence: files.Stamp = files.stamped("plan")
+    evidence: files.Stamp = files.stamp_field("plan")
 
     @property
     def has_fp8_cache(self) -> bool:

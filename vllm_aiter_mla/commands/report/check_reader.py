@@ -29,7 +29,7 @@ MEANING = {
     4: ("no gain", "vLLM's own kernels are the fastest for this model on this card: leave the flag off"),
 }
 """Outcome and meaning of each exit status of ``check``."""
-PROMISES = ("machine", "plan", "issues")
+STATIC_STEPS = ("machine", "plan", "issues")
 """Steps that run nothing of the fast path."""
 GRAPHS = "graph capture"
 """What ``Verification.engine`` is on a card, as ``verify.engine.GraphEngine`` names itself."""
@@ -86,7 +86,7 @@ def _records(step: Step) -> Iterator[tuple[Callable[[Page, Any], None], Any]]:
         return
     cls, show = RECORDS[_step_name(step)]
     for data in step.data if isinstance(step.data, list) else [step.data]:
-        if files.stamp_in(data)[0] != TUNED:
+        if files.layout_of(data)[0] != TUNED:
             yield show, files.parse(cls, Path(step.name), data)
 
 
@@ -100,7 +100,12 @@ def _outcome_of_step(step: Step, passed: str) -> str:
 def _outcome(run: CheckRun, plans: Sequence[Plan], passed: str) -> tuple[str, str]:
     """Return the word for a run, and what it means; ``passed`` is the word for a step that passed where it ran."""
     failed = [step.name for step in run.steps if step.status == "failed"]
-    if plans and run.exit is not None and {step.name for step in run.steps} <= {*PROMISES} and {*failed} <= {"plan"}:
+    if (
+        plans
+        and run.exit is not None
+        and {step.name for step in run.steps} <= {*STATIC_STEPS}
+        and {*failed} <= {"plan"}
+    ):
         return NOTHING_RAN, _promise(plans)
     word, means = MEANING.get(run.exit, ("failed", f"exit status {run.exit}"))
     if failed:

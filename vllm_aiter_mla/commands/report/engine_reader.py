@@ -12,11 +12,11 @@ from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands.plan.record import Cost, Plan
 from vllm_aiter_mla.commands.report import charts
 from vllm_aiter_mla.commands.report.blocks import PLAN, Glance, Page
-from vllm_aiter_mla.decided import Span, joined, kernel_at
+from vllm_aiter_mla.decided import Span, kernel_at, merge_spans
 from vllm_aiter_mla.kernels.formulas import Launch
 from vllm_aiter_mla.status.line import status_line
 from vllm_aiter_mla.status.record import RankStatus
-from vllm_aiter_mla.status.status_files import serves
+from vllm_aiter_mla.status.status_files import is_serving
 
 DRAWN = 64
 """Tokens of the step whose layer is drawn; the nearest planned one, if that is none."""
@@ -53,7 +53,7 @@ def _outcome(folder: Path, record: RankStatus, silent: int) -> tuple[str, str]:
 
     ``silent`` ranks of its engine are not among the inputs.
     """
-    lives = serves(folder, [record]) if record.evidence.host == socket.gethostname() else None
+    lives = is_serving(folder, [record]) if record.evidence.host == socket.gethostname() else None
     if lives is None:
         return "unknown", f"whether its server lives cannot be told here; it had: {status_line(record)}"
     if not lives:
@@ -131,7 +131,7 @@ def _joined(values: Iterable[object]) -> str | None:
 
 def _add_spans(page: Page, section: str, about: str, note: str, spans: Sequence[Span]) -> None:
     """Add which kernel runs at how many tokens; variants of one kernel count as one."""
-    spans = joined(spans)
+    spans = merge_spans(spans)
     title = f"{about}: " + ", ".join(f"{span.kernel} {span.tokens}" for span in spans)
     strip = {"": [(span.first, span.last + 1, span.kernel) for span in spans]}
     draw = partial(charts.strips, "tokens in the step", strip, planned=section == PLAN, log=True)

@@ -100,7 +100,7 @@ def _files(paths: Sequence[Path]) -> Iterator[tuple[Path, str, str, Any]]:
 def _read(path: Path) -> tuple[str, Any]:
     """Return a file's kind, as its stamp names it, and its content."""
     data = _clean(files.load(path))
-    return files.stamp_in(data)[0], data
+    return files.layout_of(data)[0], data
 
 
 def _clean(value: Any) -> Any:

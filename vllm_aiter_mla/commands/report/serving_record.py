@@ -44,4 +44,4 @@ class Serving:
     rows: tuple[Row, ...] = ()
     results: Any = None  # what the client saved, by side and run
     answers: Any = None  # by side and run: the figures by filter, and each answer
-    evidence: files.Stamp = files.stamped("serving")
+    evidence: files.Stamp = files.stamp_field("serving")

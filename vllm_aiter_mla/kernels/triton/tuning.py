@@ -28,7 +28,7 @@ class TunedTiles:
     triton: str  # the release
     chosen: dict[str, Spans]  # by ``key_of``: the tiles, as far as was timed
     us: dict[str, dict[int, dict[str, float]]]  # median microseconds by ``key_of``, token count and tile
-    evidence: files.Stamp = files.stamped("tuned")
+    evidence: files.Stamp = files.stamp_field("tuned")
 
     def __post_init__(self) -> None:
         for spans in self.chosen.values():

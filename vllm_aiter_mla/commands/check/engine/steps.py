@@ -23,7 +23,7 @@ from vllm_aiter_mla.decided import kernel_at
 from vllm_aiter_mla.kernels import formulas
 from vllm_aiter_mla.status import status_files
 from vllm_aiter_mla.status.line import status_line
-from vllm_aiter_mla.status.record import add_silent
+from vllm_aiter_mla.status.record import with_silent_ranks
 
 if TYPE_CHECKING:
     from vllm_aiter_mla.commands.check.engine.child import EngineOptions
@@ -163,7 +163,7 @@ def _why_not_engaged(on: EngineAnswer) -> str | None:
     ]
     if not all(explained) or not any(rank.total for rank in on.ranks):  # a stage of a pipeline may have no layer
         return "not every MLA layer engaged"
-    silent = add_silent(on.ranks).count(None)
+    silent = with_silent_ranks(on.ranks).count(None)
     return f"{silent} of {silent + len(on.ranks)} ranks wrote no status" if silent else None
 
 

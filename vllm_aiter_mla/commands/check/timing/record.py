@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from vllm_aiter_mla import files
 
-MOST_TOKENS = 65536
+MAX_TIMED_TOKENS = 65536
 """More tokens fill the memory of a card."""
 VLLM, STAND_IN, DECODE_TILE, ONE_LAUNCH = "vllm", "vllm-stand-in", "aiter-decode-tile", "aiter-one-launch"
 TYPES_OF_16_BITS = {"bfloat16": "bf16", "float16": "fp16"}
@@ -47,7 +47,7 @@ class Measurement:
     rows: tuple[Row, ...]
     wrong: dict[str, str]
     stopped: str
-    evidence: files.Stamp = files.stamped("timing")
+    evidence: files.Stamp = files.stamp_field("timing")
 
 
 def row_of(

@@ -32,7 +32,7 @@ from vllm_aiter_mla.startup import checks
 MODULE = "aiter.ops.triton.fusions.fused_bmm_rope_kv_cache"
 FUNCTIONS = {"fp8": "fused_fp8_bmm_rope_cat_and_cache_mla", "mxfp4": "fused_fp4_bmm_rope_cat_and_cache_mla"}
 """By weight format."""
-MOST_ROWS = 256
+MAX_ROWS = 256
 Ops = Mapping[str, Callable[..., Any]]
 
 
@@ -87,7 +87,7 @@ def _check(backend: KernelBackend, shape: LayerShape, rows: int) -> None:
 
 def _decode_tile_backend(platform: Platform, shape: LayerShape, most: int) -> KernelBackend:
     backend = DecodeTileBackend(platform)
-    _check(backend, shape, min(most, MOST_ROWS))
+    _check(backend, shape, min(most, MAX_ROWS))
     return backend
 
 
@@ -133,8 +133,8 @@ class DecodeTileBackend(AiterBackend):
         """See the base class."""
         if inputs.weight.format != "fp8":
             return "vLLM's fp8 product is the one that takes a tile"
-        if inputs.num_tokens > MOST_ROWS:
-            return f"a tile for up to {MOST_ROWS} rows, not for {inputs.num_tokens}"
+        if inputs.num_tokens > MAX_ROWS:
+            return f"a tile for up to {MAX_ROWS} rows, not for {inputs.num_tokens}"
         return super().bind(inputs)
 
     def _options(self, inputs: DecodeInputs) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check.context import NO_GPU, Context
 from vllm_aiter_mla.commands.check.options import CacheType, Weights
 from vllm_aiter_mla.commands.check.record import Step
-from vllm_aiter_mla.commands.check.timing.record import MOST_TOKENS, TYPES_OF_16_BITS, Measurement
+from vllm_aiter_mla.commands.check.timing.record import MAX_TIMED_TOKENS, TYPES_OF_16_BITS, Measurement
 
 if TYPE_CHECKING:
     from vllm_aiter_mla.commands.check.timing.child import Doing, TimingRequest
@@ -63,7 +63,7 @@ def _request(context: Context) -> TimingRequest:
         request = request if layer.nope is None else replace(request, nope=layer.nope)
     else:
         sizes, kind = plan.model.kinds[0], "fp8" if plan.has_fp8_cache else TYPES_OF_16_BITS[plan.model.dtype]
-        tokens = (*(count for count in TOKENS_OF_A_MODEL if count < plan.limit), min(plan.limit, MOST_TOKENS))
+        tokens = (*(count for count in TOKENS_OF_A_MODEL if count < plan.limit), min(plan.limit, MAX_TIMED_TOKENS))
         request = TimingRequest(
             (), (plan.heads_per_rank,), (kind,), Weights.of_format(str(plan.absorb_weight)).value, sizes.nope,
             sizes.rope, sizes.latent, plan.model.dtype,
