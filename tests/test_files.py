@@ -109,9 +109,9 @@ def test_a_file_of_a_process_that_was_killed_while_it_wrote_goes_with_a_later_st
     [
         ({}, "no stamp"),
         ([], "no stamp"),
-        ({files.KEY: {}}, "no stamp"),
-        ({files.KEY: {"schema": "vllm-aiter-mla/skips"}}, "skips of no version"),
-        ({files.KEY: {"schema": "vllm-aiter-mla/status", "schema_version": 2}}, "status 2"),
+        ({files.STAMP_KEY: {}}, "no stamp"),
+        ({files.STAMP_KEY: {"schema": "vllm-aiter-mla/skips"}}, "skips of no version"),
+        ({files.STAMP_KEY: {"schema": "vllm-aiter-mla/status", "schema_version": 2}}, "status 2"),
     ],
 )
 def test_a_file_of_another_kind_or_version_is_named_by_what_its_stamp_says(tmp_path, data, told):
@@ -165,7 +165,9 @@ def test_the_fields_of_the_status_file_are_those_that_are_written(tmp_path):
     status_files.write(tmp_path, record_of([], 16, "fp8", 0))
     record = json.loads(next(tmp_path.glob("status-*.json")).read_text())
     listed = {name for names in files.schemas()["status"]["fields"] for name in names.split(", ")}
-    assert listed | {files.KEY} == {*record, "model_name", "engine"}, "startup adds the last two, as vLLM names them"
+    assert listed | {files.STAMP_KEY} == {*record, "model_name", "engine"}, (
+        "startup adds the last two, as vLLM names them"
+    )
 
 
 @pytest.fixture
@@ -216,10 +218,10 @@ def test_adding_renaming_or_moving_bytes_between_files_changes_the_fingerprint(t
 
 
 def test_a_field_that_is_wrong_is_named_by_its_place_in_the_file(tmp_path):
-    record = files.plain(record_of(["a", "b"]))
+    record = files.to_plain(record_of(["a", "b"]))
     record["skipped"]["b"] = {"code": "a code", "message": 3}
     with pytest.raises(ValueError, match=r"in\.json: skipped\.b\.message: [^\n]+$"):
-        files.part(RankStatus, tmp_path / "in.json", record)
+        files.record_from(RankStatus, tmp_path / "in.json", record)
 
 
 def test_the_first_distribution_that_is_installed_is_named_with_its_version():
@@ -258,7 +260,11 @@ class Kept:
 
 @pytest.mark.parametrize(
     ("seconds", "used", "stays"),
-    [(files.UNUSED_S - 60, False, True), (files.UNUSED_S + 60, False, False), (files.UNUSED_S + 60, True, True)],
+    [
+        (files.UNUSED_AFTER_S - 60, False, True),
+        (files.UNUSED_AFTER_S + 60, False, False),
+        (files.UNUSED_AFTER_S + 60, True, True),
+    ],
     ids=["not so old", "old", "old, and used by a start"],
 )
 def test_a_kept_file_goes_once_no_start_has_used_it_for_long(tmp_path, seconds, used, stays):
@@ -270,19 +276,19 @@ def test_only_files_of_the_same_kind_go(tmp_path):
     other = tmp_path / "tuned-a-card.json"
     other.write_text("{}")
     os.utime(other, (0, 0))
-    Kept(tmp_path).after(2 * files.UNUSED_S)
+    Kept(tmp_path).after(2 * files.UNUSED_AFTER_S)
     assert other.exists()
 
 
 def test_a_kept_file_that_cannot_be_removed_costs_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "unlink", raising(PermissionError("planted")))
-    assert Kept(tmp_path).after(2 * files.UNUSED_S), "it is there yet, and nothing was raised"
+    assert Kept(tmp_path).after(2 * files.UNUSED_AFTER_S), "it is there yet, and nothing was raised"
 
 
 @pytest.mark.mutation
 def test_mutation_a_reader_that_does_not_note_the_use_is_caught(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "read_kept", files.read)
-    assert not Kept(tmp_path).after(files.UNUSED_S + 60, used=True)
+    assert not Kept(tmp_path).after(files.UNUSED_AFTER_S + 60, used=True)
 
 
 def test_a_file_is_closed_before_it_takes_the_place_of_the_old_one(tmp_path, monkeypatch):

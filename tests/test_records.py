@@ -25,7 +25,7 @@ from vllm_aiter_mla.decided import Span
 from vllm_aiter_mla.kernels.triton.tuning import TunedTiles
 from vllm_aiter_mla.settings import KERNELS, Settings
 from vllm_aiter_mla.startup import first_call
-from vllm_aiter_mla.startup.kept_figures import Measured
+from vllm_aiter_mla.startup.kept_figures import KeptFigures
 from vllm_aiter_mla.status.line import status_line
 from vllm_aiter_mla.status.record import RankStatus, Timed
 from vllm_aiter_mla.status.skips import Skips
@@ -82,10 +82,10 @@ def values_of(kind):
 
 def records(cls, **made):
     """Any record of the class: every field is made, also one that has a default."""
-    if files.KEY in (one.name for one in fields(cls)):
+    if files.STAMP_KEY in (one.name for one in fields(cls)):
         schema = files.schema_of(cls)
         known = {"schema": st.just(f"vllm-aiter-mla/{schema}"), "schema_version": st.just(VERSIONS[schema]["version"])}
-        made[files.KEY] = records(files.Stamp, **known)
+        made[files.STAMP_KEY] = records(files.Stamp, **known)
     others = {name: values_of(kind) for name, kind in get_type_hints(cls).items() if name not in made}
     return st.builds(cls, **others, **made)
 
@@ -94,7 +94,7 @@ JSON_BY_NAME = st.dictionaries(TEXT, JSON, max_size=3)
 RECORDS = {
     "status": records(RankStatus, rank=st.integers(0, 99), ranks=st.integers(0, 99)),
     "skips": records(Skips),
-    "measured": records(Measured, key=JSON_BY_NAME, rounds=rounds()),
+    "measured": records(KeptFigures, key=JSON_BY_NAME, rounds=rounds()),
     "tuned": records(
         TunedTiles, chosen=st.dictionaries(TEXT, TEXT.map(lambda tile: spans((1, 4, tile), (5, 9, tile))))
     ),
@@ -141,7 +141,7 @@ def test_i16_the_line_of_records_from_a_file_is_that_of_the_record(tmp_path):
     holds()
 
 
-def keys_stay_strings(cls, path, data, part=files.part):
+def keys_stay_strings(cls, path, data, part=files.record_from):
     """What ``json.load`` makes of token counts."""
     found = part(cls, path, data)
     for one in getattr(found, "measured", ()):
@@ -154,7 +154,7 @@ def keys_stay_strings(cls, path, data, part=files.part):
     ("name", "plant", "seen"),
     [
         ("part", keys_stay_strings, r"Differing attributes:\s+\['measured'\]"),
-        ("plain", lambda value, plain=files.plain: json.loads(json.dumps(plain(value)), parse_int=str),
+        ("plain", lambda value, plain=files.to_plain: json.loads(json.dumps(plain(value)), parse_int=str),
          ": status 5; this version reads status 5"),
         ("schema_of", lambda cls: "skips", ": status 5; this version reads skips "),
     ],
@@ -183,7 +183,7 @@ def test_records_hold_infinities_as_json_that_others_can_read(tmp_path):
 @pytest.mark.parametrize(
     "record",
     [record_of(["a"], 16, "fp8", 0), Skips({"a": Skip("dtype", "x")}), first_call.FirstCall("1-a"),
-     Measured({"card": "x"}, {1: {"vllm": [1.0]}}), Measurement({}, "fp8", (), {}, ""), CheckRun("m", 0, ()),
+     KeptFigures({"card": "x"}, {1: {"vllm": [1.0]}}), Measurement({}, "fp8", (), {}, ""), CheckRun("m", 0, ()),
      Verification(0, {}, "x", None, {}, ())],
     ids=lambda record: type(record).__name__,
 )  # fmt: skip

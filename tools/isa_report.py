@@ -56,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
         print(json.dumps(compile_target(options.worker, options.fp8_type, options.served)))
         return 0
     reports = [
-        run_worker(name, options.fp8_type, options.served) | {files.KEY: files.stamp("isa", 1)}
+        run_worker(name, options.fp8_type, options.served) | {files.STAMP_KEY: files.stamp("isa", 1)}
         for name in options.arch or aot.TARGETS
     ]
     print("\n\n".join(map(text, reports)))

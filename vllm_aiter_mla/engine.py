@@ -95,7 +95,7 @@ class Engine:
         A worker that starts from a compiled artifact meets the ops there, and runs no pass that would define them.
         """
         ops.register()
-        os.environ.setdefault(status_files.RUN, self.our_pass.run)
+        os.environ.setdefault(status_files.RUN_VARIABLE, self.our_pass.run)
         if self.our_pass.integration == "module":
             from vllm_aiter_mla.serving import module  # late: the passes do not need it
 
@@ -160,7 +160,7 @@ class Engine:
 
         with _answering(time_kernels), self.deciding(KERNELS_NOT_CHECKED):
             backends = self.make_layers()
-            self.check(first_call.prepare(backends, compat_config.cache_folder(), self.worker.rank))
+            self.check(first_call.build_backends(backends, compat_config.cache_folder(), self.worker.rank))
             checked_to = self.limit
         with self.deciding(KERNELS_NOT_CHECKED):
             # Before the first graph is compiled: which layers the passes leave alone depends on it.
@@ -213,7 +213,7 @@ class Engine:
                 results = checks.check_kernels(group[0], sizes, around_first_calls)
                 for layer in group:
                     layer.checked(results, shape)
-                checks.report(group[0], self.end_strict_start)
+                checks.log_results(group[0], self.end_strict_start)
 
     def cache_key(self) -> tuple[str, ...]:
         """Return what the layers will run on, or why they will not: a key for the compile cache.

@@ -25,13 +25,13 @@ from vllm_aiter_mla import __version__, packages
 
 Record = TypeVar("Record")
 
-KEY = "evidence"
+STAMP_KEY = "evidence"
 """The stamp's key in a record."""
-LARGEST = 2**22
+MAX_BYTES = 2**22
 """Bytes of a file that are read; the skips of 61 layers take some 10 kB."""
-UNFINISHED = ".aiter-mla-*.new"
+UNFINISHED_PATTERN = ".aiter-mla-*.new"
 """Pattern of the names of files that are being written, or whose writer was killed before it could rename them."""
-UNUSED_S = 90 * 24 * 3600
+UNUSED_AFTER_S = 90 * 24 * 3600
 """Seconds after which a file that one start keeps for the next may go, if none has read or written it."""
 # Open files of this process, which are links by their nature: ``--json /dev/stdout``, or a shell's ``>(...)``.
 _STREAMS = (Path("/dev/fd"), Path("/proc/self/fd"))
@@ -90,7 +90,7 @@ def stamp_field(schema: str) -> Any:
 
 def schema_of(cls: type) -> str:
     """Return the name of a record's layout in ``schemas.json``."""
-    return str(cls.__dataclass_fields__[KEY].metadata["schema"])  # type: ignore[attr-defined]
+    return str(cls.__dataclass_fields__[STAMP_KEY].metadata["schema"])  # type: ignore[attr-defined]
 
 
 def write(path: Path, record: Any) -> None:
@@ -105,17 +105,17 @@ def write(path: Path, record: Any) -> None:
 
 def to_json(record: Any) -> str:
     """Return a record as JSON text. An infinite float, which JSON lacks, becomes a text that ``read`` understands."""
-    return json.dumps(plain(record), indent=1, allow_nan=False) + "\n"
+    return json.dumps(to_plain(record), indent=1, allow_nan=False) + "\n"
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Return a record as containers that JSON can hold; see ``to_json``."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
+        return {item.name: to_plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, Mapping):
-        return {name: plain(item) for name, item in value.items()}
+        return {name: to_plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [to_plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -131,7 +131,7 @@ def write_text(path: Path, text: str) -> None:
         with path.open("a", encoding="utf-8") as stream:  # /dev/stdout may be a file that the shell appends to
             stream.write(text)
         return
-    new = path.with_name(UNFINISHED.replace("*", secrets.token_hex(8)))
+    new = path.with_name(UNFINISHED_PATTERN.replace("*", secrets.token_hex(8)))
     file = new.open("x", encoding="utf-8")  # "x" does not follow a symlink either
     try:
         with file:  # closed before it is renamed: NFS says only then that the disk is full
@@ -143,7 +143,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def keep(path: Path, record: Any, kind: str) -> None:
-    """Write a record for later starts, and remove others of its kind that no start has used for ``UNUSED_S``.
+    """Write a record for later starts, and remove others of its kind that no start has used for ``UNUSED_AFTER_S``.
 
     A card, a build or a host that is gone leaves its files behind. The age tells, and not who wrote a file: another
     container that shares the folder may have another build. A start uses such a file once, so none is using one that
@@ -159,7 +159,7 @@ def keep(path: Path, record: Any, kind: str) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     write(path, record)
-    remove_old(path.parent, kind, UNUSED_S)
+    remove_old(path.parent, kind, UNUSED_AFTER_S)
 
 
 def remove_old(folder: Path, pattern: str, seconds: float) -> None:
@@ -195,9 +195,9 @@ def load(path: Path) -> Any:
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError(f"{path}: not a regular file")
-        text = file.read(LARGEST + 1)
-    if len(text) > LARGEST:
-        raise ValueError(f"{path}: larger than {LARGEST} bytes")
+        text = file.read(MAX_BYTES + 1)
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"{path}: larger than {MAX_BYTES} bytes")
     try:
         return json.loads(text, parse_constant=_raise_for_constant)
     except (ValueError, RecursionError) as error:  # nested thousands of levels deep
@@ -215,22 +215,23 @@ def parse(cls: type[Record], path: Path, data: Any) -> Record:
         ValueError: it holds something else, or is of another version. The message is one line.
     """
     schema = schema_of(cls)
-    told, known = layout_of(data), (schema, schemas()[schema]["version"])
-    if told != known:
-        found = f"{told[0]} {told[1]}".rstrip()
-        raise ValueError(f"{path}: {found}; this version reads {known[0]} {known[1]}".replace("\n", " "))
-    return part(cls, path, data)
+    name, version = layout_of(data)
+    wanted = schemas()[schema]["version"]
+    if (name, version) != (schema, wanted):
+        in_file = f"{name} {version}".rstrip()
+        raise ValueError(f"{path}: {in_file}; this version reads {schema} {wanted}".replace("\n", " "))
+    return record_from(cls, path, data)
 
 
-def part(cls: type[Record], path: Path, data: Any) -> Record:
+def record_from(cls: type[Record], path: Path, data: Any) -> Record:
     """Return a part of what ``load`` read from ``path`` as a record; only a whole file needs a stamp.
 
     Raises:
         ValueError: it holds something else. The message is one line.
     """
     try:
-        found: Record = _adapter(cls).validate_python(data)  # type: ignore[arg-type]  # a class can be hashed
-        return found
+        record: Record = _adapter(cls).validate_python(data)  # type: ignore[arg-type]  # a class can be hashed
+        return record
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(step)[:60] for step in first["loc"])  # empty if the record as a whole is wrong
@@ -239,10 +240,10 @@ def part(cls: type[Record], path: Path, data: Any) -> Record:
 
 def layout_of(data: Any) -> tuple[str, Any]:
     """Return schema and version of what ``load`` returned; ("no stamp", "") if it has none."""
-    found = data.get(KEY) if isinstance(data, dict) else None
-    if not isinstance(found, dict) or "schema" not in found:
+    stamp = data.get(STAMP_KEY) if isinstance(data, dict) else None
+    if not isinstance(stamp, dict) or "schema" not in stamp:
         return "no stamp", ""
-    return str(found["schema"]).rpartition("/")[2], found.get("schema_version", "of no version")
+    return str(stamp["schema"]).rpartition("/")[2], stamp.get("schema_version", "of no version")
 
 
 @functools.cache

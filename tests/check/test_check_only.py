@@ -174,7 +174,7 @@ def says_what_it_does(monkeypatch, capfd, seconds=LONG_S):
 
     def works(context):
         beats.acquire()
-        context.progress.doing("the third case")
+        context.progress.show_activity("the third case")
         assert all(beats.acquire(timeout=seconds) for _ in range(2)), "it is mute"
         return Step("passed", "")
 
@@ -229,9 +229,9 @@ def test_a_run_that_is_cut_off_keeps_the_cases_that_ended(monkeypatch, tmp_path)
     """As by Ctrl-C in the second case: what a process has told is in the file before it ends."""
     path = tmp_path / "check.json"
 
-    def call(function, request, backend, environment, heard, raises):
-        heard(kernels_result("started"))
-        heard(kernels_result("passed"))
+    def call(function, request, backend, environment, on_value, raises):
+        on_value(kernels_result("started"))
+        on_value(kernels_result("passed"))
         raise process.SignalError(process.signal.SIGINT)
 
     monkeypatch.setattr(process, "call", call)
@@ -262,7 +262,7 @@ def test_a_package_that_is_missing_fails_its_step_and_only_a_rocm_images_own_ski
 
 
 def runs_until(released):
-    process.tell("it runs")
+    process.send("it runs")
     return happened(Path(released).exists)
 
 
@@ -274,7 +274,7 @@ def test_a_side_that_fails_ends_the_other(tmp_path):
             assert runs.wait(LONG_S)
             raise RuntimeError("planted")
         try:
-            off.append(process.call(runs_until, released, heard=lambda value: runs.set()))
+            off.append(process.call(runs_until, released, on_value=lambda value: runs.set()))
         except process.EndedError as error:
             off.append(error.how)
 

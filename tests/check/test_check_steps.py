@@ -620,7 +620,7 @@ def test_a_step_that_raises_has_failed_and_the_next_one_runs(
     [
         (machine.examine, "machine", "its process {how}: {line}", []),
         (ask.plan_in_child, "plan", "vLLM {how}", [*steps.STEPS][2:]),
-        (idle.why_not, "timing", "its process {how}: {line}", []),
+        (idle.why_busy, "timing", "its process {how}: {line}", []),
         (engine_child.drive_engine, "engine",
          "vLLM's engine with the flag on {how}: {line}", ["prefill", "decode", "launches"]),
     ],

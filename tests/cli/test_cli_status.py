@@ -30,7 +30,7 @@ def folder(tmp_path, monkeypatch):
     """The folder of the plugin's files, in which this process is the front end of every server that lives."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     for run in ("7-a", "8-b"):
-        monkeypatch.setenv(status_files.RUN, run)
+        monkeypatch.setenv(status_files.RUN_VARIABLE, run)
         status_files.hold_run_lock(tmp_path / "aiter_mla")
     return tmp_path / "aiter_mla"
 

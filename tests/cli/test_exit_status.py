@@ -49,7 +49,7 @@ def plan_says(outcome):
 def a_server(engaged):
     def plant(monkeypatch, folder):
         monkeypatch.setenv("VLLM_CACHE_ROOT", str(folder))
-        monkeypatch.setenv(status_files.RUN, "7-a")
+        monkeypatch.setenv(status_files.RUN_VARIABLE, "7-a")
         status_files.hold_run_lock(folder / "aiter_mla")
         record = replace(record_of(["layer"], 16, "auto", 0), run="7-a", engaged={"layer": "triton"}, skipped={})
         left = replace(record, engaged={}, skipped={"layer": Skip("dcp", "made up")})
@@ -175,7 +175,7 @@ def folder_gone(monkeypatch, folder):
 
 
 def record_too_large(monkeypatch, folder):
-    monkeypatch.setattr(files, "LARGEST", 10)
+    monkeypatch.setattr(files, "MAX_BYTES", 10)
 
 
 @pytest.mark.parametrize(

@@ -114,8 +114,8 @@ def test_mutation_a_folder_for_all_calls_is_caught(tmp_path, monkeypatch):
 
 def told_by_a_child(number):
     """Tell two values, and abort if there is a third."""
-    process.tell(1)
-    process.tell({"two": [2]})
+    process.send(1)
+    process.send({"two": [2]})
     if number == 3:
         os.abort()
     return number
@@ -136,7 +136,7 @@ def test_an_error_that_the_caller_names_is_raised_here_and_any_other_ends_the_pr
 def test_what_a_process_tells_is_heard_in_order_also_if_it_aborts_then(number):
     heard = []
     try:
-        assert process.call(told_by_a_child, number, heard=heard.append) == 2
+        assert process.call(told_by_a_child, number, on_value=heard.append) == 2
     except process.EndedError:
         assert number == 3
     assert heard == [1, {"two": [2]}]
@@ -148,7 +148,7 @@ def tells_and_waits(folder, seconds):
 
 
 def tell(number):
-    process.tell(number)
+    process.send(number)
 
 
 def heard_at_once(folder, seconds=LONG_S, then=lambda: None):
@@ -158,7 +158,7 @@ def heard_at_once(folder, seconds=LONG_S, then=lambda: None):
         Path(folder, str(number)).touch()
         then()
 
-    found = process.call(tells_and_waits, str(folder), seconds, heard=hear)
+    found = process.call(tells_and_waits, str(folder), seconds, on_value=hear)
     assert found == [0, 1, 2], "what it told was not heard while it ran"
 
 
@@ -198,8 +198,8 @@ def test_a_process_that_tells_something_may_go_on(tmp_path, monkeypatch):
 
 @pytest.mark.mutation
 def test_mutation_a_limit_that_telling_does_not_extend_is_caught(tmp_path, monkeypatch):
-    hear = process._hear
-    monkeypatch.setattr(process, "_hear", lambda values, heard: hear(values, heard) and False)
+    hear = process._deliver
+    monkeypatch.setattr(process, "_deliver", lambda values, heard: hear(values, heard) and False)
     with pytest.raises(process.EndedError, match="was silent for 20 s"):
         test_a_process_that_tells_something_may_go_on(tmp_path, monkeypatch)
 

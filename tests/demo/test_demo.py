@@ -24,7 +24,7 @@ GPU = EngineSpec(plugin=PluginOptions(kernel="triton"), emulation=Emulation(devi
 
 def result(scenarios=runs.SHORT_SCENARIOS, steps=None, engaged=2, total=2, integration="module"):
     names = [f"layers.{index}" for index in range(total)]
-    record = files.plain(record_of(names, 16, "bfloat16", 0)) | {
+    record = files.to_plain(record_of(names, 16, "bfloat16", 0)) | {
         "engaged": dict.fromkeys(names[:engaged], "reference"),
         "skipped": {name: {"code": "impl", "message": "unknown"} for name in names[engaged:]},
         "integration": integration,

@@ -78,9 +78,9 @@ def test_no_installed_package_lists_the_sandbox():
 )
 def test_an_engine_finds_the_sandboxs_plugin_and_inherits_the_path_but_not_the_gauge(spec, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", "given")
-    monkeypatch.setenv(status_files.RUN, str(tmp_path))
+    monkeypatch.setenv(status_files.RUN_VARIABLE, str(tmp_path))
     environment = engine.environment_for(spec, tmp_path, tmp_path)
-    assert status_files.RUN not in environment
+    assert status_files.RUN_VARIABLE not in environment
     first, *rest = environment["PYTHONPATH"].split(os.pathsep)
     assert rest == [str(plugin.CHECKOUT), "given"]
     (found,) = distributions(path=[first])

@@ -74,7 +74,7 @@ def step(logger: PrometheusStatLogger, corrupted: int = 0) -> None:
 
 def said(folder: Path, scenario: str) -> str:
     """Return what /metrics says; each scenario is a run of its own."""
-    os.environ[status_files.RUN] = f"{os.getpid()}-{scenario.replace(' ', '-')}"
+    os.environ[status_files.RUN_VARIABLE] = f"{os.getpid()}-{scenario.replace(' ', '-')}"
     SCENARIOS[scenario](folder)
     return generate_latest(REGISTRY).decode()
 

@@ -196,7 +196,7 @@ def test_figures_of_another_compute_partition_are_a_miss(monkeypatch, tmp_path):
 @pytest.mark.parametrize("by", [{"aiter": [1.0]}, {"vllm": [], "aiter": []}, {"vllm": [1.0], "aiter": [1.0, 2.0]}])
 def test_figures_that_lack_some_are_not_kept(by):
     with pytest.raises(ValueError, match="missing at 1 tokens"):
-        kept_figures.Measured({}, {1: by})
+        kept_figures.KeptFigures({}, {1: by})
 
 
 @pytest.mark.parametrize(

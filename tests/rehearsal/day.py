@@ -64,7 +64,7 @@ class Day:
         """The variables of each process."""
         path = (PATH, plugin.FOLDER, self.aiter, plugin.CHECKOUT)
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "AITER_"))}
-        kept.pop(status_files.RUN, None)
+        kept.pop(status_files.RUN_VARIABLE, None)
         return kept | {
             "PYTHONPATH": os.pathsep.join(map(str, path)),
             rehearsal_card.VARIABLE: json.dumps(asdict(self.scenario)),

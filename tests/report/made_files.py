@@ -34,14 +34,14 @@ def status(**changes: Any) -> dict[str, Any]:
 
 def front_end(folder: Path, run: str = "1-a") -> None:
     """Hold the lock of a run; without others, as a script does that has shut its engine down."""
-    locks.hold(folder / f"{status_files.LOCK}{run}")
+    locks.hold(folder / f"{status_files.LOCK_PREFIX}{run}")
 
 
 def living(folder: Path, run: str = "1-a") -> None:
     """Hold the locks of a run and of its ranks, as its front end and its workers do."""
     front_end(folder, run)
     for rank in range(3):
-        locks.hold(folder / f"{status_files.LOCK}{run}-0-{rank}")
+        locks.hold(folder / f"{status_files.LOCK_PREFIX}{run}-0-{rank}")
 
 
 def measured() -> Timed:

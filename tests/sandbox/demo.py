@@ -148,7 +148,7 @@ def main(options: Options, console: Console | None = None) -> int:
     console.print(f"demo: {'every bound holds' if ok else 'A BOUND IS MISSED'}", style="green" if ok else "red")
     record = {"runs": [outcome.as_dict() for outcome in outcomes], "ok": ok, "versions": outcomes[0].on.versions}
     if options.json is not None:
-        files.write(options.json, record | {files.KEY: files.stamp("demo", 1)})
+        files.write(options.json, record | {files.STAMP_KEY: files.stamp("demo", 1)})
         console.print(f"figures written to {options.json}")
     if options.keep is not None:
         _keep(options.keep, outcomes, record)
@@ -227,7 +227,9 @@ def _scenario_table(outcomes: list[Outcome]) -> Table:
 
 def _keep(folder: Path, outcomes: list[Outcome], record: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    files.write(folder / "demo.json", record | {files.KEY: files.stamp("demo", 1)})
+    files.write(folder / "demo.json", record | {files.STAMP_KEY: files.stamp("demo", 1)})
     for number, outcome in enumerate(outcomes):
         for side, result in (("off", outcome.off), ("on", outcome.on)):
-            files.write(folder / f"run{number}-{side}.json", asdict(result) | {files.KEY: files.stamp("engine", 1)})
+            files.write(
+                folder / f"run{number}-{side}.json", asdict(result) | {files.STAMP_KEY: files.stamp("engine", 1)}
+            )

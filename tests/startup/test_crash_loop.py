@@ -156,7 +156,7 @@ def left_out_where_one_lock_tells_nothing(said, folder):
     lock = folder / f"lock-{path.stem}"
     lock.symlink_to("nowhere")
     found = Backends(Settings(enabled=True, measure=False), MI300X, {"triton": lambda *_: Named("triton")})
-    first_call.prepare(found, folder, 0)
+    first_call.build_backends(found, folder, 0)
     (line,) = said.at(logging.ERROR)
     assert line.startswith("AITER is left out: not_marked: "), "it is said that a start has died"
     assert str(path) in line
@@ -278,7 +278,7 @@ KERNELS = ("aiter", "aiter-opt", "triton")
 def begun(said, folder, rank=0):
     """A start checks two layer shapes; return the lines that it says of first calls."""
     factories = {name: lambda platform, settings, name=name: Named(name) for name in KERNELS}
-    mark = first_call.prepare(Backends(Settings(enabled=True), MI300X, factories), folder, rank)
+    mark = first_call.build_backends(Backends(Settings(enabled=True), MI300X, factories), folder, rank)
     for name in (*KERNELS, "vllm") * 2:
         with mark(name):
             lines = [text for text in said.at(logging.INFO) if "are called now" in text]
@@ -294,7 +294,7 @@ def left_out_where_locks_tell_nothing(said, folder, monkeypatch):
     monkeypatch.setattr(locks, "is_held", lambda lock: None)
     factories = dict.fromkeys(KERNELS, lambda *_: pytest.fail("it is built"))
     found = Backends(Settings(enabled=True), MI300X, factories)
-    mark = first_call.prepare(found, folder, 0)
+    mark = first_call.build_backends(found, folder, 0)
     assert {str(found.get(name)).partition(":")[0] for name in KERNELS} == {"not_marked"}
     assert [line.partition(":")[0] for line in said.at(logging.ERROR)] == ["AITER is left out", "Triton is left out"]
     assert not list(folder.iterdir()), "neither a marker nor a lock is left"
@@ -318,7 +318,7 @@ def the_decision_tells_which_kernels_a_start_died_in(folder):
     died(folder, first_call.prefix_of("AITER", MI300X))
     settings = Settings(enabled=True, measure=False)
     found = Backends(settings, MI300X, {name: lambda *_, name=name: Named(name) for name in ("triton", "vllm")})
-    first_call.prepare(found, folder, 0)
+    first_call.build_backends(found, folder, 0)
     points, offers = found.offers(SHAPE, 16)
     decided = decide(LayerFacts(None, offers, points), {"triton": PASSED}, None, settings)
     aborted = {other.kernel: other.aborted for other in decided.passed_over}
@@ -342,7 +342,7 @@ def only_triton_is_marked(said, folder, monkeypatch):
     died(folder, first_call.prefix_of("AITER", sm90))
     monkeypatch.setattr(first_call, "marked", lambda folder, prefix: (marked.append(prefix), inner(folder, prefix))[1])
     found = Backends(Settings(enabled=True), sm90, {"triton": lambda *_: Named("triton")})
-    mark = first_call.prepare(found, folder, 0)
+    mark = first_call.build_backends(found, folder, 0)
     for name in KERNELS:
         with mark(name):
             pass

@@ -45,9 +45,9 @@ def test_a_worker_whose_fast_path_is_off_is_left_as_it_is(pass_):
 
 def test_a_worker_that_inherits_no_variable_of_ours_joins_its_servers_run(monkeypatch):
     """As Ray starts workers: with the pickled config, and the variables whose names vLLM knows."""
-    monkeypatch.setenv(status_files.RUN, "front")
+    monkeypatch.setenv(status_files.RUN_VARIABLE, "front")
     sent = pickle.dumps(ours())
-    monkeypatch.delenv(status_files.RUN)
+    monkeypatch.delenv(status_files.RUN_VARIABLE)
     Worker(pickle.loads(sent))
     assert status_files.run_name() == "front"
 

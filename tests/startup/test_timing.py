@@ -422,8 +422,8 @@ def test_mutation_the_first_reason_for_all_shapes_is_caught(made_up, monkeypatch
     whole = timing.agree
 
     def of_all_shapes(choices):
-        agreed, troubles = whole(choices)
-        return agreed, [trouble._replace(shape=None) for trouble in troubles]
+        agreed, reasons = whole(choices)
+        return agreed, [reason._replace(shape=None) for reason in reasons]
 
     monkeypatch.setattr(timing, "agree", of_all_shapes)
     with pytest.raises(AssertionError, match="another shape's reason"):
@@ -488,8 +488,8 @@ def test_ranks_choose_nothing_of_a_shape_that_one_of_them_could_not_time():
         ({"a": timing.NotTimed("planted"), "b": OURS}, {"b"}),
         (timing.NotTimed("planted"), set()),
     ):
-        chosen, troubles = timing.agree([{"a": OURS, "b": OURS}, other, {}])
-        assert (set(chosen), list(map(str, troubles))) == (shapes, ["rank 1: planted"])
+        chosen, reasons = timing.agree([{"a": OURS, "b": OURS}, other, {}])
+        assert (set(chosen), list(map(str, reasons))) == (shapes, ["rank 1: planted"])
         assert all(choices == (OURS, OURS) for choices in chosen.values())
 
 
@@ -666,7 +666,7 @@ good = {"a": (Span(1, 8 + rank, "aiter"),)}
 bad = timing.NotTimed("planted")
 for mine in (good, bad if rank else good):
     place, answers = ranks.exchange(mine)
-    print(json.dumps(files.plain([place, *timing.agree(answers)])), flush=True)
+    print(json.dumps(files.to_plain([place, *timing.agree(answers)])), flush=True)
 # A rank that ends while the other still talks to it makes gloo abort that one.
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()
@@ -697,6 +697,6 @@ def test_two_ranks_over_gloo_choose_the_same_and_none_waits_for_ever(tmp_path):
     assert [child.returncode for child in children] == [0, 0], outputs
     found = [[json.loads(line) for line in out.splitlines() if line.startswith("[")] for out, _ in outputs]
     assert [first[0] for first, _ in found] == [0, 1]
-    chosen = files.plain({"a": [[Span(1, 8, "aiter")], [Span(1, 9, "aiter")]]})
+    chosen = files.to_plain({"a": [[Span(1, 8, "aiter")], [Span(1, 9, "aiter")]]})
     assert found[0][0][1:] == found[1][0][1:] == [chosen, []]
     assert found[0][1][1:] == found[1][1][1:] == [{}, [[1, None, "planted"]]]

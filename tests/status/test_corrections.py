@@ -25,7 +25,7 @@ DRAFT = NOTHING._replace(would_run=("aiter",))
 @pytest.fixture(autouse=True)
 def run(monkeypatch):
     """A run of this test's own."""
-    monkeypatch.setenv(status_files.RUN, "1-a")
+    monkeypatch.setenv(status_files.RUN_VARIABLE, "1-a")
 
 
 def status_of(kept=(), /, **layers):
@@ -163,7 +163,7 @@ def test_the_file_is_written_again_unless_it_is_another_engines(tmp_path, monkey
 def comes_back(folder, monkeypatch, removed):
     """Somebody removes the plugin's files while the server runs, for instance to force a new compilation."""
     monkeypatch.setattr(engine_status, "REWRITE_S", 0.0)
-    monkeypatch.setenv(status_files.RUN, f"{status_files.host_id()}-1-a")  # its workers do not hold its lock
+    monkeypatch.setenv(status_files.RUN_VARIABLE, f"{status_files.host_id()}-1-a")  # its workers do not hold its lock
     run = status_files.hold_run_lock(folder)
     status = status_of(a=RAN)
     status.write(folder)

@@ -50,7 +50,7 @@ full = raising(OSError("No space left on device"))
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, said):
     """A run and an engine of this test's own."""
-    monkeypatch.setenv(status_files.RUN, f"{os.getpid()}-mine")
+    monkeypatch.setenv(status_files.RUN_VARIABLE, f"{os.getpid()}-mine")
     monkeypatch.setattr(engine_status, "REWRITE_S", 0.0)
     another_engine()
 
@@ -507,7 +507,7 @@ def only_a_front_end_or_another_machine_holds_the_run(tmp_path, monkeypatch):
     """A worker of Ray's on another machine has a folder of its own, where no front end is."""
     held = {}
     for machine in (status_files.host_id(), "0a1b2c3d"):
-        monkeypatch.setenv(status_files.RUN, f"{machine}-1-a")
+        monkeypatch.setenv(status_files.RUN_VARIABLE, f"{machine}-1-a")
         another_engine()
         engage_all()
         after_warm_up()
@@ -597,7 +597,7 @@ def ended_servers_leave_no_files(tmp_path, monkeypatch):
     assert [path.name for path in gone if path.exists()] == [], "a file of an ended server stays"
     assert [path.name for path in stays if not path.exists()] == []
     found = {path.name for path in tmp_path.glob("lock-*")}
-    mine = f"lock-status-{os.environ[status_files.RUN]}"
+    mine = f"lock-status-{os.environ[status_files.RUN_VARIABLE]}"
     assert found == {mine, f"{mine}-0-0-{the_status().instance}", "lock-status-3-a", other.name, *living}
 
 
@@ -608,7 +608,7 @@ def test_files_of_this_machines_ended_servers_are_removed_also_those_of_another_
 @pytest.mark.mutation
 def test_mutation_a_file_of_another_version_that_stays_for_ever_is_caught(said, tmp_path, monkeypatch):
     load = files.load
-    monkeypatch.setattr(files, "load", lambda path: files.plain(files.parse(RankStatus, path, load(path))))
+    monkeypatch.setattr(files, "load", lambda path: files.to_plain(files.parse(RankStatus, path, load(path))))
     with pytest.raises(AssertionError, match=r"ended server stays\nassert \['status-4-a-0-0\.json'\] == "):
         ended_servers_leave_no_files(tmp_path, monkeypatch)
 
@@ -784,7 +784,7 @@ def test_gauge_leaves_out_a_bad_file_of_its_run_and_names_it_once(gauge, said, t
     engage_all()
     after_warm_up()
     after_warm_up(rank=1)
-    path = tmp_path / f"status-{os.environ[status_files.RUN]}-0-1.json"
+    path = tmp_path / f"status-{os.environ[status_files.RUN_VARIABLE]}-0-1.json"
     spoil(path)
     del said[:]
     assert [gauge() for _ in range(2)] == [{labels("engaged"): 2, labels("skipped"): 0}] * 2
@@ -803,7 +803,7 @@ def test_gauge_tells_engines_apart_and_ignores_other_servers(gauge, monkeypatch)
     engage_all()
     after_warm_up(index=1)
     with monkeypatch.context() as patching:
-        patching.setenv(status_files.RUN, "1-other")
+        patching.setenv(status_files.RUN_VARIABLE, "1-other")
         after_warm_up()
     assert gauge() == {labels("engaged", "1"): 2, labels("skipped", "1"): 0}
     another_engine()
@@ -967,7 +967,7 @@ def test_gauge_reaches_the_shared_files_of_several_api_servers(tmp_path):
     environment = {
         **os.environ,
         "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "shared"),
-        status_files.RUN: f"{os.getpid()}-x",
+        status_files.RUN_VARIABLE: f"{os.getpid()}-x",
     }
     code = SEVERAL_SERVERS.replace("metrics.register_metrics", "metrics.REFRESH_S = 0.1; metrics.register_metrics")
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True)

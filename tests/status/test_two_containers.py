@@ -27,7 +27,7 @@ class Server:
     def __init__(self, folder, run):
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.status.server_child", str(folder)], text=True,
-            env={**os.environ, status_files.RUN: run},
+            env={**os.environ, status_files.RUN_VARIABLE: run},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         assert self.process.stdout.readline() == "ready\n", self.process.stderr.read()

@@ -22,16 +22,16 @@ def replaced(make: Callable[[Path], Any]) -> Callable[[Path], None]:
 
 
 def of_stamp(**fields: Any) -> Callable[[Path], None]:
-    return changed(lambda data: data | {files.KEY: data[files.KEY] | fields})
+    return changed(lambda data: data | {files.STAMP_KEY: data[files.STAMP_KEY] | fields})
 
 
 BAD: dict[str, Callable[[Path], Any]] = {
     "another version": of_stamp(schema_version=99),
     "another record": of_stamp(schema="vllm-aiter-mla/apples"),
-    "half a stamp": changed(lambda data: data | {files.KEY: {"schema": data[files.KEY]["schema"]}}),
-    "no stamp": changed(lambda data: {name: value for name, value in data.items() if name != files.KEY}),
-    "a field is missing": changed(lambda data: {files.KEY: data[files.KEY]}),
-    "lists for values": changed(lambda data: {n: one if n == files.KEY else [[1]] for n, one in data.items()}),
+    "half a stamp": changed(lambda data: data | {files.STAMP_KEY: {"schema": data[files.STAMP_KEY]["schema"]}}),
+    "no stamp": changed(lambda data: {name: value for name, value in data.items() if name != files.STAMP_KEY}),
+    "a field is missing": changed(lambda data: {files.STAMP_KEY: data[files.STAMP_KEY]}),
+    "lists for values": changed(lambda data: {n: one if n == files.STAMP_KEY else [[1]] for n, one in data.items()}),
     "a list": lambda path: path.write_text("[]"),
     "a number": lambda path: path.write_text("1"),
     "empty": lambda path: path.write_text(""),
@@ -39,7 +39,7 @@ BAD: dict[str, Callable[[Path], Any]] = {
     "no text": lambda path: path.write_bytes(b"\x00\xff\xfe"),
     "no JSON": lambda path: path.write_text('{"rank": NaN}'),
     "too deep": lambda path: path.write_text("[" * 200_000),
-    "too large": lambda path: path.write_text(path.read_text() + " " * files.LARGEST),
+    "too large": lambda path: path.write_text(path.read_text() + " " * files.MAX_BYTES),
     "a link": replaced(lambda path: path.symlink_to(path.with_name("elsewhere"))),
     "a link to nothing": replaced(lambda path: path.symlink_to("nowhere")),
     "a pipe": replaced(os.mkfifo),

@@ -35,7 +35,7 @@ def install(
 
     def call(
         function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] = os.environ,
-        log: int | None = None, heard: Callable[[Any], None] = lambda value: None,
+        log: int | None = None, on_value: Callable[[Any], None] = lambda value: None,
         raises: tuple[type[Exception], ...] = (),
     ) -> Any:  # fmt: skip
         name = process.name_of(function)
@@ -44,7 +44,7 @@ def install(
 
         def hear(value: Any) -> None:
             nonlocal told
-            heard(value)
+            on_value(value)
             told += 1
             if told == most:
                 raise _End

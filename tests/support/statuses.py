@@ -43,13 +43,13 @@ def with_layers(
     """The record of an engine whose layers have these states, in this process's run if it has one."""
     return status.make_record(
         layers, rank=rank, integration=integration, card=card, decode_limit=limit, kv_cache_dtype=cache,
-        run=os.environ.get(status_files.RUN, ""),
+        run=os.environ.get(status_files.RUN_VARIABLE, ""),
     )  # fmt: skip
 
 
 def skipped_engine(code: str, message: str, layers: tuple[int, ...]) -> RankStatus:
     """The record of an engine that is skipped as a whole, in this process's run if it has one."""
-    run = os.environ.get(status_files.RUN, "")
+    run = os.environ.get(status_files.RUN_VARIABLE, "")
     return record_of_skipped_engine(Skip(code, message), layers, kv_cache_dtype="fp8", run=run)
 
 

@@ -101,7 +101,7 @@ def test_small_runs_the_quick_cases_at_deepseeks_widths_and_two_runs_give_the_sa
 
 def test_rounds_that_end_alike_are_one_result_so_that_report_reads_however_many(monkeypatch, tmp_path):
     """Two hundred rounds of a full run would fill 20 MB, which no reader takes."""
-    monkeypatch.setattr(files, "LARGEST", 4096)
+    monkeypatch.setattr(files, "MAX_BYTES", 4096)
     path, page = tmp_path / "out.json", tmp_path / "page.html"
     done = cli(*ONE, "--small", "--repeat", "12", "--json", str(path), "--html", str(page))
     assert (done.exit_code, "12 passed, 0 failed" in done.stdout) == (0, True), done.output

@@ -240,7 +240,7 @@ def tune(asked: Asked) -> dict[str, Any]:
     heads, counts = (2, [1]) if asked.dry == dry.VALUES else (16, [*TOKENS])
     record, wrong = command.tune_shapes(counts, [shape_of(heads, "fp8", "bf16")])
     table = {str(tokens): command.default(tokens, heads) for tokens in counts}
-    found = {"chosen": files.plain(record.chosen), "us": record.us, "table": table, "ok": not wrong}
+    found = {"chosen": files.to_plain(record.chosen), "us": record.us, "table": table, "ok": not wrong}
     return seen_as_nothing(found, bool(wrong)) if asked.dry == dry.LAUNCHES else found
 
 

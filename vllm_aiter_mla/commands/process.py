@@ -117,8 +117,8 @@ def workspace() -> Iterator[None]:
             _folders.discard(folder)
 
 
-def tell(value: Any) -> None:
-    """Hand a value to ``heard`` of the call that runs this process, now: it is kept if the process aborts later."""
+def send(value: Any) -> None:
+    """Hand a value to ``on_value`` of the call that runs this process, now: it is kept if the process aborts later."""
     for listener in _listeners:
         listener(value)
 
@@ -130,7 +130,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def call(
     function: Callable[[*Arguments], Returned], *arguments: *Arguments, environment: Mapping[str, str] = os.environ,
-    log: int | None = None, heard: Callable[[Any], None] = lambda value: None,
+    log: int | None = None, on_value: Callable[[Any], None] = lambda value: None,
     raises: tuple[type[Exception], ...] = (),
 ) -> Returned:  # fmt: skip
     """Return what a function returns that is called in a process of its own.
@@ -140,7 +140,7 @@ def call(
         arguments: its arguments, which are pickled.
         environment: the variables of the process.
         log: the descriptor that the process writes to; by default its last lines are kept for EndedError.
-        heard: called with each value that the process tells, in order, before this returns or raises.
+        on_value: called with each value that the process tells, in order, before this returns or raises.
         raises: errors of the function that are raised here too. Any other one ends the process.
 
     Raises:
@@ -154,7 +154,7 @@ def call(
         folder = shared if shared in _folders else work
         with output.open("wb") as out, told.open("rb") as values:
             where = out.fileno() if log is None else log
-            how = _run_to_its_end(words, folder, environment, where, lambda: _hear(values, heard), outcome)
+            how = _run_to_its_end(words, folder, environment, where, lambda: _deliver(values, on_value), outcome)
         last_lines = output.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
         if outcome.is_file():
             returned, error = pickle.loads(outcome.read_bytes())
@@ -164,7 +164,7 @@ def call(
     raise EndedError(how, *last_lines)
 
 
-def _hear(values: BinaryIO, heard: Callable[[Any], None]) -> bool:
+def _deliver(values: BinaryIO, on_value: Callable[[Any], None]) -> bool:
     """Hand on each value that has been written completely; return whether there was one."""
     count = 0
     while True:
@@ -174,7 +174,7 @@ def _hear(values: BinaryIO, heard: Callable[[Any], None]) -> bool:
         except (EOFError, pickle.UnpicklingError):  # none, or the process is about to write the rest
             values.seek(at)
             return count > 0
-        heard(value)
+        on_value(value)
         count += 1
 
 

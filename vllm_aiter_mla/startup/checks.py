@@ -55,7 +55,7 @@ def check_kernels(
     return checks
 
 
-def report(layer: Layer, end_strict_start: Callable[[str], None]) -> None:
+def log_results(layer: Layer, end_strict_start: Callable[[str], None]) -> None:
     """Log which kernels failed the check of a layer's shape, and which turn an fp8 overflow into NaN.
 
     The status of the engine keeps the kernels that may run although they do so.

@@ -77,7 +77,7 @@ def compare_with_reference(backend: KernelBackend, shape: LayerShape, limit: int
             return results[-1]
     if not results:
         reason = backend.refuse(synthetic_inputs(shape, large=backend.caches[0]))
-        return Comparison(False, f"{backend.name}: refused the self-check: {reason}")
+        return Comparison(False, f"{backend.name}: self-check FAILED: it takes no batch: {reason}")
     return next((result for result in results if result.writes_nan), results[0])
 
 

@@ -36,7 +36,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that ask a process to end."""
 
 
-def prepare(backends: Backends, folder: Path, rank: int) -> Callable[[str], AbstractContextManager[None]]:
+def build_backends(backends: Backends, folder: Path, rank: int) -> Callable[[str], AbstractContextManager[None]]:
     """Build the back ends of an engine, except those in whose first calls an earlier start has died.
 
     Args:
@@ -47,28 +47,28 @@ def prepare(backends: Backends, folder: Path, rank: int) -> Callable[[str], Abst
     Returns:
         What surrounds the first calls of a back end with its marker, by the back end's name.
     """
-    marks = Marks(leave_out_unsafe(backends, folder), folder, rank)
+    marks = FirstCallMarks(leave_out_unsafe(backends, folder), folder, rank)
     for name in backends.names:
         with marks.around(name) if name in AITER_KERNELS else nullcontext():  # AITER's import may build
             backends.get(name)
     return marks.around
 
 
-class Marker(NamedTuple):
+class MarkedFamily(NamedTuple):
     """What marks the first calls of one family of back ends."""
 
     family: str  # "AITER" or "Triton"
     prefix: str  # of the names of its files; see ``prefix_of``
 
 
-def leave_out_unsafe(backends: Backends, folder: Path) -> dict[str, Marker]:
+def leave_out_unsafe(backends: Backends, folder: Path) -> dict[str, MarkedFamily]:
     """Leave out the families whose first calls must not be made; return the markers of the others, by back end.
 
     A first call must not be made if an earlier start has died in it, or if nobody can tell whether one has. It must not
     be made if it cannot be marked, either. A family that has no kernels for this card has no marker.
     """
     remove_abandoned_locks(folder)
-    markers, arch = dict[str, Marker](), backends.platform.arch
+    markers, arch = dict[str, MarkedFamily](), backends.platform.arch
     for family, kernels in FAMILIES.items():
         names = set(kernels) & set(backends.names)
         if not names or arch == "cpu" or (family == "AITER" and arch not in ARCHITECTURES):
@@ -77,7 +77,7 @@ def leave_out_unsafe(backends: Backends, folder: Path) -> dict[str, Marker]:
         died = why_died_before(folder, prefix)
         reason = died or why_liveness_unknown(folder, prefix) or why_cannot_mark(folder, prefix)
         if reason is None:
-            markers |= dict.fromkeys(names, Marker(family, prefix))
+            markers |= dict.fromkeys(names, MarkedFamily(family, prefix))
             continue
         log.say_once(logging.ERROR, f"{family} is left out: {reason}")
         for name in names:
@@ -85,7 +85,7 @@ def leave_out_unsafe(backends: Backends, folder: Path) -> dict[str, Marker]:
     return markers
 
 
-class Marks:
+class FirstCallMarks:
     """Marks the first calls of an engine's back ends, and logs on rank 0 whenever those of another family begin.
 
     If the process ends in such a call, the log ends with the family that was called.
@@ -96,7 +96,7 @@ class Marks:
         rank: of this worker.
     """
 
-    def __init__(self, markers: Mapping[str, Marker], folder: Path, rank: int) -> None:
+    def __init__(self, markers: Mapping[str, MarkedFamily], folder: Path, rank: int) -> None:
         self._markers, self._folder, self._rank = markers, folder, rank
         self._logged_family: str | None = None
 
@@ -108,8 +108,8 @@ class Marks:
             yield
             return
         if self._rank == 0 and marker.family != self._logged_family:
-            begins = f"{marker.family}'s kernels are called now; a first build takes minutes"
-            log.say(logging.INFO, f"{begins}; if the start ends here, the next start leaves them out")
+            first = f"{marker.family}'s kernels are called now; a first build takes minutes"
+            log.say(logging.INFO, f"{first}; if the start ends here, the next start leaves them out")
         self._logged_family = marker.family
         with marked(self._folder, marker.prefix):
             yield
@@ -134,8 +134,8 @@ def remove_abandoned_locks(folder: Path) -> None:
 def why_died_before(folder: Path, prefix: str) -> str | None:
     """Return why a build must not be called, if a process has died in its first call and left its marker; else None."""
     if any(held is False for _, held in _markers_of_others(folder, prefix)):
-        ended = "a start ended in its first call, or somebody ended that start"
-        return f"{ABORTED}: {ended}; to try again remove {folder / prefix}-*"
+        cause = "an earlier start died in the first call of these kernels, or was killed there"
+        return f"{ABORTED}: {cause}; to try again remove {folder / prefix}-*"
     return None
 
 
@@ -146,8 +146,9 @@ def why_liveness_unknown(folder: Path, prefix: str) -> str | None:
     """
     for path, held in _markers_of_others(folder, prefix):
         if held is None:
-            unclear = f"nobody can tell whether the start that wrote {path} is still running"
-            return f"not_marked: {unclear}: {_lock_of(path).name} cannot be read; if it has ended, remove both files"
+            cause = f"cannot tell whether the start that wrote {path} still runs"
+            lock = _lock_of(path).name
+            return f"not_marked: {cause}, because {lock} cannot be read; if it has ended, remove both files"
     return None
 
 
@@ -168,7 +169,7 @@ def why_cannot_mark(folder: Path, prefix: str) -> str | None:
         with marked(folder, prefix):
             return None
     except OSError as error:
-        return f"not_marked: if it ended the process, the next start would not know: {error}"
+        return f"not_marked: no marker can be written, so the next start would not notice a crash: {error}"
 
 
 @contextmanager

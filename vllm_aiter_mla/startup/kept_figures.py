@@ -29,7 +29,7 @@ DRIVERS = (Path("/sys/module/amdgpu/version"), Path("/sys/module/nvidia/version"
 
 
 @dataclass(frozen=True)
-class Measured:
+class KeptFigures:
     """The record in such a file.
 
     Raises:
@@ -96,7 +96,7 @@ def path_of(folder: Path, key: Mapping[str, Any]) -> Path:
     return folder / f"measured-{digest[:16]}.json"
 
 
-def read(folder: Path, key: Mapping[str, Any]) -> Measured | None:
+def read(folder: Path, key: Mapping[str, Any]) -> KeptFigures | None:
     """Return the figures that an earlier start has kept for ``key``, or None.
 
     Raises:
@@ -104,7 +104,7 @@ def read(folder: Path, key: Mapping[str, Any]) -> Measured | None:
         ValueError: the file holds something else.
     """
     try:
-        measured = files.read_kept(Measured, path_of(folder, key))
+        measured = files.read_kept(KeptFigures, path_of(folder, key))
     except FileNotFoundError:
         return None
     return measured if measured.key == dict(key) else None
@@ -116,4 +116,4 @@ def write(folder: Path, key: Mapping[str, Any], rounds: Rounds) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    files.keep(path_of(folder, key), Measured(dict(key), rounds), kind="measured-*.json")
+    files.keep(path_of(folder, key), KeptFigures(dict(key), rounds), kind="measured-*.json")

@@ -10,7 +10,7 @@ which are the same on every rank. Otherwise a rank could wait for ever for anoth
 The figures of a layer shape pass through these types:
 
 - ``stopwatch.Rounds``: what the stopwatch returns.
-- ``kept_figures.Measured``: the file that keeps rounds for the next start.
+- ``kept_figures.KeptFigures``: the file that keeps rounds for the next start.
 - ``ShapeFigures``: the rounds that this start has, new and kept ones.
 - ``decision.Figures``: what the layers of the shape are given once the ranks have agreed.
 - ``status.record.Timed``: what the status says of them, in medians.
@@ -42,7 +42,7 @@ from vllm_aiter_mla.status.record import Timed
 
 VLLMS_RUN = "vLLM's own kernels run"
 NO_BASELINE = "vLLM's own kernels cannot be timed here"
-NOT_REQUESTED = "its kernels were not to be timed"
+NOT_REQUESTED = "timing was not asked for"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ Agreement = tuple[Spans, ...] | RankReason
 class Outcome(NamedTuple):
     """What has come of the exchange on this rank."""
 
-    troubles: list[RankReason]  # that kept kernels from being timed
+    reasons: list[RankReason]  # that kept kernels from being timed
     num_timed_shapes: int  # layer shapes that were timed on all their ranks, those of other pipeline stages included
     logs_here: bool  # whether this rank logs for all of them
 
@@ -129,19 +129,19 @@ def time_kernels(config: Any, settings: Settings, layers: Sequence[Layer], limit
         if not _is_timing_on(config, settings):
             return
     except Exception as error:  # every rank raises the same here, so none of them waits for this one
-        troubles = [RankReason(rank, None, _in_one_line(error))]
-        _give_reasons(layers, {}, troubles)
-        _warn(troubles, num_timed_shapes=0)
+        reasons = [RankReason(rank, None, _in_one_line(error))]
+        _give_reasons(layers, {}, reasons)
+        _warn(reasons, num_timed_shapes=0)
         return
     this_rank = _time_this_rank(config, layers, limit, rank)
     outcome = _exchange_and_run(this_rank, rank)
-    _give_reasons(layers, this_rank.groups, outcome.troubles)
+    _give_reasons(layers, this_rank.groups, outcome.reasons)
     # Not earlier: the traceback of an exception holds what was allocated until the exception has been handled.
     if this_rank.num_timed:
         with log.warned("the memory of the timing could not be given back"):
             card().give_back()
-    if outcome.troubles and outcome.logs_here:
-        _warn(outcome.troubles, outcome.num_timed_shapes)
+    if outcome.reasons and outcome.logs_here:
+        _warn(outcome.reasons, outcome.num_timed_shapes)
     elif this_rank.num_timed and outcome.logs_here:
         spent = f"{this_rank.seconds:.1f} s, with a budget of {stopwatch.BUDGET_S:g} s"
         log.say(logging.INFO, f"kernels timed on this card in {spent}: {this_rank.num_timed} layer shape(s)")
@@ -210,7 +210,7 @@ def _time_shape(
         rank: of this worker.
     """
     shape = layer.shape()
-    kept: kept_figures.Measured | None = None
+    kept: kept_figures.KeptFigures | None = None
     try:
         key = kept_figures.key_of(config, shape, backends, counts, rank)
         if layer.backends.settings.measure != "again":
@@ -278,7 +278,7 @@ def _exchange_and_run(this_rank: RankTiming, rank: int) -> Outcome:
     """
     try:
         index, answers = ranks.exchange(this_rank.answer)
-        agreed, troubles = agree(answers)
+        agreed, reasons = agree(answers)
     except Exception as error:
         return Outcome([RankReason(rank, None, _in_one_line(error))], 0, logs_here=True)
     shapes, logs_here = {shape for shape, found in agreed.items() if not isinstance(found, RankReason)}, index == 0
@@ -287,10 +287,10 @@ def _exchange_and_run(this_rank: RankTiming, rank: int) -> Outcome:
             try:
                 _run_as_agreed(shape, this_rank.groups[shape], timing, agreed[shape])
             except Exception as error:
-                troubles.insert(0, RankReason(rank, shape, _in_one_line(error)))
+                reasons.insert(0, RankReason(rank, shape, _in_one_line(error)))
                 shapes.discard(shape)
                 logs_here = True  # no other rank knows of it
-    return Outcome(troubles, len(shapes), logs_here)
+    return Outcome(reasons, len(shapes), logs_here)
 
 
 def agree(answers: Sequence[Answer]) -> tuple[dict[str, Agreement], list[RankReason]]:
@@ -302,23 +302,23 @@ def agree(answers: Sequence[Answer]) -> tuple[dict[str, Agreement], list[RankRea
     Args:
         answers: of all ranks, in their order.
     """
-    agreed, troubles = dict[str, Agreement](), list[RankReason]()
+    agreed, reasons = dict[str, Agreement](), list[RankReason]()
     for rank, answer in enumerate(answers):
         if isinstance(answer, NotTimed):
-            troubles.append(RankReason(rank, None, answer.why))
+            reasons.append(RankReason(rank, None, answer.why))
             continue
         for shape, choice in answer.items():
             before = agreed.get(shape, ())
             if isinstance(choice, NotTimed):
-                troubles.append(RankReason(rank, shape, choice.why))
+                reasons.append(RankReason(rank, shape, choice.why))
             elif isinstance(before, RankReason):
                 continue  # the first such rank is named
             elif isinstance(choice, NoKernelOfOurs):
                 agreed[shape] = RankReason(rank, shape, choice.why)
             else:
                 agreed[shape] = (*before, choice)
-    missing = {trouble.shape for trouble in troubles}
-    return {shape: found for shape, found in agreed.items() if not missing & {shape, None}}, troubles
+    missing = {reason.shape for reason in reasons}
+    return {shape: found for shape, found in agreed.items() if not missing & {shape, None}}, reasons
 
 
 def _run_as_agreed(shape: str, group: Sequence[Layer], figures: ShapeFigures, agreed: Agreement) -> None:
@@ -336,22 +336,22 @@ def _run_as_agreed(shape: str, group: Sequence[Layer], figures: ShapeFigures, ag
 
 
 def _give_reasons(
-    layers: Sequence[Layer], groups: Mapping[str, Sequence[Layer]], troubles: Sequence[RankReason]
+    layers: Sequence[Layer], groups: Mapping[str, Sequence[Layer]], reasons: Sequence[RankReason]
 ) -> None:
     """Tell the layers of shapes that were not timed, or that could not be given their figures, why they have none."""
     shape_of = {layer.name: shape for shape, group in groups.items() for layer in group}
     for layer in layers:
         shapes = (None, shape_of.get(layer.name))
-        why = next((str(trouble) for trouble in troubles if trouble.shape in shapes), "")
+        why = next((str(reason) for reason in reasons if reason.shape in shapes), "")
         if why or not layer.is_timed:
             layer.timed(Figures(why=why or NOT_REQUESTED))
 
 
-def _warn(troubles: Sequence[RankReason], num_timed_shapes: int) -> None:
-    """Log why kernels could not be timed, the first trouble in full, and how many layer shapes were timed."""
-    more = f" (and {len(troubles) - 1} more)" if len(troubles) > 1 else ""
+def _warn(reasons: Sequence[RankReason], num_timed_shapes: int) -> None:
+    """Log why kernels could not be timed, the first reason in full, and how many layer shapes were timed."""
+    more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
     timed = f"; {num_timed_shapes} other layer shape(s) were timed" if num_timed_shapes else ""
-    log.say_once(logging.WARNING, f"the kernels could not be timed: {troubles[0]}{more}; {VLLMS_RUN}{timed}")
+    log.say_once(logging.WARNING, f"the kernels could not be timed: {reasons[0]}{more}; {VLLMS_RUN}{timed}")
 
 
 def _in_one_line(error: Exception) -> str:

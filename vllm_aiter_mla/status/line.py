@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from vllm_aiter_mla.admission import ABORTED, OVERFLOW, REMEDIES, Skip
 from vllm_aiter_mla.decided import VLLM, kernel_at
-from vllm_aiter_mla.status.record import EngineRecord, RankStatus, merge_ranks
+from vllm_aiter_mla.status.record import MergedStatus, RankStatus, merge_ranks
 
 TYPICAL_TOKENS = 64
 """The line gives the measured time of a step of this many tokens, or of the nearest count that was timed."""
@@ -20,7 +20,7 @@ def status_line(*records: RankStatus | None, replica: int | None = None) -> str:
         records: those of an engine's ranks, as ``merge_ranks`` takes them.
         replica: index of the data-parallel engine that the line speaks for; None if there is only one.
     """
-    merged, kernels = merge_ranks(records), aborted(records)
+    merged, kernels = merge_ranks(records), aborted_kernels(records)
     silent = f"; {merged.silent} without a status" if merged.silent else ""
     without = f"; {', '.join(kernels)} left out: {ABORTED}" if kernels else ""
     of_replica = "" if replica is None else f", data-parallel engine {replica}"
@@ -32,7 +32,8 @@ def status_line(*records: RankStatus | None, replica: int | None = None) -> str:
         return f"0/{merged.total}: {reason}{silent}{without}{of_replica}{remedy}"
     engaged, skipped = len(merged.engaged), merged.total - len(merged.engaged)
     on_ranks = f" on {merged.agreeing} of {merged.ranks} ranks" if merged.ranks > 1 else ""
-    text = f"{engaged}/{merged.total} MLA layers engaged{on_ranks} ({_what_runs(merged)}){_fell_back(merged)}{silent}"
+    text = f"{engaged}/{merged.total} MLA layers engaged{on_ranks} ({_running_text(merged)})"
+    text += f"{_fallbacks_text(merged)}{silent}"
     text += f"; {skipped} skipped: {first_reason(merged.skipped)}" if skipped else ""
     return text + "".join(f"; {kernel} {OVERFLOW}" for kernel in merged.overflows) + without + of_replica + remedy
 
@@ -44,11 +45,11 @@ def remedies(records: Sequence[RankStatus | None]) -> dict[str, str]:
     """
     of_fallbacks = merge_ranks(records).fell_back.values()
     skips = [*of_fallbacks, *(skip for record in records if record is not None for skip in record.skipped.values())]
-    codes = [ABORTED] * bool(aborted(records)) + [skip.code for skip in skips]
+    codes = [ABORTED] * bool(aborted_kernels(records)) + [skip.code for skip in skips]
     return {code: REMEDIES[code] for code in codes if code in REMEDIES}
 
 
-def aborted(records: Sequence[RankStatus | None]) -> list[str]:
+def aborted_kernels(records: Sequence[RankStatus | None]) -> list[str]:
     """Return the kernels that do not run because an earlier start ended in their first call."""
     groups = (alike for record in records if record is not None for alike in record.decided)
     passed_over = (other for alike in groups for other in alike.decision.passed_over)
@@ -60,12 +61,12 @@ def first_reason(skipped: Mapping[str, Skip]) -> str:
     return next((_printable(skip) for skip in skipped.values()), "no MLA layer was found")
 
 
-def unmeasured(card: str) -> str:
+def not_measured_note(card: str) -> str:
     """Return the note that nobody has timed the plugin on a card; nothing for a CPU."""
     return "" if card == "cpu" else f"; speed on {card} not measured"
 
 
-def _fell_back(merged: EngineRecord) -> str:
+def _fallbacks_text(merged: MergedStatus) -> str:
     """Return which ranks fell back, those with the same reason together, and which run other kernels."""
     numbers_by_skip: dict[Skip, list[str]] = {}
     for rank, skip in merged.fell_back.items():
@@ -78,20 +79,20 @@ def _fell_back(merged: EngineRecord) -> str:
     return "".join((*fell_back, *others))
 
 
-def _what_runs(merged: EngineRecord) -> str:
+def _running_text(merged: MergedStatus) -> str:
     """Return which kernels run and what they gain, tuned tiles, and the integration if it is not the default."""
     tuned = "".join(f"; tuned tiles {tiles}" for tiles in dict.fromkeys(merged.tuned.values()))
     integration = ", integration passes" if merged.first.integration == "passes" else ""
-    return f"{_measured(merged) if merged.measured else _kernels(merged)}{tuned}{integration}"
+    return f"{_timing_text(merged) if merged.measured else _kernels_text(merged)}{tuned}{integration}"
 
 
-def _kernels(merged: EngineRecord) -> str:
+def _kernels_text(merged: MergedStatus) -> str:
     first, names = merged.first, "+".join(sorted(set(merged.engaged.values())))
     cache = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(first.kv_cache_dtype, "fp8")
-    return f"{names}, {cache} KV, decode limit {first.decode_limit}{unmeasured(first.card)}"
+    return f"{names}, {cache} KV, decode limit {first.decode_limit}{not_measured_note(first.card)}"
 
 
-def _measured(merged: EngineRecord) -> str:
+def _timing_text(merged: MergedStatus) -> str:
     """Return which kernel runs at how many tokens and what it gains, for the layer shape of most layers."""
     most, *others = sorted(merged.measured, key=lambda timed: -len(merged.engaged.keys() & timed.layers))
     where = ", ".join(f"{span.kernel} {span.tokens}" for span in most.chosen)

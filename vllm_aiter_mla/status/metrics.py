@@ -12,7 +12,7 @@ from time import sleep
 from typing import Any
 
 from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.status.line import aborted
+from vllm_aiter_mla.status.line import aborted_kernels
 from vllm_aiter_mla.status.record import RankStatus, group_by_engine, merge_ranks, with_silent_ranks
 from vllm_aiter_mla.status.status_files import is_serving, read_all, renew_run_lock, run_name
 
@@ -159,6 +159,6 @@ def _samples_of_engine(records: Sequence[RankStatus]) -> dict[str, Samples]:
         LAYERS: {("engaged",): len(engaged), ("skipped",): len(skipped)},
         "aiter_mla_kernel_layers": {labels: len(layers) for labels, layers in layers_by_span.items() if layers},
         "aiter_mla_ranks": {("agreeing",): agreeing, ("fell_back",): fell_back, ("silent",): silent},
-        "aiter_mla_aborted_before": {(kernel,): 1 for kernel in aborted(records)},
+        "aiter_mla_aborted_before": {(kernel,): 1 for kernel in aborted_kernels(records)},
         "aiter_mla_info": {(merged.first.evidence.plugin, merged.first.integration): 1},
     }

@@ -85,7 +85,7 @@ class RankStatus:
 
 
 @dataclass(frozen=True)
-class EngineRecord:
+class MergedStatus:
     """What the ranks of one engine say together."""
 
     first: RankStatus  # the first rank with a record; card, cache, limit and integration are the same on all ranks
@@ -112,7 +112,7 @@ class EngineRecord:
         return self.agreeing == self.ranks
 
 
-def merge_ranks(records: Sequence[RankStatus | None]) -> EngineRecord:
+def merge_ranks(records: Sequence[RankStatus | None]) -> MergedStatus:
     """Return what the records of all ranks of an engine say together; of several values for one key the first counts.
 
     A rank has fallen back if it skips a layer that another rank engages. A rank that skips all its layers, as a stage
@@ -124,7 +124,7 @@ def merge_ranks(records: Sequence[RankStatus | None]) -> EngineRecord:
     found = [record for record in records if record is not None]
     engaged = _first_values(item for record in found for item in record.engaged.items())
     skipped = _first_values(item for record in found for item in record.skipped.items())
-    return EngineRecord(
+    return MergedStatus(
         first=found[0],
         total=len((engaged | skipped).keys() - {WHOLE_ENGINE}),
         engaged=engaged,

@@ -17,9 +17,9 @@ from pathlib import Path
 from vllm_aiter_mla import files, locks
 from vllm_aiter_mla.status.record import RankStatus
 
-RUN = "AITER_MLA_RUN"
+RUN_VARIABLE = "AITER_MLA_RUN"
 """Environment variable that names this server's run; the front end sets it and its workers inherit it."""
-LOCK = "lock-status-"
+LOCK_PREFIX = "lock-status-"
 """Start of the name of each lock file: of a run's, which its front end holds, and of those that its engines hold."""
 UNFINISHED_S = 24 * 3600
 """Seconds after which nobody writes a file any more: the process that began to write was killed."""
@@ -27,7 +27,7 @@ UNFINISHED_S = 24 * 3600
 
 def run_name() -> str:
     """Name this server's run in the environment, unless a parent process has done so, and return the name."""
-    return os.environ.setdefault(RUN, f"{host_id()}-{os.getpid()}-{secrets.token_hex(4)}")
+    return os.environ.setdefault(RUN_VARIABLE, f"{host_id()}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def host_id() -> str:
@@ -90,26 +90,29 @@ def write(folder: Path, record: RankStatus) -> None:
     locks.hold(_lock_of_engine(folder, record))
     files.write(path_of(folder, record), record)
     _remove_ended(folder, record)
-    files.remove_old(folder, files.UNFINISHED, UNFINISHED_S)
+    files.remove_old(folder, files.UNFINISHED_PATTERN, UNFINISHED_S)
 
 
 def _remove_ended(folder: Path, mine: RankStatus) -> None:
     """Remove status files and locks of servers of this machine that have ended; ``mine`` is of a server that lives.
 
-    Files of another machine that shares the folder stay for ``files.UNUSED_S``, because its locks may mean nothing
-    here: a pod has a new host name at each start. A file of another version is removed too: its name tells its run.
+    Files of another machine that shares the folder stay for ``files.UNUSED_AFTER_S``, because its locks may mean
+    nothing here: a pod has a new host name at each start. A file of another version is removed too: its name has its
+    run.
     """
     for path in folder.glob("status-*-*.json"):
         with suppress(Exception):  # another program's file, or a file that is being written: it stays
             data = files.load(path)
-            is_old = time.time() - path.lstat().st_mtime > files.UNUSED_S
-            may_go = files.layout_of(data)[0] == "status" and (data[files.KEY]["host"] == mine.evidence.host or is_old)
+            is_old = time.time() - path.lstat().st_mtime > files.UNUSED_AFTER_S
+            may_go = files.layout_of(data)[0] == "status" and (
+                data[files.STAMP_KEY]["host"] == mine.evidence.host or is_old
+            )
             run = _run_of(path)
             if may_go and run != mine.run and _has_ended(folder, run):
                 path.unlink(missing_ok=True)
                 for lock in _locks_of_run(folder, run) if is_old else ():
                     locks.remove_if_free(lock)
-    for lock in folder.glob(f"{LOCK}{host_id()}-*"):
+    for lock in folder.glob(f"{LOCK_PREFIX}{host_id()}-*"):
         with suppress(Exception):
             locks.remove_if_free(lock)
 
@@ -120,7 +123,7 @@ def _has_ended(folder: Path, run: str) -> bool:
 
 
 def _locks_of_run(folder: Path, run: str) -> list[Path]:
-    return [lock for lock in folder.glob(f"{LOCK}*") if f"{lock.name}-".startswith(f"{LOCK}{run}-")]
+    return [lock for lock in folder.glob(f"{LOCK_PREFIX}*") if f"{lock.name}-".startswith(f"{LOCK_PREFIX}{run}-")]
 
 
 def _run_of(path: Path) -> str:
@@ -178,9 +181,9 @@ def _name_of(record: RankStatus) -> str:
 
 
 def _lock_of_run(folder: Path, run: str) -> Path:
-    return folder / f"{LOCK}{Path(run).name}"
+    return folder / f"{LOCK_PREFIX}{Path(run).name}"
 
 
 def _lock_of_engine(folder: Path, record: RankStatus) -> Path:
     instance = f"-{record.instance}" if record.instance else ""
-    return folder / f"{LOCK}{Path(f'{_name_of(record)}{instance}').name}"
+    return folder / f"{LOCK_PREFIX}{Path(f'{_name_of(record)}{instance}').name}"

@@ -56,8 +56,8 @@ class CheckOptions:
 class Progress:
     """Whom a step tells how it goes; by default nobody."""
 
-    doing: Callable[[str], None] = lambda text: None  # what the step does now
-    so_far: Callable[[Step], None] = lambda step: None  # what the step has found so far
+    show_activity: Callable[[str], None] = lambda text: None  # what the step does now
+    report_partial: Callable[[Step], None] = lambda step: None  # what the step has found so far
 
 
 @dataclass(slots=True)

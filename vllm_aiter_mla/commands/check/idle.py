@@ -13,7 +13,7 @@ DEVICE_FILES = re.compile(r"/dev/(kfd|nvidia\d+)$")
 GIB = 1 << 30
 
 
-def why_not(needed: int) -> str | None:
+def why_busy(needed: int) -> str | None:
     """Return which of the first ``needed`` cards is in use, and who has one open; None if all are idle.
 
     For a process of its own.

@@ -38,7 +38,7 @@ class Run:
             WrongOptionError: the model or an option is wrong, so no later step can run.
             SignalError: its last argument says how many steps ended, and which file has their findings.
         """
-        self.context.progress.so_far = self._note
+        self.context.progress.report_partial = self._note
         self._keep(None)
         try:
             for step in run_steps(self.context, self.chosen):
@@ -105,7 +105,7 @@ def run_steps(context: Context, chosen: Sequence[str] = tuple(steps.STEPS)) -> I
     """
     for number, name in enumerate(chosen, 1):
         began = time.monotonic()
-        with show.progress(name, number, len(chosen)) as context.progress.doing:
+        with show.progress(name, number, len(chosen)) as context.progress.show_activity:
             step = run_step(context, name)
         # The caller keeps the step first: a closed pipe ends the printing.
         yield replace(step, name=name, seconds=round(time.monotonic() - began, 1))
@@ -140,7 +140,7 @@ def run_step(context: Context, name: str) -> Step:
 def _why_not_idle(context: Context, name: str) -> str | None:
     """Return why the cards of a step are not idle: a server or another check is on one. None if they are."""
     needed = engine_steps.cards_of(context.plan) if name == "engine" and context.plan is not None else 1
-    return process.call(idle.why_not, needed, environment=context.options.environment())
+    return process.call(idle.why_busy, needed, environment=context.options.environment())
 
 
 def exit_status(ended: Sequence[Step], on_cpu: bool, require_all: bool = False) -> int:

@@ -118,7 +118,7 @@ def last_line(ended: Sequence[Step], status: int, require_all: bool = False) -> 
         return "the flag gains nothing on this card: vLLM's own kernels are the fastest for this model; leave it off"
     if status == outputs.EXIT_INCOMPLETE:
         if any(step.status == "unknown" for step in ended):
-            return "not everything could be told; the steps above say why"
+            return "some steps gave no result; they say why above"
         if require_all:
             return f"{count} skipped of the steps that were asked for"
         return "nothing ran on a card: run this where vLLM serves (--device cpu runs what a CPU can run)"

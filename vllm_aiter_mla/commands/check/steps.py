@@ -94,7 +94,7 @@ def look_up_issues(context: Context) -> Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StepSpec:
     """A step, and what it needs."""
 
     run: Callable[[Context], Step]
@@ -105,16 +105,16 @@ class Entry:
     needs_idle_cards: bool = False  # another process on the cards would spoil the step
 
 
-STEPS: dict[str, Entry] = {
-    "machine": Entry(look_at_machine, needs=(), needs_model=False),
-    "plan": Entry(plan_model, needs=()),
-    "issues": Entry(look_up_issues),
-    "kernels": Entry(verify_kernels, needs_model=False, needs_shape=True, can_run_on_card=True),
-    "timing": Entry(time_kernels, needs_model=False, needs_shape=True, can_run_on_card=True, needs_idle_cards=True),
-    "engine": Entry(compare_engines, needs_shape=True, can_run_on_card=True, needs_idle_cards=True),
-    "prefill": Entry(compare_prefill_rows, ("plan", "engine")),
-    "decode": Entry(compare_decode_with_prefill, ("plan", "engine")),
-    "launches": Entry(compare_launches, ("plan", "engine"), needs_shape=True),
+STEPS: dict[str, StepSpec] = {
+    "machine": StepSpec(look_at_machine, needs=(), needs_model=False),
+    "plan": StepSpec(plan_model, needs=()),
+    "issues": StepSpec(look_up_issues),
+    "kernels": StepSpec(verify_kernels, needs_model=False, needs_shape=True, can_run_on_card=True),
+    "timing": StepSpec(time_kernels, needs_model=False, needs_shape=True, can_run_on_card=True, needs_idle_cards=True),
+    "engine": StepSpec(compare_engines, needs_shape=True, can_run_on_card=True, needs_idle_cards=True),
+    "prefill": StepSpec(compare_prefill_rows, ("plan", "engine")),
+    "decode": StepSpec(compare_decode_with_prefill, ("plan", "engine")),
+    "launches": StepSpec(compare_launches, ("plan", "engine"), needs_shape=True),
 }
 
 

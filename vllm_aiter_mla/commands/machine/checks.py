@@ -19,7 +19,7 @@ from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.compat import release
 from vllm_aiter_mla.kernels.aiter import op
 from vllm_aiter_mla.settings import NAMESPACE
-from vllm_aiter_mla.status.line import unmeasured
+from vllm_aiter_mla.status.line import not_measured_note
 from vllm_aiter_mla.verify import hip_python as bindings
 
 Status = Literal["ok", "warning", "problem", "unknown"]
@@ -91,7 +91,7 @@ def gpu(env: Env) -> Check:
     if arch is None:
         return Check("unknown", f"no GPU is visible here (platform): {CONDITIONS}", REMEDIES["platform"])
     if arch in ARCHITECTURES:
-        return Check("ok", f"{arch} ({sold_as(arch)}){unmeasured(arch)}")
+        return Check("ok", f"{arch} ({sold_as(arch)}){not_measured_note(arch)}")
     if arch.startswith("gfx"):
         return Check("problem", f"{arch} (platform): {CONDITIONS}", REMEDIES["platform"])
     return Check("problem", f"{arch} (platform): not an AMD card, and {CONDITIONS}", REMEDIES["platform"])

@@ -50,14 +50,14 @@ def record_of(answer: Answer, vllm: LoadedVllm, variables: Variables) -> record.
     kinds = [_PlannedKind(vllm.arch, settings, engine, *layer, limit) for layer in answer.layers]
     main = kinds[0] if kinds else None
     total = sum(kind.count for kind in kinds) or model.listed_layers
-    against = engine_reasons(answer)
-    engaged = 0 if against else sum(kind.count for kind in kinds if not kind.reasons)
+    engine_skips = engine_reasons(answer)
+    engaged = 0 if engine_skips else sum(kind.count for kind in kinds if not kind.reasons)
     # Another attention implementation follows from what stops the engine; so does Transformers' forward.
-    engine_codes = {reason.code for reason in against} | ({"impl"} if against else set())
+    engine_codes = {reason.code for reason in engine_skips} | ({"impl"} if engine_skips else set())
     if engine.view.model_impl:
         engine_codes |= {"unknown_forward"}
-    taken = not any(reason.code in admission.UNSUPPORTED for reason in against)
-    reasons = [*against, *_layer_reasons(kinds if taken else [], total, engine_codes)]
+    is_supported = not any(reason.code in admission.UNSUPPORTED for reason in engine_skips)
+    reasons = [*engine_skips, *_layer_reasons(kinds if is_supported else [], total, engine_codes)]
     formats: Counter[str] = Counter()
     for kind in kinds:
         formats[kind.built.format] += kind.count

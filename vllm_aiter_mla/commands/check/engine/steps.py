@@ -67,7 +67,7 @@ def engines(context: Context, environment: Mapping[str, str]) -> Iterator[Callab
     with options.source.folder() as folder:
 
         def run_side(side: Side) -> EngineAnswer:
-            context.progress.doing(f"vLLM's engine, flag {side}")  # each takes a minute or more
+            context.progress.show_activity(f"vLLM's engine, flag {side}")  # each takes a minute or more
             return run_engine(EngineOptions(str(folder), arguments, side, random_layers, plan.limit), environment)
 
         yield run_side
@@ -87,7 +87,7 @@ def run_engine(options: EngineOptions, environment: Mapping[str, str]) -> Engine
         cache = Path(work)
         _share_model_notes(cache, environment)
         variables = {**environment, "VLLM_CACHE_ROOT": str(cache), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        variables.pop(status_files.RUN, None)
+        variables.pop(status_files.RUN_VARIABLE, None)
         try:
             answer = process.call(child.drive_engine, options, environment=variables)
         except process.EndedError as error:

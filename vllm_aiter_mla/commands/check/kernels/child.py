@@ -45,11 +45,11 @@ def verify_back_end(request: KernelsRequest, backend: str) -> Verification:
         model=request.model or "",
         again=request.repeating,
     )
-    process.tell(this_session.record())
+    process.send(this_session.record())
     for item in this_session.items:
         started = Result(
             item.case.name, item.variant.name, item.backend, this_session.engine.name, item.seed, STARTED
         )  # fmt: skip
-        process.tell(replace(started, command=this_session.command(started)))
-        process.tell(this_session.run_one(item))
+        process.send(replace(started, command=this_session.command(started)))
+        process.send(this_session.run_one(item))
     return this_session.record()

@@ -105,23 +105,23 @@ def _verified(context: Context, request: KernelsRequest, backend: str, before: S
     record = Verification(NOTHING, {}, "no engine", None, {}, ())
     running: Result | None = None
 
-    def heard(told: Verification | Result) -> None:
+    def on_value(told: Verification | Result) -> None:
         nonlocal record, running
         if isinstance(told, Verification):  # what all results of this process share
             record = told
         elif told.status == child.STARTED:
             running = told
             done = sum(result.rounds for part in (*before, record) for result in part.results)
-            context.progress.doing(f"{backend} {told.variant} {told.case}, {done} cases done")
+            context.progress.show_activity(f"{backend} {told.variant} {told.case}, {done} cases done")
         else:
             running, record = None, replace(record, results=joined((*record.results, told)))
             merged = _merged([*before, record])
-            context.progress.so_far(Step("cut off", counts_in_words(merged.results), data=merged))
+            context.progress.report_partial(Step("cut off", counts_in_words(merged.results), data=merged))
 
     environment = context.options.environment()
     try:
         return process.call(
-            child.verify_back_end, request, backend, environment=environment, heard=heard, raises=(NotHereError,)
+            child.verify_back_end, request, backend, environment=environment, on_value=on_value, raises=(NotHereError,)
         )
     except process.EndedError as error:
         return _with_failure(record, backend, running, error)

@@ -87,14 +87,14 @@ def time_kernels(request: TimingRequest, left_out: Mapping[str, str]) -> Measure
     """
     load_plugins()  # as in a server: they may bring the platform, or kernels
     machine, rows, wrong, stopped = stopwatch.machine(), list[Row](), dict(left_out), ""
-    process.tell(Measurement(machine, request.weights, (), dict(wrong), ""))
+    process.send(Measurement(machine, request.weights, (), dict(wrong), ""))
     backends = Backends(Settings(enabled=True), current_platform())
     with compat_config.as_current():
         for kind, heads in request.layers():
             try:
                 for row in rows_of(backends, request.shape(kind, heads), request.tokens, wrong, left_out):
                     rows.append(row)
-                    process.tell(row)
+                    process.send(row)
             except Exception as error:  # out of memory for a large size, or a build that fails
                 stopped = f"{heads} heads, {kind}: {type(error).__name__}: {error}"
                 break
@@ -114,7 +114,7 @@ def rows_of(
     helper = compat_layer.padding_helper() if shape.out_heads else None
     pad = helper and partial(helper.get_mla_padded_q, shape.heads)
     for count in tokens:
-        process.tell(Doing(None, f"the timing of {', '.join(able)} at {count} tokens, {where}"))
+        process.send(Doing(None, f"the timing of {', '.join(able)} at {count} tokens, {where}"))
         inputs = synthetic_inputs(shape, count)
         declined = {name: why for name, backend in able.items() if (why := backend.refuse(inputs)) is not None}
         weight, budget = synthetic_inputs(shape).weight, stopwatch.Budget(float("inf"))
@@ -131,7 +131,7 @@ def checked_contenders(
     """Check the kernels and the rivals with up to ``most`` tokens."""
     able, untimed, overflows = dict[str, KernelBackend](), dict[str, str](), dict[str, decision.Checked]()
     for name in backends.names:
-        process.tell(Doing(name, f"the check of {name} at {where}"))
+        process.send(Doing(name, f"the check of {name} at {where}"))
         backend = left_out.get(name) or backends.get(name)
         if isinstance(backend, str):
             untimed[name] = backend
@@ -147,7 +147,7 @@ def checked_contenders(
                 overflows[name] = decision.Checked(writes_nan=True)
     facts = decision.LayerFacts(None, dict.fromkeys(overflows, decision.Offer()))
     served = decision.usable(facts, overflows, backends.settings)
-    process.tell(Doing(None, f"the checks of the rivals at {where}"))
+    process.send(Doing(None, f"the checks of the rivals at {where}"))
     able_rivals, untimed_rivals = rivals.checked(backends.platform, shape, most, vllm_is_here=VLLM in able)
     not_served = [name for name in overflows if name not in served]
     return Contenders(able | able_rivals, untimed | untimed_rivals, not_served)

@@ -82,21 +82,21 @@ def _measured(context: Context, request: TimingRequest, left_out: dict[str, str]
     record = Measurement({}, request.weights, (), dict(left_out), "")
     doing = child.Doing(None, "its start")
 
-    def heard(told: Measurement | Row | Doing) -> None:
+    def on_value(told: Measurement | Row | Doing) -> None:
         nonlocal record, doing
         if isinstance(told, Measurement):  # what its rows share
             record = told
         elif isinstance(told, child.Doing):
             doing = told
-            context.progress.doing(told.text)
+            context.progress.show_activity(told.text)
         else:
             record = replace(record, rows=(*record.rows, told))
             so_far = replace(record, stopped="cut off")
-            context.progress.so_far(Step("cut off", f"{len(record.rows)} sizes", data=so_far))
+            context.progress.report_partial(Step("cut off", f"{len(record.rows)} sizes", data=so_far))
 
     environment = context.options.environment()
     try:
-        return process.call(child.time_kernels, request, left_out, environment=environment, heard=heard)
+        return process.call(child.time_kernels, request, left_out, environment=environment, on_value=on_value)
     except process.EndedError as error:
         sentence = error.sentence(doing.text)
         if doing.kernel is not None and doing.kernel not in left_out:
@@ -129,14 +129,14 @@ def _tuned(context: Context, request: TimingRequest) -> Step:
 
     lines = list[str]()
 
-    def heard(text: str) -> None:
+    def on_value(text: str) -> None:
         lines.append(text)
-        context.progress.doing(text)
-        context.progress.so_far(Step("cut off", "tiles of the Triton kernel", tuple(lines)))
+        context.progress.show_activity(text)
+        context.progress.report_partial(Step("cut off", "tiles of the Triton kernel", tuple(lines)))
 
     environment = context.options.environment()
     try:
-        record, wrong = process.call(tune.tune, request, environment=environment, heard=heard)
+        record, wrong = process.call(tune.tune, request, environment=environment, on_value=on_value)
     except process.EndedError as error:
         return Step("failed", error.sentence(), (*lines, *error.lines))
     kept = f"tiles are kept for {len(record.chosen)} shapes"

@@ -58,13 +58,13 @@ def tune(request: TimingRequest) -> tuple[tuning.TunedTiles, str | None]:
             spans = decision.fastest_spans(points, [*tiles.allowed(card().arch)], tile_of_table)
             path = keep(replace(record, chosen={key: spans}, us={key: us}))
             if not record.chosen:
-                process.tell(f"kept in {path}; the next start checks these tiles and names them in its status line")
+                process.send(f"kept in {path}; the next start checks these tiles and names them in its status line")
             record = replace(record, chosen=record.chosen | {key: spans}, us=record.us | {key: us})
             for line in _lines(key, spans, us, tile_of_table):
-                process.tell(line)
+                process.send(line)
             card().give_back()
     for why in wrong:
-        process.tell(f"WRONG, not timed: {why}")
+        process.send(f"WRONG, not timed: {why}")
     return record, stopped or ("a tile is wrong" if wrong else None)
 
 
