@@ -71,3 +71,17 @@ def test_a_lock_that_another_process_makes_again_is_not_removed(tmp_path, monkey
     os.close(holder[0])
     assert locks.remove_if_free(lock) is False
     assert not lock.exists()
+
+
+def test_a_lock_that_another_process_looks_at_to_remove_it_is_held_by_nobody(tmp_path, monkeypatch):
+    """It holds the file exclusively for an instant."""
+    lock = tmp_path / "lock-x"
+    lock.touch()
+    looks = os.open(lock, os.O_RDWR)
+    fcntl.flock(looks, fcntl.LOCK_EX)
+    monkeypatch.setattr(locks.time, "sleep", lambda seconds: fcntl.flock(looks, fcntl.LOCK_UN))
+    assert locks.is_held(lock) is False
+    fcntl.flock(looks, fcntl.LOCK_EX)
+    monkeypatch.setattr(locks.time, "sleep", lambda seconds: None)
+    assert locks.is_held(lock) is True
+    os.close(looks)

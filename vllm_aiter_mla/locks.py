@@ -7,12 +7,15 @@ lock when its process ends, however it ends.
 
 import fcntl
 import os
+import time
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 WAIT_S = 0.1
 """Seconds to wait for a lock: another process may hold the lock for the instant in which it asks who holds it."""
+PROBE_S = 0.01
+"""Seconds after which a lock that seems to be held is looked at again: ``remove_if_free`` holds one for an instant."""
 # By process. A forked process does not hold the locks of its parent, because filelock 3.30.3 and later close the
 # descriptors that a fork inherits.
 _held: dict[tuple[int, Path], FileLock] = {}
@@ -49,30 +52,34 @@ def release(lock: Path) -> None:
 
 def is_held(lock: Path) -> bool | None:
     """Return whether a living process holds a lock file; None if that cannot be told."""
-    return _ask(lock, remove=False)
+    held = _probe(lock, remove=False)
+    if held:  # or another process is in ``remove_if_free``
+        time.sleep(PROBE_S)
+        held = _probe(lock, remove=False)
+    return held
 
 
 def remove_if_free(lock: Path) -> bool | None:
     """Remove a lock file that no living process holds, and return what ``is_held`` does."""
-    return _ask(lock, remove=True)
+    return _probe(lock, remove=True)
 
 
-def _ask(lock: Path, remove: bool) -> bool | None:
-    # To ask, reading and a shared lock are enough: the file may be another user's, and two that ask do not meet.
+def _probe(lock: Path, remove: bool) -> bool | None:
+    # To ask, reading and a shared lock are enough: the file may be another user's, and shared locks do not conflict.
     mode, kind = (os.O_RDWR, fcntl.LOCK_EX) if remove else (os.O_RDONLY, fcntl.LOCK_SH)
     try:
-        probe = os.open(lock, mode | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(lock, mode | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         return False if isinstance(error, FileNotFoundError) else None
     try:
-        fcntl.flock(probe, kind | fcntl.LOCK_NB)  # FileLock's kind of lock
-        if os.fstat(probe).st_nlink == 0:  # removed since it was opened: there may be a new one
-            return _ask(lock, remove)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)  # FileLock's kind of lock
+        if os.fstat(descriptor).st_nlink == 0:  # removed since it was opened: there may be a new one
+            return _probe(lock, remove)
         if remove:  # while it is locked: who has just opened the file sees that it is gone, and makes a new one
             lock.unlink(missing_ok=True)
-        fcntl.flock(probe, fcntl.LOCK_UN)  # also for a process that was forked meanwhile
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for a process that was forked meanwhile
         return False
     except OSError as error:
         return True if isinstance(error, BlockingIOError) else None
     finally:
-        os.close(probe)
+        os.close(descriptor)

@@ -389,12 +389,12 @@ def without_time(plan):
 
 
 def test_a_record_without_a_result_does_not_pass():
-    assert kernels_step._judged(Context(), Verification(3, {}, "eager", None, {}, ())).status == "skipped"
+    assert kernels_step._judge(Context(), Verification(3, {}, "eager", None, {}, ())).status == "skipped"
 
 
 def test_a_step_that_compared_no_kernel_of_ours_says_why():
     record = Verification(0, {}, "graph capture", None, {"triton": "no Triton"}, (REFERENCE_PASSED,))
-    step = kernels_step._judged(Context(), record)
+    step = kernels_step._judge(Context(), record)
     assert (step.status, "back end triton: no Triton" in step.detail) == ("skipped", True)
 
 

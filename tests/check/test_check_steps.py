@@ -565,7 +565,7 @@ def repeats_with_the_same_sizes(card: dict[str, Any], typed: list[str]) -> None:
     runner = CliRunner()
     runner.invoke(app, ["check", *typed, "--only", "kernels", "--backend", "aiter", "--data-seed", "3"])
     first = card["asked"]
-    made = session.Session(model=first.model or "", again=first.repeating)
+    made = session.Session(model=first.model or "", again=first.repeat_words)
     failed = made.command(Result("fresh-data", "fp8", "aiter", "", 7))
     done = runner.invoke(app, shlex.split(failed)[1:])
     assert "kernels" in done.output, failed

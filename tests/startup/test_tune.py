@@ -178,8 +178,8 @@ def test_a_count_decides_down_to_the_one_timed_before_and_all_else_stays(card, t
 
 @pytest.mark.mutation
 def test_mutation_counts_that_earlier_runs_timed_and_nobody_looks_at_are_caught(card, monkeypatch, tmp_path):
-    spliced = step.spliced
-    monkeypatch.setattr(step, "spliced", lambda new, timed, old, before: spliced(new, timed, old, ()))
+    spliced = step.splice_spans
+    monkeypatch.setattr(step, "splice_spans", lambda new, timed, old, before: spliced(new, timed, old, ()))
     with pytest.raises(AssertionError, match=rf"first=5, last=16, kernel='{BEST}'"):
         test_a_count_decides_down_to_the_one_timed_before_and_all_else_stays(
             card, tmp_path, 16, ((1, 4, OTHER), (5, 8, TABLE), (9, 16, BEST), (17, 64, OTHER))

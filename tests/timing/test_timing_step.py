@@ -107,9 +107,9 @@ def test_timing_on_a_card_without_vllms_kernels_times_a_stand_in_and_says_so(car
 def test_a_stand_in_that_fails_its_check_or_takes_no_such_weights_is_not_timed(card, monkeypatch):
     RehearsalCard().install(monkeypatch).arch = "sm90"
     platform, shape = Platform("sm90", (9, 0)), child.shape_of(2, "bf16", "fp8")
-    assert "fp8 weights" in rivals.checked(platform, shape, 8, False)[1]["vllm-stand-in"]
+    assert "fp8 weights" in rivals.check_rivals(platform, shape, 8, False)[1]["vllm-stand-in"]
     monkeypatch.setattr(stand_in, "StandInBackend", lambda: Wrong("vllm-stand-in"))
-    assert "FAILED" in rivals.checked(platform, child.shape_of(2, "bf16", "bf16"), 8, False)[1]["vllm-stand-in"]
+    assert "FAILED" in rivals.check_rivals(platform, child.shape_of(2, "bf16", "bf16"), 8, False)[1]["vllm-stand-in"]
 
 
 def only_codes(card, monkeypatch):

@@ -24,7 +24,7 @@ class KernelsRequest:
     weights: Weights | None  # format of the absorb weights in every variant; None for that of each variant
     on_cpu: bool
     model: str | None  # MODEL of the command that repeats a failure
-    repeating: tuple[str, ...]  # further words of that command
+    repeat_words: tuple[str, ...]  # further words of that command
 
 
 def verify_back_end(request: KernelsRequest, backend: str) -> Verification:
@@ -43,7 +43,7 @@ def verify_back_end(request: KernelsRequest, backend: str) -> Verification:
         weight=weights.key(detect_platform().fp8) if weights else None,
         device="cpu" if request.on_cpu else "gpu",
         model=request.model or "",
-        again=request.repeating,
+        again=request.repeat_words,
     )
     process.send(this_session.record())
     for item in this_session.items:

@@ -33,10 +33,10 @@ def verify_kernels(context: Context) -> Step:
     records: list[Verification] = []
     for backend in chosen(request.options.backend, list(FINDERS), "--backend"):
         try:
-            records.append(_verified(context, request, backend, records))
+            records.append(_verify_back_end(context, request, backend, records))
         except NotHereError as error:
             return Step("skipped", NO_GPU if context.plan else str(error))
-    return _judged(context, _merged(records))
+    return _judge(context, _merge_records(records))
 
 
 def _request(context: Context) -> KernelsRequest:
@@ -52,7 +52,7 @@ def _request(context: Context) -> KernelsRequest:
         weights=layer.weights,
         on_cpu=options.on_cpu,
         model=options.source.name if options.source else None,
-        repeating=_words_to_repeat(options, by_hand),
+        repeat_words=_words_to_repeat(options, by_hand),
     )
     if plan is None or options.on_cpu:
         return request
@@ -90,7 +90,9 @@ def _sizes(plan: Plan) -> dict[str, int]:
     return {name: getattr(layer, name) for name in ("nope", "rope", "latent", "v")} | {"heads": plan.heads_per_rank}
 
 
-def _verified(context: Context, request: KernelsRequest, backend: str, before: Sequence[Verification]) -> Verification:
+def _verify_back_end(
+    context: Context, request: KernelsRequest, backend: str, before: Sequence[Verification]
+) -> Verification:
     """Return the record of one back end. If its process ends early, the case that ran has failed.
 
     ``before`` are the records of the back ends before it, for what is shown meanwhile.
@@ -115,7 +117,7 @@ def _verified(context: Context, request: KernelsRequest, backend: str, before: S
             context.progress.show_activity(f"{backend} {told.variant} {told.case}, {done} cases done")
         else:
             running, record = None, replace(record, results=joined((*record.results, told)))
-            merged = _merged([*before, record])
+            merged = _merge_records([*before, record])
             context.progress.report_partial(Step("cut off", counts_in_words(merged.results), data=merged))
 
     environment = context.options.environment()
@@ -142,7 +144,7 @@ def _with_failure(
     return replace(record, status=FAILED, results=(*record.results, failed))
 
 
-def _merged(parts: Sequence[Verification]) -> Verification:
+def _merge_records(parts: Sequence[Verification]) -> Verification:
     """Return one record of all back ends."""
     from vllm_aiter_mla.verify.results import status_of
 
@@ -153,7 +155,7 @@ def _merged(parts: Sequence[Verification]) -> Verification:
     return replace(first, status=status_of(results), sizes=sizes, missing=missing, results=results)
 
 
-def _judged(context: Context, record: Verification) -> Step:
+def _judge(context: Context, record: Verification) -> Step:
     """Return how the step ended: it passes if a kernel was compared, and each back end that was named was there."""
     options, plan = context.options, context.plan
     failed = [result for result in record.results if result.status == "failed"]

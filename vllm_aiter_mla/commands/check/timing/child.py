@@ -58,7 +58,7 @@ class TimingRequest:
 
 
 @dataclass(frozen=True)
-class Doing:
+class Activity:
     """What the process is about to do; ``kernel`` is None if several run."""
 
     kernel: str | None
@@ -69,7 +69,7 @@ class Doing:
 class Contenders:
     """The kernels and rivals that are timed on one layer shape, by name."""
 
-    able: dict[str, KernelBackend]
+    runnable: dict[str, KernelBackend]
     untimed: dict[str, str]  # why the others are not timed
     overflowing: list[str]  # those that turn an fp8 overflow into NaN: they do not count as ours
 
@@ -78,8 +78,8 @@ def time_kernels(request: TimingRequest, left_out: Mapping[str, str]) -> Measure
     """Time every size; return the record.
 
     A size that raises ends the run, and ``stopped`` says which and why. What was timed before is kept. ``wrong`` says
-    of each kernel that failed its self-check where it did. Told are: the record without rows, then each ``Doing`` and
-    each row.
+    of each kernel that failed its self-check where it did. The caller is sent the record without rows, then each
+    ``Activity`` and each row.
 
     Args:
         request: what is timed.
@@ -109,48 +109,48 @@ def rows_of(
     A kernel that fails its check goes to ``wrong``; one that is ``left_out`` is not called.
     """
     where = f"{shape.heads} heads, {kind_of(shape)}"
-    contenders = checked_contenders(backends, shape, max(tokens), where, wrong, left_out)
-    able = contenders.able
+    contenders = check_contenders(backends, shape, max(tokens), where, wrong, left_out)
+    runnable = contenders.runnable
     helper = compat_layer.padding_helper() if shape.out_heads else None
     pad = helper and partial(helper.get_mla_padded_q, shape.heads)
     for count in tokens:
-        process.send(Doing(None, f"the timing of {', '.join(able)} at {count} tokens, {where}"))
+        process.send(Activity(None, f"the timing of {', '.join(runnable)} at {count} tokens, {where}"))
         inputs = synthetic_inputs(shape, count)
-        declined = {name: why for name, backend in able.items() if (why := backend.refuse(inputs)) is not None}
+        declined = {name: why for name, backend in runnable.items() if (why := backend.refuse(inputs)) is not None}
         weight, budget = synthetic_inputs(shape).weight, stopwatch.Budget(float("inf"))
-        rounds = stopwatch.time_shape(able, shape, weight, [count], budget, pad=pad)[count]
+        rounds = stopwatch.time_shape(runnable, shape, weight, [count], budget, pad=pad)[count]
         us = {name: statistics.median(times) for name, times in rounds.items()}
         untimed = contenders.untimed | declined
         yield row_of(count, shape.heads, kind_of(shape), us, untimed, contenders.overflowing)
         card().give_back()
 
 
-def checked_contenders(
+def check_contenders(
     backends: Backends, shape: LayerShape, most: int, where: str, wrong: dict[str, str], left_out: Mapping[str, str]
 ) -> Contenders:
     """Check the kernels and the rivals with up to ``most`` tokens."""
-    able, untimed, overflows = dict[str, KernelBackend](), dict[str, str](), dict[str, decision.Checked]()
+    runnable, untimed, overflows = dict[str, KernelBackend](), dict[str, str](), dict[str, decision.Checked]()
     for name in backends.names:
-        process.send(Doing(name, f"the check of {name} at {where}"))
+        process.send(Activity(name, f"the check of {name} at {where}"))
         backend = left_out.get(name) or backends.get(name)
         if isinstance(backend, str):
             untimed[name] = backend
         elif backend.trusted:
-            able[name] = backend
+            runnable[name] = backend
         elif (why := backend.refuse(synthetic_inputs(shape, 1))) is not None:
             untimed[name] = why
         elif not (checked := checks.self_check(name, backend, shape, (), most)).ok:
             untimed[name], wrong[name] = checked.message, f"{where}: {checked.message}"
         else:
-            able[name] = backend
+            runnable[name] = backend
             if checked.writes_nan:
                 overflows[name] = decision.Checked(writes_nan=True)
     facts = decision.LayerFacts(None, dict.fromkeys(overflows, decision.Offer()))
     served = decision.usable(facts, overflows, backends.settings)
-    process.send(Doing(None, f"the checks of the rivals at {where}"))
-    able_rivals, untimed_rivals = rivals.checked(backends.platform, shape, most, vllm_is_here=VLLM in able)
+    process.send(Activity(None, f"the checks of the rivals at {where}"))
+    runnable_rivals, untimed_rivals = rivals.check_rivals(backends.platform, shape, most, vllm_is_here=VLLM in runnable)
     not_served = [name for name in overflows if name not in served]
-    return Contenders(able | able_rivals, untimed | untimed_rivals, not_served)
+    return Contenders(runnable | runnable_rivals, untimed | untimed_rivals, not_served)
 
 
 def shape_of(

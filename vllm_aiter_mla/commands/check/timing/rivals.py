@@ -53,7 +53,7 @@ class NotTimedError(RuntimeError):
     """A rival cannot be timed on a shape; the message says why."""
 
 
-def checked(
+def check_rivals(
     platform: Platform, shape: LayerShape, most: int, vllm_is_here: bool
 ) -> tuple[dict[str, KernelBackend], dict[str, str]]:
     """Check the rivals of this card with up to ``most`` rows.

@@ -13,7 +13,7 @@ from vllm_aiter_mla.commands.check.record import Step
 from vllm_aiter_mla.commands.check.timing.record import MAX_TIMED_TOKENS, TYPES_OF_16_BITS, Measurement
 
 if TYPE_CHECKING:
-    from vllm_aiter_mla.commands.check.timing.child import Doing, TimingRequest
+    from vllm_aiter_mla.commands.check.timing.child import Activity, TimingRequest
     from vllm_aiter_mla.commands.check.timing.record import Row
 
 TOKENS, HEADS = (1, 8, 64, 256, 512), (8, 16, 128)
@@ -32,11 +32,11 @@ def time_kernels(context: Context) -> Step:
         return Step("skipped", NO_GPU)
     request = _request(context)
     if context.options.timing.tune:
-        return _tuned(context, request)
+        return _tune(context, request)
     left_out = dict[str, str]()
     while True:
         try:
-            return _judged(context, _measured(context, request, left_out))
+            return _judge(context, _measure(context, request, left_out))
         except EndedInCheckError as error:
             left_out[error.kernel] = str(error)
 
@@ -71,7 +71,7 @@ def _request(context: Context) -> TimingRequest:
     return replace(request, tokens=options.tokens or (() if options.tune else tokens))
 
 
-def _measured(context: Context, request: TimingRequest, left_out: dict[str, str]) -> Measurement:
+def _measure(context: Context, request: TimingRequest, left_out: dict[str, str]) -> Measurement:
     """Return the record of the process, or what the process had told when it ended early.
 
     Raises:
@@ -80,14 +80,14 @@ def _measured(context: Context, request: TimingRequest, left_out: dict[str, str]
     from vllm_aiter_mla.commands.check.timing import child
 
     record = Measurement({}, request.weights, (), dict(left_out), "")
-    doing = child.Doing(None, "its start")
+    activity = child.Activity(None, "its start")
 
-    def on_value(told: Measurement | Row | Doing) -> None:
-        nonlocal record, doing
+    def on_value(told: Measurement | Row | Activity) -> None:
+        nonlocal record, activity
         if isinstance(told, Measurement):  # what its rows share
             record = told
-        elif isinstance(told, child.Doing):
-            doing = told
+        elif isinstance(told, child.Activity):
+            activity = told
             context.progress.show_activity(told.text)
         else:
             record = replace(record, rows=(*record.rows, told))
@@ -98,13 +98,13 @@ def _measured(context: Context, request: TimingRequest, left_out: dict[str, str]
     try:
         return process.call(child.time_kernels, request, left_out, environment=environment, on_value=on_value)
     except process.EndedError as error:
-        sentence = error.sentence(doing.text)
-        if doing.kernel is not None and doing.kernel not in left_out:
-            raise EndedInCheckError(doing.kernel, sentence) from error
+        sentence = error.sentence(activity.text)
+        if activity.kernel is not None and activity.kernel not in left_out:
+            raise EndedInCheckError(activity.kernel, sentence) from error
         return replace(record, stopped=sentence)
 
 
-def _judged(context: Context, record: Measurement) -> Step:
+def _judge(context: Context, record: Measurement) -> Step:
     """Return how the step ended; see ``time_kernels``. It also fails if a size raised."""
     lines = tuple(
         f"{row.tokens} tokens: " + ", ".join(f"{name} {us:.2f} us" for name, us in sorted(row.us.items()))
@@ -123,7 +123,7 @@ def _judged(context: Context, record: Measurement) -> Step:
     return Step("passed", f"{len(ratios)} sizes; {which}", lines, record)
 
 
-def _tuned(context: Context, request: TimingRequest) -> Step:
+def _tune(context: Context, request: TimingRequest) -> Step:
     """Tune the tiles in a process of its own; the lines of the step are those that the process tells."""
     from vllm_aiter_mla.commands.check.timing import tune
 

@@ -109,7 +109,7 @@ def timed(shape: LayerShape, key: str, counts: Sequence[int], wrong: list[str]) 
     return stopwatch.time_shape(able, shape, synthetic_inputs(shape).weight, counts, stopwatch.Budget(float("inf")))
 
 
-def spliced(new: Spans, counts: Collection[int], old: Spans, before: Collection[int]) -> Spans:
+def splice_spans(new: Spans, counts: Collection[int], old: Spans, before: Collection[int]) -> Spans:
     """Return the old spans with the new tile at each of the ``counts``, and beyond their end the new ones.
 
     ``counts`` were timed now. A count decides down to the next one that was timed now or ``before``.
@@ -134,7 +134,7 @@ def keep(record: tuning.TunedTiles) -> Path:
     with suppress(OSError, ValueError):  # none, or one that start-up leaves out as well
         old = files.read(tuning.TunedTiles, path)
         chosen = {
-            key: spliced(spans, record.us[key], old.chosen.get(key, ()), old.us.get(key, ()))
+            key: splice_spans(spans, record.us[key], old.chosen.get(key, ()), old.us.get(key, ()))
             for key, spans in record.chosen.items()
         }
         us = {key: old.us.get(key, {}) | by_tokens for key, by_tokens in record.us.items()}
