@@ -452,6 +452,18 @@ def test_a_shape_whose_layers_cannot_be_given_their_figures_runs_vllms_own_and_c
     assert line.endswith("; 1 other layer shape(s) were timed")
 
 
+def test_a_rank_says_first_what_no_other_rank_knows(made_up, monkeypatch):
+    def exchange(mine):
+        (small,) = (shape for shape in mine if "1 heads" in shape)
+        return 1, [mine, {**mine, small: timing.NotTimed("elsewhere")}]
+
+    monkeypatch.setattr(timing.ranks, "exchange", exchange)
+    monkeypatch.setattr(timing, "Timed", planted)
+    two_shapes(made_up, monkeypatch, lambda heads: None)
+    (line,) = made_up.said.at(logging.WARNING)
+    assert "rank 0: OutOfMemoryError: planted: out of memory (and 1 more)" in line
+
+
 def test_a_contender_that_fails_its_check_is_not_timed_and_is_no_error(made_up):
     made_up.kernels["triton"].bind = lambda inputs: Binding(lambda inputs: -reference.prepare(inputs))
     one = made_up.start(strict=True)
