@@ -122,6 +122,6 @@ def test_the_line_ends_with_the_remedy_however_long_the_reason_is(message):
 
 @pytest.mark.mutation("I8")
 def test_mutation_a_line_that_forgets_what_was_left_out_is_caught(monkeypatch):
-    monkeypatch.setattr(line, "aborted", lambda ranks: [])
+    monkeypatch.setattr(line, "aborted_kernels", lambda ranks: [])
     with pytest.raises(AssertionError, match="the line does not say it"):
         names_what_was_left_out(*CASES["engaged"])

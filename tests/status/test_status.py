@@ -915,7 +915,7 @@ def test_metrics_tell_a_kernel_that_an_earlier_start_died_in(gauge, aborted):
 
 @pytest.mark.mutation("I8")
 def test_mutation_a_metric_that_no_alert_would_see_is_caught(gauge, monkeypatch):
-    monkeypatch.setattr(metrics, "aborted", lambda ranks: [])
+    monkeypatch.setattr(metrics, "aborted_kernels", lambda ranks: [])
     with pytest.raises(AssertionError, match=r"Right contains 1 more item:\s+\{'engine=\"0\",kernel=\"aiter\""):
         test_metrics_tell_a_kernel_that_an_earlier_start_died_in(gauge, aborted=True)
 

@@ -80,7 +80,7 @@ def test_a_kernel_that_overflows_to_nan_is_timed_and_counts_as_none_of_ours(
 
 def test_a_rival_that_never_serves_is_timed_and_held_against_ours(card, monkeypatch, tmp_path):
     MadeUpClock(costs(aiter=8.0, triton=5.0, vllm=10.0, **{"aiter-one-launch": 6.0})).install(monkeypatch)
-    monkeypatch.setattr(rivals, "checked", lambda *_, **__: ({"aiter-one-launch": Named("aiter-one-launch")}, {}))
+    monkeypatch.setattr(rivals, "check_rivals", lambda *_, **__: ({"aiter-one-launch": Named("aiter-one-launch")}, {}))
     assert run("--tokens", "1", "--type", "fp8", "--json", str(tmp_path / "check.json")).exit_code == 0
     (row,) = timed(tmp_path)["rows"]
     assert (row["us"]["aiter-one-launch"], row["ratio"]) == (6.0, 1.2)
