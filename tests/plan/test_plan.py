@@ -15,11 +15,12 @@ from tests.support.model_configs import ROWS as MATRIX
 from tests.support.pages import PAGES, ROOT, quoted, table, words
 from tests.support.plans import codes, planned
 from tests.support.progress import without_progress
-from vllm_aiter_mla import admission
+from vllm_aiter_mla import admission, files
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.compat import offline
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import ask, model, printout
+from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 from vllm_aiter_mla.verify import cases
 
@@ -613,3 +614,10 @@ def test_control_characters_of_a_config_do_not_reach_the_terminal(tmp_path, name
     assert "\\x1b[31m\\u202e" in said
     assert all(line.isprintable() for line in said.splitlines())
     assert "\nfine" not in said
+
+
+@pytest.mark.parametrize("arguments", [(), ("--kv-cache-dtype", "fp8", "-tp", "8")], ids=["default", "fp8"])
+def test_records_of_real_plans_are_read_by_report_as_they_were_made(arguments, tmp_path):
+    made, _ = plans.plan_of(plans.ARCH, (), model.find("deepseek-r1"), arguments)
+    files.write(tmp_path / "plan.json", made)
+    assert files.read(Plan, tmp_path / "plan.json") == made
