@@ -153,8 +153,8 @@ def keys_stay_strings(cls, path, data, part=files.record_from):
 @pytest.mark.parametrize(
     ("name", "plant", "seen"),
     [
-        ("part", keys_stay_strings, r"Differing attributes:\s+\['measured'\]"),
-        ("plain", lambda value, plain=files.to_plain: json.loads(json.dumps(plain(value)), parse_int=str),
+        ("record_from", keys_stay_strings, r"Differing attributes:\s+\['measured'\]"),
+        ("to_plain", lambda value, plain=files.to_plain: json.loads(json.dumps(plain(value)), parse_int=str),
          ": status 5; this version reads status 5"),
         ("schema_of", lambda cls: "skips", ": status 5; this version reads skips "),
     ],

@@ -30,8 +30,10 @@ def hold(lock: Path) -> bool:
         OSError: the file cannot be made or locked.
     """
     key = (os.getpid(), lock)
-    if key in _held and is_held(lock) is False:
-        _held.pop(key).release()
+    held = _held.get(key)
+    if held is not None and is_held(lock) is False:
+        _held.pop(key, None)  # another thread may have done so
+        held.release()
     if key not in _held:
         file_lock = FileLock(lock, timeout=WAIT_S)
         try:
@@ -39,7 +41,7 @@ def hold(lock: Path) -> bool:
         except Timeout:
             if not lock.exists():  # nobody holds it: FileLock has waited for a folder that takes no file
                 raise FileNotFoundError(f"{lock} cannot be made") from None
-            return False
+            return key in _held  # by another thread, meanwhile
         _held[key] = file_lock
     return True
 

@@ -179,7 +179,7 @@ def says_what_it_does(monkeypatch, capfd, seconds=LONG_S):
         return Step("passed", "")
 
     monkeypatch.setattr(show, "_say", noted)
-    monkeypatch.setitem(steps.STEPS, "kernels", steps.Entry(works))
+    monkeypatch.setitem(steps.STEPS, "kernels", steps.StepSpec(works))
     ((status, detail),) = [(step.status, step.detail) for step in command.run_steps(Context(), ("kernels",))]
     assert status == "passed", detail
     first, *lines = capfd.readouterr().err.splitlines()
@@ -215,7 +215,7 @@ def test_a_step_has_the_seconds_that_it_took_also_in_the_demo(monkeypatch, clock
             raise error
         return Step("passed", "", seconds=99.0)
 
-    monkeypatch.setitem(steps.STEPS, "machine", steps.Entry(works, needs=()))
+    monkeypatch.setitem(steps.STEPS, "machine", steps.StepSpec(works, needs=()))
     status = "failed" if error else "passed"
     for name, run in (("machine", command.run_steps), ("machine, fp8 cache", demo_of("fp8 cache"))):
         assert [(one.name, one.status, one.seconds) for one in run(Context(), ("machine",))] == [(name, status, 2.3)]
@@ -246,7 +246,7 @@ def test_a_run_that_is_cut_off_keeps_the_cases_that_ended(monkeypatch, tmp_path)
 def test_a_run_that_is_cut_off_at_once_leaves_no_older_record(monkeypatch, tmp_path):
     path = tmp_path / "check.json"
     files.write(path, CheckRun("another", 0, (Step("passed", "", name="machine"),)))
-    interrupted = steps.Entry(raising(process.SignalError(process.signal.SIGINT)), needs_model=False)
+    interrupted = steps.StepSpec(raising(process.SignalError(process.signal.SIGINT)), needs_model=False)
     monkeypatch.setitem(steps.STEPS, "machine", interrupted)
     with pytest.raises(process.SignalError, match="0 of 1 steps ended"):
         app(["check", "--only", "machine", "--json", str(path)], standalone_mode=False)
@@ -257,7 +257,7 @@ def test_a_run_that_is_cut_off_at_once_leaves_no_older_record(monkeypatch, tmp_p
 def test_a_package_that_is_missing_fails_its_step_and_only_a_rocm_images_own_skips_it(monkeypatch):
     for name, status in (("ray", "failed"), ("torch", "skipped")):
         missing = raising(ModuleNotFoundError(f"No module named {name!r}", name=name))
-        monkeypatch.setitem(steps.STEPS, "machine", steps.Entry(missing))
+        monkeypatch.setitem(steps.STEPS, "machine", steps.StepSpec(missing))
         assert [step.status for step in command.run_steps(Context(), ("machine",))] == [status]
 
 

@@ -40,8 +40,8 @@ def test_make_demo_plans_each_cache_and_runs_its_engine_over_each_by_both_integr
         return steps.Step("passed", "")
 
     monkeypatch.setattr(ask, "ask_for_plans", made_up_plans)
-    passing = dict.fromkeys(steps.STEPS, steps.Entry(lambda context: steps.Step("passed", "")))
-    with_plan = passing | {"plan": steps.STEPS["plan"]} | dict.fromkeys(check.ENGINE, steps.Entry(engine_of))
+    passing = dict.fromkeys(steps.STEPS, steps.StepSpec(lambda context: steps.Step("passed", "")))
+    with_plan = passing | {"plan": steps.STEPS["plan"]} | dict.fromkeys(check.ENGINE, steps.StepSpec(engine_of))
     monkeypatch.setattr(steps, "STEPS", with_plan)
     monkeypatch.setattr(check, "engines_on_this_cpu", lambda variables: nullcontext())
     check.main()

@@ -205,7 +205,7 @@ def test_a_folder_with_what_a_crash_leaves_and_other_records_shows_its_status(
     marking = marked(tmp_path, "first-call-1")
     marking.__enter__()  # and the process is no more
     assert len(list(tmp_path.glob("*first-call*"))) == 2, "its lock is there too"
-    our_files.write(tmp_path / "engines.json", {our_files.KEY: our_files.stamp("engines")})
+    our_files.write(tmp_path / "engines.json", {our_files.STAMP_KEY: our_files.stamp("engines")})
     assert html_of([tmp_path]) == alone
     marking.__exit__(None, None, None)
 

@@ -40,7 +40,7 @@ def main(bug: str = "") -> None:
         reached.append(list(asked[0]))
         raise ValueError("asked")
 
-    steps.STEPS = {"plan": steps.Entry(steps.plan_model, needs=())}  # the others do not read the command line
+    steps.STEPS = {"plan": steps.StepSpec(steps.plan_model, needs=())}  # the others do not read the command line
     ask.ask_for_plans = plans
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # a line may name a file to write
         for line in sys.stdin:

@@ -62,7 +62,8 @@ class EndedError(RuntimeError):
 
     def sentence(self, doing: str | None = None) -> str:
         """Return how the process ended, what it was ``doing``, and its last line."""
-        return f"{self.who} {self.how}" + (f" in {doing}" if doing else "") + f": {self.lines[-1]}" * bool(self.lines)
+        last_line = f": {self.lines[-1]}" if self.lines else ""  # the kernel's own kill leaves none
+        return f"{self.who} {self.how}" + (f" in {doing}" if doing else "") + last_line
 
 
 class SignalError(BaseException):

@@ -71,11 +71,11 @@ def check(words: Sequence[str], own: Iterable[str] = ()) -> None:
 
     Raises:
         ValueError: an option is neither vLLM's nor the command's, and is one of ``GONE`` or looks like one that there
-            is; names both.
+            is; names both. Nothing is said where vLLM is not installed.
     """
     before_end = words[: words.index("--")] if "--" in words else words
     long_options = [word for word in before_end if word.startswith("--")]
-    if not long_options:
+    if not long_options or not names():  # without vLLM each of its options would look like one of the command's own
         return
     known = {*names(), *own}
     for word in long_options:
@@ -84,7 +84,7 @@ def check(words: Sequence[str], own: Iterable[str] = ()) -> None:
         if not re.match(r"--[a-z]", option) or any(name.startswith(option) for name in known):
             continue
         is_opposite = any(option.startswith(to) and of + option.removeprefix(to) in known for to, of in OPPOSITES)
-        if names() and option in GONE and not (is_opposite and _release() >= TURNED_BY_DISABLE):
+        if option in GONE and not (is_opposite and _release() >= TURNED_BY_DISABLE):
             raise ValueError(f"{typed}: no such option: {GONE[option]}")
         if is_opposite:
             continue

@@ -183,11 +183,11 @@ def group_by_engine(records: Iterable[RankStatus]) -> dict[tuple[str, str, str],
 
 
 def _are_of_one_engine(first: RankStatus, other: RankStatus) -> bool:
-    return (
-        other.model_name == first.model_name
-        and other.ranks == first.ranks
-        and (not first.ranks or other.rank < first.rank + first.ranks)
-    )
+    if other.model_name != first.model_name:
+        return False
+    if not first.ranks:  # unknown
+        return True
+    return other.ranks in (0, first.ranks) and other.rank < first.rank + first.ranks
 
 
 def _by_numbers(record: RankStatus) -> tuple[str, int, str, int]:

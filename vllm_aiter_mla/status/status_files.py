@@ -101,20 +101,25 @@ def _remove_ended(folder: Path, mine: RankStatus) -> None:
     run.
     """
     for path in folder.glob("status-*-*.json"):
-        with suppress(Exception):  # another program's file, or a file that is being written: it stays
-            data = files.load(path)
-            is_old = time.time() - path.lstat().st_mtime > files.UNUSED_AFTER_S
-            may_go = files.layout_of(data)[0] == "status" and (
-                data[files.STAMP_KEY]["host"] == mine.evidence.host or is_old
-            )
+        with suppress(Exception):  # another program's file: it stays
             run = _run_of(path)
-            if may_go and run != mine.run and _has_ended(folder, run):
+            if run != mine.run and _has_ended(folder, run) and _is_removable(path, mine.evidence.host):
                 path.unlink(missing_ok=True)
-                for lock in _locks_of_run(folder, run) if is_old else ():
+                for lock in _locks_of_run(folder, run):
                     locks.remove_if_free(lock)
     for lock in folder.glob(f"{LOCK_PREFIX}{host_id()}-*"):
         with suppress(Exception):
             locks.remove_if_free(lock)
+
+
+def _is_removable(path: Path, host: str) -> bool:
+    """Return whether a file of a run that has ended is a status file that this host wrote, or one that is old."""
+    try:
+        data = files.load(path)
+    except ValueError:  # a crash of the host has left half a file; the run's name has the host
+        return path.name.startswith(f"status-{host_id()}-")
+    is_old = time.time() - path.lstat().st_mtime > files.UNUSED_AFTER_S
+    return files.layout_of(data)[0] == "status" and (data[files.STAMP_KEY]["host"] == host or is_old)
 
 
 def _has_ended(folder: Path, run: str) -> bool:

@@ -169,7 +169,7 @@ def deployments(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, ..
 
     ``-tp 1,2,4,8`` asks for four; vLLM's own options ask for one, whose size is given as it is.
     """
-    for index, word in enumerate(arguments):
+    for index, word in reversed([*enumerate(arguments)]):  # of an option that is given twice vLLM takes the last
         option, equals, value = word.partition("=")
         if option.replace("_", "-") not in TP:
             continue
@@ -178,4 +178,5 @@ def deployments(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, ..
         sizes = [size.strip() for size in value.split(",")]
         if len(sizes) > 1 and all(map(str.isdecimal, sizes)):  # otherwise vLLM says what is wrong
             return sizes, [(*arguments[:index], option, size, *arguments[index + rest :]) for size in sizes]
+        break
     return [""], [tuple(arguments)]

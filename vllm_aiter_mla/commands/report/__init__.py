@@ -32,11 +32,11 @@ def report(
     """
     try:
         text = renderer()(inputs)
-        outputs.write("report", out, text)
     except ValueError as error:
         outputs.fail(f"report: {error}")
     except OSError as error:
-        outputs.fail(f"report: {error.filename or out}: {error.strerror or error}")
+        outputs.fail(f"report: {error.filename}: {error.strerror or error}")
+    outputs.write("report", out, text)
     # The page may have gone to stdout.
     done = f"report written to {out} ({len(text.encode()) // 1024} KiB)"
     typer.echo(outputs.one_line(done), err=out == outputs.STDOUT or files.is_device(out))
