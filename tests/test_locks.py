@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,13 @@ def test_a_lock_that_another_process_looks_at_to_remove_it_is_held_by_nobody(tmp
     monkeypatch.setattr(locks.time, "sleep", lambda seconds: None)
     assert locks.is_held(lock) is True
     os.close(looks)
+
+
+def test_two_threads_that_take_a_removed_lock_again_both_hold_it(tmp_path):
+    lock = tmp_path / "lock-x"
+    for _ in range(20):
+        assert locks.hold(lock)
+        lock.unlink()
+        with ThreadPoolExecutor(4) as threads:
+            assert list(threads.map(lambda _: locks.hold(lock), range(4))) == [True] * 4
+        locks.release(lock)

@@ -338,7 +338,8 @@ def test_several_sizes_of_tensor_parallelism_are_as_many_deployments(typed):
     assert found[3] == ("--kv-cache-dtype", "fp8", name, "8", "--port", "1")
 
 
-@pytest.mark.parametrize("typed", [("-tp", "8"), ("-tp",), (), ("--served-model-name", "a,b"), ("-tp", "[1, 2]")])
+@pytest.mark.parametrize("typed", [("-tp", "8"), ("-tp",), (), ("--served-model-name", "a,b"), ("-tp", "[1, 2]"),
+                                   ("-tp", "1,2", "-tp", "4")])  # fmt: skip
 def test_one_deployment_keeps_its_options_as_they_are(typed):
     assert model.deployments(typed) == ([""], [typed])
 

@@ -332,3 +332,9 @@ def test_mutation_a_process_that_does_not_end_with_its_caller_is_seen(tmp_path, 
     for one in left_over:
         os.kill(one, signal.SIGKILL)
     assert left_over
+
+
+def test_a_process_that_printed_nothing_has_a_sentence_too():
+    error = process.EndedError("was ended by SIGKILL")
+    assert error.sentence() == "its process was ended by SIGKILL"
+    assert error.sentence("the check of aiter") == "its process was ended by SIGKILL in the check of aiter"

@@ -11,7 +11,7 @@ from vllm_aiter_mla.decided import RejectedKernel
 from vllm_aiter_mla.status import line
 from vllm_aiter_mla.status.engine_status import EngineStatus
 from vllm_aiter_mla.status.line import status_line
-from vllm_aiter_mla.status.record import DecisionGroup, Timed, merge_ranks
+from vllm_aiter_mla.status.record import DecisionGroup, Timed, group_by_engine, merge_ranks
 
 RECORD = with_layers(EngineStatus(), dict.fromkeys(("a", "b"), NOTHING._replace(ran="triton")))
 FEW = Timed("8 heads", ("c",), spans((1, 64, "aiter")), {64: {"aiter": 1.0, "vllm": 2.0}})
@@ -125,3 +125,13 @@ def test_mutation_a_line_that_forgets_what_was_left_out_is_caught(monkeypatch):
     monkeypatch.setattr(line, "aborted_kernels", lambda ranks: [])
     with pytest.raises(AssertionError, match="the line does not say it"):
         names_what_was_left_out(*CASES["engaged"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kept"), [((0, 8, 8), [0, 1, 2]), ((3, 3, 0), [0, 1, 2]), ((2, 2, 8), [0, 1])], ids=str
+)
+def test_ranks_of_an_engine_of_another_size_are_not_its_own(ranks, kept):
+    """Another size is that of an earlier engine; a rank that could not ask the others has none."""
+    records = [replace(RECORD, rank=number, ranks=size) for number, size in enumerate(ranks)]
+    ((_, together),) = group_by_engine(records).items()
+    assert [record.rank for record in together] == kept
