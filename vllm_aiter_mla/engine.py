@@ -155,12 +155,16 @@ class Engine:
         self.strict, self.our_pass.key = self.settings.strict, None
         checked_to: int | None = None  # the decode limit, once every kernel is checked
 
+        marks: first_call.FirstCallMarks | None = None  # once the back ends are built
+
         def time_kernels() -> None:
-            timing.time_kernels(self.config, self.settings, self.layers, checked_to, self.worker.rank)
+            with nullcontext() if marks is None else marks.around_all():
+                timing.time_kernels(self.config, self.settings, self.layers, checked_to, self.worker.rank)
 
         with _answering(time_kernels), self.deciding(KERNELS_NOT_CHECKED):
             backends = self.make_layers()
-            self.check(first_call.build_backends(backends, compat_config.cache_folder(), self.worker.rank))
+            marks = first_call.build_backends(backends, compat_config.cache_folder(), self.worker.rank)
+            self.check(marks.around)
             checked_to = self.limit
         with self.deciding(KERNELS_NOT_CHECKED):
             # Before the first graph is compiled: which layers the passes leave alone depends on it.

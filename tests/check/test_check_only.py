@@ -419,8 +419,14 @@ def test_a_step_is_kept_before_it_is_printed(tmp_path, monkeypatch):
 
 
 def test_a_torch_that_does_not_load_sees_no_card_and_costs_no_record(monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm_aiter_mla.kernels.device", None)
+    device = "vllm_aiter_mla.kernels.device"
+    monkeypatch.setitem(sys.modules, device, None)
     assert CheckOptions().on_a_card is False
+    monkeypatch.delitem(sys.modules, device)
+    monkeypatch.delattr("vllm_aiter_mla.kernels.device", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ModuleNotFoundError, match="torch"):
+        CheckOptions().on_a_card  # noqa: B018
 
 
 def test_a_warning_is_in_the_last_line():

@@ -278,7 +278,7 @@ KERNELS = ("aiter", "aiter-opt", "triton")
 def begun(said, folder, rank=0):
     """A start checks two layer shapes; return the lines that it says of first calls."""
     factories = {name: lambda platform, settings, name=name: Named(name) for name in KERNELS}
-    mark = first_call.build_backends(Backends(Settings(enabled=True), MI300X, factories), folder, rank)
+    mark = first_call.build_backends(Backends(Settings(enabled=True), MI300X, factories), folder, rank).around
     for name in (*KERNELS, "vllm") * 2:
         with mark(name):
             lines = [text for text in said.at(logging.INFO) if "are called now" in text]
@@ -294,7 +294,7 @@ def left_out_where_locks_tell_nothing(said, folder, monkeypatch):
     monkeypatch.setattr(locks, "is_held", lambda lock: None)
     factories = dict.fromkeys(KERNELS, lambda *_: pytest.fail("it is built"))
     found = Backends(Settings(enabled=True), MI300X, factories)
-    mark = first_call.build_backends(found, folder, 0)
+    mark = first_call.build_backends(found, folder, 0).around
     assert {str(found.get(name)).partition(":")[0] for name in KERNELS} == {"not_marked"}
     assert [line.partition(":")[0] for line in said.at(logging.ERROR)] == ["AITER is left out", "Triton is left out"]
     assert not list(folder.iterdir()), "neither a marker nor a lock is left"
@@ -342,7 +342,7 @@ def only_triton_is_marked(said, folder, monkeypatch):
     died(folder, first_call.prefix_of("AITER", sm90))
     monkeypatch.setattr(first_call, "marked", lambda folder, prefix: (marked.append(prefix), inner(folder, prefix))[1])
     found = Backends(Settings(enabled=True), sm90, {"triton": lambda *_: Named("triton")})
-    mark = first_call.build_backends(found, folder, 0)
+    mark = first_call.build_backends(found, folder, 0).around
     for name in KERNELS:
         with mark(name):
             pass

@@ -32,7 +32,7 @@ from vllm_aiter_mla.kernels.inputs import DecodeInputs, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving import backends, decision
 from vllm_aiter_mla.serving.layer import Layer
-from vllm_aiter_mla.startup import checks, kept_figures, timing
+from vllm_aiter_mla.startup import checks, first_call, kept_figures, timing
 from vllm_aiter_mla.status.line import status_line
 from vllm_aiter_mla.status.record import RankStatus, Timed
 
@@ -450,6 +450,26 @@ def test_a_shape_whose_layers_cannot_be_given_their_figures_runs_vllms_own_and_c
     (line,) = made_up.said.at(logging.WARNING)
     assert "planted" in line
     assert line.endswith("; 1 other layer shape(s) were timed")
+
+
+def timing_is_marked(made_up, monkeypatch, folder):
+    monkeypatch.setattr(compat_config, "cache_folder", lambda: folder)
+    found = []
+    two_shapes(made_up, monkeypatch, lambda heads: found.append(sorted(folder.glob("first-call-*.json"))))
+    assert [len(markers) for markers in found] == [2, 2], "a start that dies while it times goes unnoticed"
+    assert not list(folder.glob("first-call-*"))
+
+
+def test_a_start_that_dies_while_it_times_leaves_the_marker_of_a_first_call(made_up, monkeypatch, tmp_path):
+    """The kernels run at token counts that the check has not run."""
+    timing_is_marked(made_up, monkeypatch, tmp_path)
+
+
+@pytest.mark.mutation
+def test_mutation_timing_without_a_marker_is_caught(made_up, monkeypatch, tmp_path):
+    monkeypatch.setattr(first_call.FirstCallMarks, "around_all", lambda marks: nullcontext())
+    with pytest.raises(AssertionError, match="goes unnoticed"):
+        timing_is_marked(made_up, monkeypatch, tmp_path)
 
 
 def test_a_rank_says_first_what_no_other_rank_knows(made_up, monkeypatch):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mark the first calls of AITER and of Triton, so that a start after one that died in them does not try them again.
 
+Those are the import of AITER, the self-check, and the timing, which calls kernels at more token counts.
+
 AITER's C++ checks and a GPU's fault end the process: without the marker a restarted server would end the same way. A
 marker is a file. Its name begins with a prefix that stands for one family of back ends, one build, and one architecture
 of cards. The prefix does not name the host, because a pod has a new host name at each start.
@@ -15,8 +17,8 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +38,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that ask a process to end."""
 
 
-def build_backends(backends: Backends, folder: Path, rank: int) -> Callable[[str], AbstractContextManager[None]]:
+def build_backends(backends: Backends, folder: Path, rank: int) -> "FirstCallMarks":
     """Build the back ends of an engine, except those in whose first calls an earlier start has died.
 
     Args:
@@ -45,13 +47,13 @@ def build_backends(backends: Backends, folder: Path, rank: int) -> Callable[[str
         rank: of this worker; rank 0 logs when first calls begin.
 
     Returns:
-        What surrounds the first calls of a back end with its marker, by the back end's name.
+        What marks the first calls of these back ends.
     """
     marks = FirstCallMarks(leave_out_unsafe(backends, folder), folder, rank)
     for name in backends.names:
         with marks.around(name) if name in AITER_KERNELS else nullcontext():  # AITER's import may build
             backends.get(name)
-    return marks.around
+    return marks
 
 
 class MarkedFamily(NamedTuple):
@@ -112,6 +114,18 @@ class FirstCallMarks:
             log.say(logging.INFO, f"{first}; if the start ends here, the next start leaves them out")
         self._logged_family = marker.family
         with marked(self._folder, marker.prefix):
+            yield
+
+    @contextmanager
+    def around_all(self) -> Iterator[None]:
+        """Keep the marker of each family during the block, in which kernels of all of them are called.
+
+        A family whose marker cannot be written any more is called without one: other ranks wait for this one.
+        """
+        with ExitStack() as markers:
+            for prefix in dict.fromkeys(marker.prefix for marker in self._markers.values()):
+                with suppress(OSError):
+                    markers.enter_context(marked(self._folder, prefix))
             yield
 
 

@@ -42,8 +42,10 @@ class CheckOptions:
             return False
         try:
             from vllm_aiter_mla.kernels.device import card
-        except Exception:  # a torch that does not load sees no GPU; the step ``machine`` says why
-            return False
+        except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+                raise
+            return False  # a torch that is here and does not load sees no GPU; the step ``machine`` says why
         return card().is_there()
 
     def environment(self, assumed: bool = True) -> dict[str, str]:
