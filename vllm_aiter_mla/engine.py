@@ -158,8 +158,8 @@ class Engine:
         marks: first_call.FirstCallMarks | None = None  # once the back ends are built
 
         def time_kernels() -> None:
-            with nullcontext() if marks is None else marks.around_all():
-                timing.time_kernels(self.config, self.settings, self.layers, checked_to, self.worker.rank)
+            around_calls = nullcontext if marks is None else marks.around_all
+            timing.time_kernels(self.config, self.settings, self.layers, checked_to, self.worker.rank, around_calls)
 
         with _answering(time_kernels), self.deciding(KERNELS_NOT_CHECKED):
             backends = self.make_layers()

@@ -358,6 +358,13 @@ def test_several_plans_are_a_table_with_a_row_for_each(monkeypatch):
     assert (refused.exit_code, "-tp 1,2" in refused.stderr) == (2, True)
 
 
+@pytest.mark.parametrize(("outcome", "told"), [("unknown", "-tp 1: not known"), ("engaged", "-tp 1: 0/61")])
+def test_of_several_plans_one_that_is_not_known_engages_no_number_of_layers(monkeypatch, outcome, told):
+    monkeypatch.setattr(ask, "ask_for_plans", lambda *_: (replace(plans.made_up(), outcome=outcome),) * 2)
+    options = CheckOptions(model.find("deepseek-r1"), ("-tp", "1,2"))
+    assert told in steps.plan_model(Context(options)).detail
+
+
 COUNTING = """
 import os, sys
 if "vllm_aiter_mla.commands.process" in getattr(sys, "orig_argv", ()):
@@ -404,7 +411,7 @@ REFERENCE_PASSED = Result("fresh-data", "fp8", "reference", "graph capture")
 
 def test_an_empty_model_is_no_model_that_was_left_out():
     done = CliRunner().invoke(app, ["check", "", "--only", "machine"])
-    assert (done.exit_code, done.stderr) == (2, "check: MODEL is empty\n")
+    assert (done.exit_code, "MODEL" in done.stderr) == (2, True)
 
 
 def test_a_step_is_kept_before_it_is_printed(tmp_path, monkeypatch):
@@ -430,5 +437,6 @@ def test_a_torch_that_does_not_load_sees_no_card_and_costs_no_record(monkeypatch
 
 
 def test_a_warning_is_in_the_last_line():
-    steps_ended = [Step("passed", ""), Step("warning", "slower with the flag on")]
-    assert show.last_line(steps_ended, 0) == "every step passed, 1 with a warning"
+    passed, warned = Step("passed", ""), Step("warning", "slower with the flag on")
+    assert "warning" in show.last_line([passed, warned], 0)
+    assert "warning" not in show.last_line([passed, passed], 0)

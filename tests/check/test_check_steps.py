@@ -765,3 +765,26 @@ def test_a_check_that_is_cut_off_leaves_the_steps_before(card: dict[str, Any], t
 def test_a_process_answers_with_records_and_whole_numbers_as_they_are() -> None:
     plan = plans.parsed(made_up_plan())
     assert process.call(dict, {3: plan}) == {3: plan}
+
+
+@pytest.mark.parametrize(("pp", "layers"), [(1, 4), (8, 8)])
+def test_an_engine_of_random_weights_has_a_layer_for_each_stage(
+    monkeypatch: pytest.MonkeyPatch, pp: int, layers: int
+) -> None:
+    """And not the user's partition, which divides the layers of the whole model."""
+    asked = []
+    monkeypatch.setattr(engine_steps, "run_engine", lambda options, environment: asked.append((options, environment)))
+    context = Context(CheckOptions(model.find("deepseek-r1")))
+    plan = plans.parsed(made_up_plan())
+    context.plan = replace(plan, options=replace(plan.options, pp=pp))
+    with engine_steps.engines(context, {"VLLM_PP_LAYER_PARTITION": "31,30", "A": "1"}) as run_side:
+        run_side("on")
+    ((options, environment),) = asked
+    assert (options.random_layers, environment) == (layers, {"A": "1"})
+
+
+def test_a_stage_without_an_mla_layer_is_no_layer_that_did_not_engage() -> None:
+    whole = ANSWER.ranks[0]
+    stage = replace(whole, rank=1, total=0, engaged={}, skipped={})
+    assert engine_steps._why_not_engaged(replace(ANSWER, ranks=(whole, stage))) is None
+    assert engine_steps._why_not_engaged(replace(ANSWER, ranks=(stage,))) is not None

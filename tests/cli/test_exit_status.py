@@ -267,6 +267,13 @@ def test_output_that_ends_on_a_full_disk_is_one_line_and_nobody_has_looked(line)
     assert os.strerror(errno.ENOSPC) in said[0]
 
 
+def test_a_page_that_standard_output_does_not_take_is_no_wrong_input(monkeypatch, tmp_path):
+    a_server(engaged=True)(monkeypatch, tmp_path)
+    with open("/dev/full", "w") as full:
+        done = in_a_shell(["report", str(tmp_path / "aiter_mla"), "-o", "-"], stdout=full)
+    assert (done.returncode, os.strerror(errno.ENOSPC) in done.stderr) == (outputs.EXIT_INCOMPLETE, True)
+
+
 def test_output_that_ends_in_a_closed_pipe_is_one_line_and_nobody_has_looked():
     reads, writes = os.pipe()
     os.close(reads)

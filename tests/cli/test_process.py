@@ -338,3 +338,22 @@ def test_a_process_that_printed_nothing_has_a_sentence_too():
     error = process.EndedError("was ended by SIGKILL")
     assert error.sentence() == "its process was ended by SIGKILL"
     assert error.sentence("the check of aiter") == "its process was ended by SIGKILL in the check of aiter"
+
+
+def test_a_process_that_prints_may_go_on(tmp_path, monkeypatch):
+    """vLLM tells nothing while it loads a checkpoint, and logs."""
+    clock, outcome, arguments = Clock(monkeypatch), tmp_path / "outcome", tmp_path / "arguments"
+    monkeypatch.setattr(process, "LOOK_S", 0.001)
+    arguments.write_bytes(pickle.dumps(((600,), ())))
+    with (tmp_path / "output").open("w") as output:
+
+        def hear():
+            clock.pass_by(1)
+            if clock.seconds == 15:
+                print("a shard is loaded", file=output, flush=True)
+            assert clock.seconds <= 60, "nobody ends it"
+            return False
+
+        words = ("time:sleep", str(arguments), str(tmp_path / "none"), str(tmp_path / "told"))
+        how = process._run_to_its_end(words, str(tmp_path), os.environ, output.fileno(), hear, outcome)
+    assert (how, clock.seconds) == ("was silent for 20 s", 36)  # the print is seen at the next look

@@ -160,7 +160,7 @@ class EngineResult:
         graphs: post-grad FX graph text by "start-end", where asked for; all pieces of a range in one text.
         log: the plugin's own log lines.
         versions: of Python, torch and vLLM.
-        seconds: from process start to the last token.
+        seconds: from the fork of its process to the last token.
         code: what Inductor made of ``graphs``, all pieces of a range in one text.
         compilations: graphs that Inductor compiled, counted where graphs are asked for.
         step_us: median time of an engine step in microseconds; of so small a model, most of it is Python.

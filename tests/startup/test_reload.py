@@ -164,7 +164,7 @@ def falls_back_and_says_so(one, said, change, code):
     assert layer_in(one).decision.skip is not None, "a kernel runs that was checked for another layer"
     assert layer_in(one).decision.skip.code == code
     assert skipped(one) == {NAME: code}, "the status file still says that the layer is engaged"
-    assert [alike.decision.kernels for alike in layer_in(one).engine_status.record.decided] == [()]
+    assert [group.decision.kernels for group in layer_in(one).engine_status.record.decided] == [()]
     assert len(lines_of_fallback(said)) == 1
 
 

@@ -4,7 +4,7 @@ import json
 import logging
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -99,10 +99,10 @@ def test_the_status_file_holds_what_was_decided_for_each_layer(made_up, tmp_path
     one = made_up.start()
     one.compile_or_warm_up_model()
     (path,) = tmp_path.glob("status-*.json")
-    (alike,) = files.read(RankStatus, path).decided
-    assert (alike.layers, alike.decision) == ((NAME,), layer_in(one).decision)
-    assert alike.decision.kernels == (Span(1, 16, "triton"),)
-    assert {other.kernel for other in alike.decision.passed_over} == {"aiter", "aiter-opt", "vllm"}
+    (group,) = files.read(RankStatus, path).decided
+    assert (group.layers, group.decision) == ((NAME,), layer_in(one).decision)
+    assert group.decision.kernels == (Span(1, 16, "triton"),)
+    assert {other.kernel for other in group.decision.passed_over} == {"aiter", "aiter-opt", "vllm"}
 
 
 def test_the_next_start_reads_the_figures_and_measures_nothing(made_up, tmp_path):
@@ -463,6 +463,30 @@ def timing_is_marked(made_up, monkeypatch, folder):
 def test_a_start_that_dies_while_it_times_leaves_the_marker_of_a_first_call(made_up, monkeypatch, tmp_path):
     """The kernels run at token counts that the check has not run."""
     timing_is_marked(made_up, monkeypatch, tmp_path)
+
+
+def test_a_start_that_waits_for_another_rank_has_no_marker_and_one_that_cannot_be_removed_keeps_nobody_waiting(
+    made_up, monkeypatch, tmp_path
+):
+    """Whoever ends a start that waits ends no kernel."""
+    answers = []
+
+    def exchange(mine):
+        answers.append((isinstance(mine, dict), list(tmp_path.glob("first-call-*.json"))))
+        return 0, [mine]
+
+    @contextmanager
+    def fails(marks):
+        yield
+        raise OSError("planted")
+
+    monkeypatch.setattr(compat_config, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(timing.ranks, "exchange", exchange)
+    made_up.start()
+    monkeypatch.setattr(first_call.FirstCallMarks, "around_all", fails)
+    made_up.start()
+    assert answers == [(True, [])] * 2
+    assert any("planted" in line for line in made_up.said.at(logging.WARNING))
 
 
 @pytest.mark.mutation

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any, BinaryIO, TypeVar, TypeVarTuple
 
 TIMEOUT_S = 3600
-"""Seconds without a value or a line of output after which a process is ended: AITER's first start takes minutes."""
+"""Seconds without a value, and without output where that goes to a file, after which a process is ended."""
 GRACE_S = 60
 """Seconds that a process may still run after it has written its outcome."""
 LOOK_S = 0.5

@@ -128,10 +128,10 @@ def _decisions(ranks: Sequence[RankStatus], layer: str) -> Iterator[str]:
     """Yield for the layers whose name has the dotted part ``layer`` what runs them on which ranks, and why."""
     ranks_by_text: dict[str, list[str]] = {}
     for rank in ranks:
-        for alike in rank.decided:
-            for name in alike.layers:
+        for group in rank.decided:
+            for name in group.layers:
                 if f".{layer}." in f".{name}.":
-                    text = "\n".join((f"  {name}", *_decision(alike.decision, rank.skipped.get(name))))
+                    text = "\n".join((f"  {name}", *_decision(group.decision, rank.skipped.get(name))))
                     ranks_by_text.setdefault(text, []).append(str(rank.rank))
     for text, numbers in ranks_by_text.items():
         first, _, rest = text.partition("\n")

@@ -120,11 +120,11 @@ class FirstCallMarks:
     def around_all(self) -> Iterator[None]:
         """Keep the marker of each family during the block, in which kernels of all of them are called.
 
-        A family whose marker cannot be written any more is called without one: other ranks wait for this one.
+        A family whose marker cannot be written any more is called without one, because other ranks wait for this one.
         """
         with ExitStack() as markers:
             for prefix in dict.fromkeys(marker.prefix for marker in self._markers.values()):
-                with suppress(OSError):
+                with suppress(Exception):
                     markers.enter_context(marked(self._folder, prefix))
             yield
 

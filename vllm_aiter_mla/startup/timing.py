@@ -17,8 +17,8 @@ The figures of a layer shape pass through these types:
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -112,7 +112,14 @@ class Outcome(NamedTuple):
     logs_here: bool  # whether this rank logs for all of them
 
 
-def time_kernels(config: Any, settings: Settings, layers: Sequence[Layer], limit: int | None, rank: int) -> None:
+def time_kernels(
+    config: Any,
+    settings: Settings,
+    layers: Sequence[Layer],
+    limit: int | None,
+    rank: int,
+    around_calls: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
     """Time the kernels of this rank's layers, and let each layer run what all ranks of the engine have chosen.
 
     Never raises, and takes part in the exchange whatever happens here.
@@ -123,6 +130,8 @@ def time_kernels(config: Any, settings: Settings, layers: Sequence[Layer], limit
         layers: the MLA layers of this rank.
         limit: the decode limit; None if this rank's kernels could not be checked.
         rank: of this worker.
+        around_calls: surrounds the calls of kernels, and not the wait for other ranks: whoever ends this process then
+            ends no kernel. It raises nothing before the calls.
     """
     layers = [layer for layer in layers if VLLM in layer.backends.names]  # on a CPU the reference has no rival
     try:
@@ -133,7 +142,8 @@ def time_kernels(config: Any, settings: Settings, layers: Sequence[Layer], limit
         _give_reasons(layers, {}, reasons)
         _warn(reasons, num_timed_shapes=0)
         return
-    this_rank = _time_this_rank(config, layers, limit, rank)
+    with log.warned("what surrounds the timing failed"), around_calls():  # the other ranks wait for an answer
+        this_rank = _time_this_rank(config, layers, limit, rank)
     outcome = _exchange_and_run(this_rank, rank)
     _give_reasons(layers, this_rank.groups, outcome.reasons)
     # Not earlier: the traceback of an exception holds what was allocated until the exception has been handled.

@@ -140,7 +140,7 @@ class EngineStatus:
             "total": len(self.layers),
             "engaged": engaged,
             "skipped": self._skipped(engaged),
-            "decided": self._decided_alike(),
+            "decided": self._group_by_decision(),
             **self._kernel_fields({*engaged.values()}),
         }
 
@@ -162,7 +162,7 @@ class EngineStatus:
             if name not in engaged
         }
 
-    def _decided_alike(self) -> tuple[DecisionGroup, ...]:
+    def _group_by_decision(self) -> tuple[DecisionGroup, ...]:
         names_by_decision: dict[Decision, list[str]] = {}
         for name, state in self.layers.items():
             names_by_decision.setdefault(state.decision, []).append(name)

@@ -51,9 +51,9 @@ def remedies(records: Sequence[RankStatus | None]) -> dict[str, str]:
 
 def aborted_kernels(records: Sequence[RankStatus | None]) -> list[str]:
     """Return the kernels that do not run because an earlier start ended in their first call."""
-    groups = (alike for record in records if record is not None for alike in record.decided)
-    passed_over = (other for alike in groups for other in alike.decision.passed_over)
-    return list(dict.fromkeys(other.kernel for other in passed_over if other.aborted))
+    groups = (group for record in records if record is not None for group in record.decided)
+    rejected = (kernel for group in groups for kernel in group.decision.passed_over)
+    return list(dict.fromkeys(kernel.kernel for kernel in rejected if kernel.aborted))
 
 
 def first_reason(skipped: Mapping[str, Skip]) -> str:

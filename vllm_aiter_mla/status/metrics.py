@@ -150,9 +150,9 @@ def _samples_of_engine(records: Sequence[RankStatus]) -> dict[str, Samples]:
     engaged = merged.engaged_everywhere
     skipped = (merged.engaged | merged.skipped).keys() - engaged
     layers_by_span: dict[tuple[str, ...], set[str]] = {}
-    for alike in (alike for record in records for alike in record.decided):
-        for span in alike.decision.kernels:
-            layers_by_span.setdefault((span.kernel, span.tokens), set()).update(engaged.intersection(alike.layers))
+    for group in (group for record in records for group in record.decided):
+        for span in group.decision.kernels:
+            layers_by_span.setdefault((span.kernel, span.tokens), set()).update(engaged.intersection(group.layers))
     agreeing, silent = merged.agreeing, merged.silent
     fell_back = merged.ranks - agreeing - silent
     return {

@@ -31,9 +31,9 @@ def status(page: Page, record: RankStatus) -> Glance:
         name, f"{len(record.engaged)}/{record.total}", _joined(sorted({*record.engaged.values()})),
         record.kv_cache_dtype, record.decode_limit or None, _joined(rewritten), _joined(record.capture_sizes),
     ), record.skipped.items())  # fmt: skip
-    for alike in record.decided:
-        if spans := alike.decision.kernels:
-            _add_spans(page, "Status", "Which kernel runs", f"{name}: {len(alike.layers)} layers", spans)
+    for group in record.decided:
+        if spans := group.decision.kernels:
+            _add_spans(page, "Status", "Which kernel runs", f"{name}: {len(group.layers)} layers", spans)
     for shape in record.measured:
         names = sorted({kernel for figures in shape.us.values() for kernel in figures})
         by_tokens = sorted(shape.us.items())

@@ -238,8 +238,8 @@ def _planned_savings(context: Context) -> int:
         return 0  # vLLM's own graph
     launches, of_vllm = _launches_of_a_layer(plan)
     kernels = [
-        kernel_at(alike.decision.kernels, tokens)
-        for alike in first_rank.decided for layer in alike.layers if layer in first_rank.engaged
+        kernel_at(group.decision.kernels, tokens)
+        for group in first_rank.decided for layer in group.layers if layer in first_rank.engaged
     ]  # fmt: skip
     return sum(max(of_vllm - launches.get(kernel.partition("-")[0], of_vllm), 0) for kernel in kernels)
 
