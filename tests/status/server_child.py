@@ -1,6 +1,7 @@
-"""A server as far as its files go: ``python -m tests.status.server_child FOLDER``; its environment names its run.
+"""A server as far as its files go, or one of its workers: ``serve`` in a process of ``FORKS``.
 
-It says "ready", does what each line of stdin says and answers with a line, until it is killed or stdin ends.
+``python -m tests.status.server_child FOLDER`` is a worker that was spawned, whose environment names the run: it does
+what each line of stdin says.
 """
 
 import multiprocessing
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from tests.support.statuses import NOTHING, with_layers
@@ -18,8 +20,12 @@ from vllm_aiter_mla.startup import first_call
 from vllm_aiter_mla.status import metrics, status_files
 from vllm_aiter_mla.status.engine_status import EngineStatus
 
-FOLDER = Path(sys.argv[1])
+FOLDER = Path()  # set by ``serve``, or from the command line
 PREFIX = "first-call-x"
+NAME = "tests.status.server_child"
+# Forks of a process that has imported this module, and no more: a new process in a tenth of the time.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([NAME])
 ENTERED = ExitStack()
 
 
@@ -42,8 +48,7 @@ def forked_worker_ends() -> None:
 
 
 def spawned_worker_ends() -> None:
-    subprocess.run([sys.executable, "-m", __spec__.name, str(FOLDER)], input="write\n", text=True, check=True,
-                   stdout=subprocess.DEVNULL)  # fmt: skip
+    subprocess.run([sys.executable, "-m", NAME, str(FOLDER)], input="write\n", text=True, check=True)
 
 
 def fork_that_lives_on() -> int:
@@ -56,21 +61,6 @@ def fork_that_lives_on() -> int:
         os._exit(0)
     os.read(runs, 1)
     return child
-
-
-def worker_that_lives_on() -> int:
-    """A worker that writes its status and outlives its front end; stop it by its process id."""
-    worker = subprocess.Popen([sys.executable, "-m", __spec__.name, str(FOLDER)], text=True,
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
-    assert worker.stdin
-    assert worker.stdout
-    print("write\nsleep", file=worker.stdin, flush=True)
-    assert [worker.stdout.readline() for _ in range(2)] == ["ready\n", "None\n"]
-    return worker.pid
-
-
-def sleep() -> None:
-    time.sleep(600)
 
 
 def mark() -> None:
@@ -86,12 +76,22 @@ def why_died_before() -> str | None:
 
 
 COMMANDS: tuple[Callable[[], object], ...] = (
-    write, front_end, forked_worker_ends, spawned_worker_ends, worker_that_lives_on, sleep, fork_that_lives_on,
-    mark, unmark, why_died_before, os.abort,
+    write, front_end, forked_worker_ends, spawned_worker_ends, fork_that_lives_on, mark, unmark, why_died_before,
+    os.abort,
 )  # fmt: skip
 
+KNOWN = {command.__name__: command for command in COMMANDS}
+
+
+def serve(folder: Path, run: str, connection: Connection) -> None:
+    """Do each command that arrives and answer with its result's text, until this process is killed."""
+    global FOLDER
+    FOLDER, os.environ[status_files.RUN_VARIABLE] = folder, run
+    while True:
+        connection.send(str(KNOWN[connection.recv()]()))
+
+
 if __name__ == "__main__":
-    known = {command.__name__: command for command in COMMANDS}
-    print("ready", flush=True)
+    FOLDER = Path(sys.argv[1])
     for line in sys.stdin:
-        print(known[line.strip()](), flush=True)
+        KNOWN[line.strip()]()

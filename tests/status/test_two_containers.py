@@ -7,14 +7,13 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 from typer.testing import CliRunner
 
-from tests.support.waiting import LONG_S, happened
+from tests.status import server_child
+from tests.support.waiting import LONG_S, happened, runs
 from vllm_aiter_mla import locks
 from vllm_aiter_mla.commands import status as status_command
 from vllm_aiter_mla.commands.main import app
@@ -22,30 +21,28 @@ from vllm_aiter_mla.status import status_files
 
 
 class Server:
-    """A child process, and its answers."""
+    """A process of its own, and its answers."""
 
     def __init__(self, folder, run):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.status.server_child", str(folder)], text=True,
-            env={**os.environ, status_files.RUN_VARIABLE: run},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        assert self.process.stdout.readline() == "ready\n", self.process.stderr.read()
+        self.connection, theirs = server_child.FORKS.Pipe()
+        self.process = server_child.FORKS.Process(target=server_child.serve, args=(folder, run, theirs))
+        self.process.start()
+        theirs.close()
 
     def does(self, *commands):
         """Let it do these, in turn; return its last answer."""
         for command in commands:
-            print(command, file=self.process.stdin, flush=True)
-            answer = self.process.stdout.readline()
-            assert answer, self.process.stderr.read()
-        return answer.strip()
+            self.connection.send(command)
+            answer = self.connection.recv()  # EOFError: it has ended
+        return answer
 
     def dies(self, command=None):
         if command is None:
             self.process.kill()
         else:
-            print(command, file=self.process.stdin, flush=True)
-        self.process.wait()
+            self.connection.send(command)
+        # Not by ``join``, which waits for its children that live on, too.
+        assert happened(lambda: not runs(self.process.pid)), "it does not end"
 
 
 @pytest.fixture
@@ -55,8 +52,7 @@ def server(tmp_path, monkeypatch):
 
         def start(run):
             one = Server(tmp_path / "aiter_mla", run)
-            for pipe in (one.process.stdin, one.process.stdout, one.process.stderr):
-                stack.callback(pipe.close)
+            stack.callback(one.connection.close)
             stack.callback(one.dies)
             return one
 
@@ -129,14 +125,13 @@ def test_two_containers_a_server_whose_forked_child_lives_on_has_ended(server, t
 
 @pytest.fixture
 def outlived(server):
-    """A server whose front end is killed, and the worker that goes on; the worker's process id."""
-    first = server(A)
-    worker = int(first.does("front_end", "worker_that_lives_on"))
+    """A worker that goes on after the front end of its server was killed."""
+    front, worker = server(A), server(A)
+    front.does("front_end")
+    worker.does("write")
     assert "1/1 MLA layers engaged" in status_of(A)[0]
-    first.dies()
-    yield worker
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(worker, signal.SIGKILL)
+    front.dies()
+    return worker
 
 
 def is_told_until_it_ends(worker, server, tmp_path, seconds=LONG_S):
@@ -144,7 +139,7 @@ def is_told_until_it_ends(worker, server, tmp_path, seconds=LONG_S):
     assert ("front end has ended" in line, "engaged" in line, code) == (True, False, 1), "the engine is not named"
     server(B).does("front_end", "write")
     assert files_in(tmp_path) == BOTH, "another server removes the file of an engine that runs"
-    os.kill(worker, signal.SIGKILL)
+    worker.dies()
     told = happened(lambda: "the engine has ended" in status_of(A)[0], seconds)
     assert told, f"its end is not told: {status_of(A)}"
 
@@ -178,15 +173,13 @@ def test_two_containers_a_worker_that_writes_after_its_front_end_was_killed_take
 
 def second_engine_is_told(server):
     """Two engines of a run have one status file. The second one wrote it, and outlives the first and the front end."""
-    front = server(A)
+    front, first, second = server(A), server(A), server(A)
     front.does("front_end")
-    first, second = (int(front.does("worker_that_lives_on")) for _ in range(2))
-    try:
-        os.kill(first, signal.SIGKILL)
-        front.dies()
-        assert "front end has ended" in status_of(A)[0], "the engine that runs is not told"
-    finally:
-        os.kill(second, signal.SIGKILL)
+    first.does("write")
+    second.does("write")
+    first.dies()
+    front.dies()
+    assert "front end has ended" in status_of(A)[0], "the engine that runs is not told"
 
 
 def test_two_containers_a_second_engine_of_one_run_is_told_after_the_first_has_ended(server):
