@@ -75,7 +75,7 @@ cases = st.builds(
 )
 
 
-@settings(suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate], max_examples=150)
+@settings(suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate], max_examples=60)
 @given(cases)
 def test_sound_cuts_are_skipped_or_right(case):
     try:
