@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support import plans
+from vllm_aiter_mla.commands.plan import model
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 SERVE = EXAMPLES / "serve.yaml"
@@ -89,19 +92,27 @@ def options_of(arguments: dict[str, Any]) -> list[str]:
     return [model, *(word for pair in words for word in pair)]
 
 
+@pytest.fixture
+def variables() -> dict[str, str]:
+    """AITER's switches of ``compose.yaml``."""
+    return {name: value for name, value in composed()["environment"].items() if name.startswith("VLLM_ROCM")}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["serve.yaml", "offline.py"])
-def test_every_layer_would_engage_by_plan(file: str, tmp_path: Path) -> None:
-    """With the variables of ``compose.yaml``."""
-    if file == "serve.yaml":
-        options = ["deepseek-ai/DeepSeek-R1", "--config", str(SERVE)]
-    else:
-        options = options_of(runpy.run_path(str(EXAMPLES / file))["ARGUMENTS"])
-    variables = {name: value for name, value in composed()["environment"].items() if name.startswith("VLLM_ROCM")}
+def test_every_layer_of_the_served_file_would_engage_by_plan(variables: dict[str, str], tmp_path: Path) -> None:
     environment = {**os.environ, **variables, "VLLM_CACHE_ROOT": str(tmp_path)}
-    command = [str(COMMAND), "check", *options, "--only", "plan", "--json", str(tmp_path / "plan.json")]
+    command = [str(COMMAND), "check", "deepseek-ai/DeepSeek-R1", "--config", str(SERVE), "--only", "plan"]
+    command += ["--json", str(tmp_path / "plan.json")]
     done = subprocess.run(command, env=environment, cwd=tmp_path, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (step,) = json.loads((tmp_path / "plan.json").read_text())["steps"]
     assert step["detail"] == "61/61 MLA layers would engage on gfx942"
     assert step["data"]["options"]["settings"]["enabled"]
+
+
+@pytest.mark.slow
+def test_every_layer_of_the_offline_script_would_engage_by_plan(variables: dict[str, str]) -> None:
+    name, *options = options_of(runpy.run_path(str(EXAMPLES / "offline.py"))["ARGUMENTS"])
+    switches = tuple(f"{switch}={value}" for switch, value in variables.items())
+    plan, _ = plans.plan_of("gfx942", switches, model.find(name), tuple(options))
+    assert (plan.outcome, plan.reasons, plan.layers.engaged, plan.layers.mla) == ("engaged", (), 61, 61)

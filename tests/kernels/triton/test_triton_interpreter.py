@@ -123,17 +123,20 @@ def test_triton_query_rows_beyond_two_to_the_31_elements_are_read_right(interpre
 
 # What a start-up compares on each card with 32 heads: 7 rows, then what each further tile needs, up to L.
 CHECKED = [
-    *[("gfx942", 512, weight, [7, 17, 33, 65, 129]) for weight in ("plain", "float8_e4m3fnuz")],
-    *[("gfx942", 40, weight, [7, 17, 33]) for weight in ("plain", "float8_e4m3fnuz")],
+    ("gfx942", 512, "plain", [7, 17, 33, 65, 129]),
     *[("gfx942", 16, weight, [7]) for weight in ("plain", "float8_e4m3fnuz")],
-    *[("sm90", 1024, weight, [7, 32, 65, 129, 513]) for weight in ("plain", "float8_e4m3fn")],
     ("gfx950", 512, "mxfp4", [7, 17, 33, 65, 129]),
+]
+CHECKED_WIDE = [
+    ("gfx942", 512, "float8_e4m3fnuz", [7, 17, 33, 65, 129]),
+    *[("gfx942", 40, weight, [7, 17, 33]) for weight in ("plain", "float8_e4m3fnuz")],
+    *[("sm90", 1024, weight, [7, 32, 65, 129, 513]) for weight in ("plain", "float8_e4m3fn")],
 ]
 
 
 @pytest.mark.parametrize(
     ("arch", "limit", "weight", "counts"),
-    [pytest.param(*row, marks=[pytest.mark.wide] * (row[0] == "sm90" or row[1] == 40)) for row in CHECKED],
+    [*CHECKED, *(pytest.param(*row, marks=pytest.mark.wide) for row in CHECKED_WIDE)],
 )
 def test_triton_self_check_runs_each_tile_that_the_decode_limit_reaches(interpreted, arch, limit, weight, counts):
     found = interpreted("self_checked", arch=arch, limit=limit, weight=weight)
