@@ -74,7 +74,7 @@ def sleep() -> None:
 
 
 def mark() -> None:
-    ENTERED.enter_context(first_call.marked(FOLDER, PREFIX))
+    ENTERED.enter_context(first_call.first_call_marker(FOLDER, PREFIX))
 
 
 def unmark() -> None:
@@ -82,7 +82,7 @@ def unmark() -> None:
 
 
 def why_died_before() -> str | None:
-    return first_call.why_died_before(FOLDER, PREFIX)
+    return first_call.earlier_death_reason(FOLDER, PREFIX)
 
 
 COMMANDS: tuple[Callable[[], object], ...] = (
