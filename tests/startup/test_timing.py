@@ -192,7 +192,7 @@ KEY_OF = {
     "engine": ("engine", lambda patch, given: patch(
         compat_config, "metric_labels", lambda config: {"model_name": None, "engine": "another"})),
     "rank": ("rank", lambda patch, given: given.update(rank=1)),
-    "counts": ("counts", lambda patch, given: given.update(counts=(1, 4))),
+    "counts": ("counts", lambda patch, given: given.update(token_counts=(1, 4))),
     "tile": ("candidates", lambda patch, given: patch(
         given["backends"]["triton"], "kernel_of", lambda call: "another")),
 }  # fmt: skip
@@ -212,7 +212,13 @@ def test_figures_hold_only_for_what_they_depend_on(made_up, monkeypatch, fact, c
     one = Worker(ours(LIMIT))
     one.load_model()
     layer = layer_in(one)
-    given = {"config": one.vllm_config, "shape": layer.shape(), "backends": layer.usable(), "counts": (1, 2), "rank": 0}
+    given = {
+        "config": one.vllm_config,
+        "shape": layer.shape(),
+        "backends": layer.usable(),
+        "token_counts": (1, 2),
+        "rank": 0,
+    }
     before = kept_figures.key_of(**given)
     assert before.keys() == {fact for fact, _ in KEY_OF.values()}, "a fact of the key is in no case"
     assert kept_figures.key_of(**given) == before
@@ -491,7 +497,7 @@ def test_a_start_that_waits_for_another_rank_has_no_marker_and_one_that_cannot_b
 
 @pytest.mark.mutation
 def test_mutation_timing_without_a_marker_is_caught(made_up, monkeypatch, tmp_path):
-    monkeypatch.setattr(first_call.FirstCallMarkers, "mark_all", lambda marks: nullcontext())
+    monkeypatch.setattr(first_call.FirstCallMarkers, "mark_all", lambda markers: nullcontext())
     with pytest.raises(AssertionError, match="goes unnoticed"):
         timing_is_marked(made_up, monkeypatch, tmp_path)
 

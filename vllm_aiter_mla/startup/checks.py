@@ -36,16 +36,16 @@ def check_kernels(
     """
     prefill.check_rotation(layer)
     shape = layer.shape()
-    shape_in_words, call = shape.in_words(), meta_inputs(shape)
+    shape_in_words, inputs = shape.in_words(), meta_inputs(shape)
     checks: dict[str, Checked] = {}
     for name, backend in layer.kernels_to_check().items():
         with mark_first_calls(name):
             result = check_kernel(name, backend, shape, capture_sizes, layer.limit)
-        tuned_tiles = backend.tuned(call)
+        tuned_tiles = backend.tuned(inputs)
         if tuned_tiles and not result.has_passed:
             omission = f"the tuned tiles {tuned_tiles} are left out"
             log.say_once(logging.WARNING, f"{result.message} ({shape_in_words}); {omission}")
-            backend.untune(call)
+            backend.untune(inputs)
             with mark_first_calls(name):
                 result = check_kernel(name, backend, shape, capture_sizes, layer.limit)
         elif tuned_tiles:
@@ -60,7 +60,7 @@ def check_kernels(
 def log_results(layer: Layer, end_strict_start: Callable[[str], None]) -> None:
     """Log which kernels failed the check of a layer's shape, and which turn an fp8 overflow into NaN.
 
-    If such a kernel may run, the status of the engine records the kernel.
+    If a kernel that writes NaN may run, the status of the engine records the kernel.
 
     Args:
         layer: any layer of the shape, after the results of the check were given to it.
@@ -107,7 +107,7 @@ def check_kernel(
             if capture_sizes:
                 for large in backend.caches:
                     backend.warm_up(synthetic_inputs(styled_shape, tokens=1, large=large), capture_sizes)
-        card().synchronize()  # a launch that faults does so here, while the first call is marked
+        card().synchronize()  # a launch that faults raises here, while the first call is still marked
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())  # Triton's errors have many lines
         return Comparison(False, f"{name}: self-check FAILED: {reason}")

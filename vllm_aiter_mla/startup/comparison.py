@@ -18,8 +18,8 @@ from vllm_aiter_mla.kernels.distance import Difference, difference, why_off
 from vllm_aiter_mla.kernels.inputs import OVERFLOW_FACTOR, PADDED, DecodeInputs, LayerShape, synthetic_inputs
 
 ROTARY_STYLES = (False, True)
-"""Rotary styles that a start checks, as ``is_neox``. Only the layer's graph, which is
-compiled later, shows which style the layer has."""
+"""Rotary styles that a start checks, as ``is_neox``. Only the graph of a layer, which is compiled later, shows its
+style."""
 PARTS: dict[str, Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
     "q nope": lambda query, rows, latent: query[..., :latent],
     "q rope": lambda query, rows, latent: query[..., latent:],
@@ -32,7 +32,7 @@ STRAY_BYTES = "stray bytes"
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How a back end compares with the reference."""
+    """The result of a comparison of a back end with the reference."""
 
     has_passed: bool  # whether the back end agrees with the reference within the bounds
     message: str  # one line with the figures, for the log
@@ -44,7 +44,7 @@ class Comparison:
 
 
 class KernelOutput(NamedTuple):
-    """The result of one call."""
+    """The prepared query and the written cache after one call of a kernel, or of the reference."""
 
     query: torch.Tensor  # [T, N, L+R], or [T, M, L+R] as in ``DecodeInputs.new_query``
     inputs: DecodeInputs  # the operands, with the cache that the call has written to
@@ -95,8 +95,8 @@ def _batch_per_kernel(backend: KernelBackend, shape: LayerShape, limit: int) -> 
     for large in backend.caches:
         covered_kernels: set[str | None] = set()
         batch = synthetic_inputs(shape, large=large)
-        counts = sorted({min(count, limit) for count in backend.tried_counts(batch)})
-        for tokens in (batch.num_tokens, *counts):
+        token_counts = sorted({min(count, limit) for count in backend.tried_counts(batch)})
+        for tokens in (batch.num_tokens, *token_counts):
             # The only row of a batch needs a slot: otherwise no KV row is written.
             inputs = synthetic_inputs(shape, tokens, padded=PADDED if tokens > 1 else None, large=large)
             if backend.refuse(inputs) is None and (kernel := backend.kernel_of(inputs)) not in covered_kernels:
@@ -208,9 +208,9 @@ def _view_as_cache(storage: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     A uint8 storage is viewed as the cache's dtype. A bool storage has one element a byte and stays bool.
     """
     start = cache.storage_offset() * cache.itemsize
-    part = storage[start : start + cache.numel() * cache.itemsize]
+    cache_bytes = storage[start : start + cache.numel() * cache.itemsize]
     shape = (*cache.shape[:2], -1)
-    return part.view(shape) if storage.dtype == torch.bool else part.view(cache.dtype).view(shape)
+    return cache_bytes.view(shape) if storage.dtype == torch.bool else cache_bytes.view(cache.dtype).view(shape)
 
 
 def _push_first_row_beyond_fp8(inputs: DecodeInputs) -> None:

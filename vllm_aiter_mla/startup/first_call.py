@@ -138,7 +138,7 @@ class FirstCall:
 
 
 def remove_abandoned_locks(folder: Path) -> None:
-    """Remove the locks of processes that died in a first call, if somebody has removed the process's marker."""
+    """Remove the locks of processes that died in a first call, if somebody has removed the marker."""
     for lock in folder.glob("lock-first-call-*"):
         # A lock with a marker is not touched: another start that looks at that moment would find it held.
         if not os.path.lexists(folder / f"{lock.name.removeprefix('lock-')}.json"):
@@ -190,8 +190,8 @@ def no_marker_reason(folder: Path, prefix: str) -> str | None:
 def first_call_marker(folder: Path, prefix: str) -> Iterator[None]:
     """Keep a marker in ``folder`` during the block. The marker stays only if the block ends the process.
 
-    If the block raises, the marker is removed. Each block has its own file, so that the end of one process is never
-    taken for the end of another.
+    If the block raises, the marker is removed, except after a SystemExit that no signal caused. Each block has its own
+    file, so that the end of one process is never taken for the end of another.
 
     Raises:
         OSError: the marker cannot be written, or the file system has no locks.
@@ -201,11 +201,11 @@ def first_call_marker(folder: Path, prefix: str) -> Iterator[None]:
     path = folder / f"{prefix}-{secrets.token_hex(4)}.json"
     lock = _lock_of(path)
     if not locks.hold(lock):
-        raise OSError(f"{lock}: somebody else holds it")
+        raise OSError(f"{lock}: another process holds this lock")
     keep_marker = False
     try:
         if not locks.is_held(lock):
-            raise OSError(f"{lock}: nobody could tell that it is held")
+            raise OSError(f"{lock}: the lock was taken, but it cannot be seen as held")
         with _exit_on_signals() as received_signals:
             try:
                 files.write(path, FirstCall(status_files.run_name()))

@@ -48,7 +48,7 @@ class KeptFigures:
 
 
 def key_of(
-    config: Any, shape: LayerShape, backends: Mapping[str, KernelBackend], counts: Sequence[int], rank: int
+    config: Any, shape: LayerShape, backends: Mapping[str, KernelBackend], token_counts: Sequence[int], rank: int
 ) -> dict[str, Any]:
     """Return the key of a timing: all facts that its figures depend on.
 
@@ -56,10 +56,10 @@ def key_of(
         config: the worker's ``VllmConfig``.
         shape: the shape of the layers.
         backends: the candidates, by name.
-        counts: the token counts to time.
+        token_counts: the token counts to time.
         rank: the rank of this worker. Each rank has its own card.
     """
-    calls = [meta_inputs(shape, count) for count in counts]
+    calls = [meta_inputs(shape, count) for count in token_counts]
     return {
         "machine": machine_key(),
         "code": packages.fingerprint(),
@@ -69,7 +69,7 @@ def key_of(
         "graphs": bool(compat_config.graph_sizes(config).full),
         "engine": compat_config.metric_labels(config)["engine"],
         "rank": rank,
-        "counts": list(counts),
+        "counts": list(token_counts),
         # The variant of each kernel: another tile has other figures.
         "candidates": {name: [backend.kernel_of(call) for call in calls] for name, backend in backends.items()},
     }

@@ -131,24 +131,21 @@ def time_kernels(
         layers: the MLA layers of this rank.
         limit: the decode limit in tokens; None if this rank's kernels could not be checked.
         rank: the rank of this worker.
-        mark_calls: returns the context in which kernels are called. Entering the context does not raise. The wait
-            for other ranks is outside the context, because a process that ends there ends no kernel.
+        mark_calls: returns the context in which kernels are called. Entering the context does not raise. The wait for
+            other ranks is outside the context: a kernel is not the cause if the process is ended during that wait.
     """
     layers = [layer for layer in layers if VLLM in layer.backends.names]  # on a CPU only the reference runs
     try:
         if not _is_timing_on(config, settings):
             return
     except Exception as error:  # every rank raises the same error here, so no rank waits for this one
-        reasons = [RankReason(rank, None, _in_one_line(error))]
+        reasons = [RankReason(rank, None, _error_line(error))]
         _give_reasons(layers, {}, reasons)
         _log_untimed(reasons, num_timed_shapes=0)
         return
-    with (
-        log.warned("the first calls of the timing could not be marked"),
-        mark_calls(),
-    ):  # the other ranks wait for an answer
+    with log.warned("the marker of the timing failed"), mark_calls():  # warned, because the other ranks wait
         rank_timing = _time_this_rank(config, layers, limit, rank)
-    result = _exchange_and_apply(rank_timing, rank)
+    result = _exchange_and_apply_choices(rank_timing, rank)
     _give_reasons(layers, rank_timing.layers_by_shape, result.reasons)
     # Not earlier: until an exception has been handled, its traceback holds the memory that was allocated.
     if rank_timing.num_timed_now:
@@ -168,7 +165,7 @@ def announce_failed_load(config: Any, settings: Settings) -> None:
 
 
 def _is_timing_on(config: Any, settings: Settings) -> bool:
-    """Return whether kernels are timed. The facts are the same on every rank of the engine."""
+    """Return whether kernels are timed. The result is the same on every rank of the engine."""
     return settings.measures and config.device_config.device_type == card().torch_device
 
 
@@ -183,15 +180,15 @@ def _time_this_rank(config: Any, layers: Sequence[Layer], limit: int | None, ran
     try:
         if limit is not None:
             # No batch has more tokens than ``max_num_batched_tokens``, whatever limit the user has set.
-            counts = stopwatch.token_counts(min(limit, config.scheduler_config.max_num_batched_tokens))
+            token_counts = stopwatch.token_counts(min(limit, config.scheduler_config.max_num_batched_tokens))
             layers_by_shape = _layers_by_shape(layers)
             for shape, (layer, *_) in layers_by_shape.items():
                 backends = layer.usable()
                 if {VLLM} < set(backends):
-                    figures_by_shape[shape] = _time_shape(config, layer, backends, counts, budget, rank)
+                    figures_by_shape[shape] = _time_shape(config, layer, backends, token_counts, budget, rank)
             choices = _choose_kernels(layers_by_shape, figures_by_shape)
     except Exception as error:
-        choices = NotTimed(_in_one_line(error))
+        choices = NotTimed(_error_line(error))
     return RankTiming(choices, layers_by_shape, figures_by_shape, stopwatch.BUDGET_S - budget.left)
 
 
@@ -212,30 +209,30 @@ def _time_shape(
     config: Any,
     layer: Layer,
     backends: Mapping[str, KernelBackend],
-    counts: Sequence[int],
+    token_counts: Sequence[int],
     budget: stopwatch.Budget,
     rank: int,
 ) -> ShapeFigures | NotTimed:
-    """Return the figures of a layer's shape: those that earlier starts kept, and new figures for other token counts.
+    """Return the figures of a layer's shape: kept figures, and new figures for the other token counts.
 
     Args:
         config: the worker's ``VllmConfig``.
         layer: any layer of the shape that may run ``backends``.
         backends: the candidates by name, vLLM's own among them.
-        counts: token counts.
+        token_counts: token counts.
         budget: the budget of this rank, from which the time spent here is taken.
         rank: the rank of this worker.
     """
     shape = layer.shape()
     kept_record: kept_figures.KeptFigures | None = None
     try:
-        key = kept_figures.key_of(config, shape, backends, counts, rank)
+        key = kept_figures.key_of(config, shape, backends, token_counts, rank)
         if layer.backends.settings.measure != "again":
             with log.warned("the kept figures could not be read"):
                 kept_record = kept_figures.read(compat_config.cache_folder(), key)
         kept_rounds = kept_record.rounds if kept_record else Rounds()
         new_rounds = Rounds()
-        if missing_counts := [count for count in counts if count not in kept_rounds]:
+        if missing_counts := [count for count in token_counts if count not in kept_rounds]:
             reason = f"the budget of {stopwatch.BUDGET_S:g} s ended"
             pad = partial(compat_layer.pad_query, layer.module) if layer.out_heads else None
             try:
@@ -247,12 +244,12 @@ def _time_shape(
                 if not (kept_rounds or new_rounds):
                     raise
                 if isinstance(error, torch.OutOfMemoryError):
-                    reason = _in_one_line(error)
+                    reason = _error_line(error)
             # The figures of the other token counts are still valid.
             if num_untimed := len(set(missing_counts) - set(new_rounds)):
                 log.say(logging.INFO, f"{shape.in_words()}: {num_untimed} token count(s) were not timed: {reason}")
     except Exception as error:
-        return NotTimed(_in_one_line(error))
+        return NotTimed(_error_line(error))
     rounds = dict(sorted((kept_rounds | new_rounds).items()))
     if new_rounds:  # kept before the exchange, so that the next start can use them whatever the other ranks answer
         with log.warned("the measured figures could not be kept"):
@@ -291,7 +288,7 @@ def _vllm_spans(max_tokens: int) -> Spans:
 # The steps that all ranks take together.
 
 
-def _exchange_and_apply(rank_timing: RankTiming, rank: int) -> ExchangeResult:
+def _exchange_and_apply_choices(rank_timing: RankTiming, rank: int) -> ExchangeResult:
     """Exchange the choices, and let the layers run the kernels that the ranks agree on.
 
     This function never raises, and always takes part in the exchange. After an error that concerns one layer shape, the
@@ -301,7 +298,7 @@ def _exchange_and_apply(rank_timing: RankTiming, rank: int) -> ExchangeResult:
         index, choices_by_rank = ranks.exchange(rank_timing.choices)
         agreements, reasons = merge_choices(choices_by_rank)
     except Exception as error:
-        return ExchangeResult([RankReason(rank, None, _in_one_line(error))], 0, is_logging_rank=True)
+        return ExchangeResult([RankReason(rank, None, _error_line(error))], 0, is_logging_rank=True)
     timed_shapes = {shape for shape, agreement in agreements.items() if not isinstance(agreement, RankReason)}
     is_logging_rank = index == 0
     for shape, figures in rank_timing.figures_by_shape.items():
@@ -309,7 +306,7 @@ def _exchange_and_apply(rank_timing: RankTiming, rank: int) -> ExchangeResult:
             try:
                 _apply_agreement(shape, rank_timing.layers_by_shape[shape], figures, agreements[shape])
             except Exception as error:
-                reasons.insert(0, RankReason(rank, shape, _in_one_line(error)))
+                reasons.insert(0, RankReason(rank, shape, _error_line(error)))
                 timed_shapes.discard(shape)
                 is_logging_rank = True  # no other rank knows of the error
     return ExchangeResult(reasons, len(timed_shapes), is_logging_rank)
@@ -348,7 +345,7 @@ def merge_choices(choices_by_rank: Sequence[RankChoices]) -> tuple[dict[str, Sha
 def _apply_agreement(
     shape: str, layers: Sequence[Layer], shape_figures: ShapeFigures, agreement: ShapeAgreement
 ) -> None:
-    """Let the layers of a shape decide by this rank's figures and the choices of all ranks."""
+    """Give the layers of a shape this rank's figures and the choices of all ranks, and note them in the status."""
     rounds = shape_figures.rounds
     if isinstance(agreement, RankReason):
         figures = Figures(rounds, why=str(agreement))
@@ -376,12 +373,12 @@ def _give_reasons(
 
 def _log_untimed(reasons: Sequence[RankReason], num_timed_shapes: int) -> None:
     """Log the first reason why kernels could not be timed, and the number of layer shapes that were timed."""
-    others = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
-    timed_shapes = f"; {num_timed_shapes} other layer shape(s) were timed" if num_timed_shapes else ""
-    message = f"the kernels could not be timed: {reasons[0]}{others}; {VLLM_KERNELS_RUN}{timed_shapes}"
+    others_text = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+    timed_text = f"; {num_timed_shapes} other layer shape(s) were timed" if num_timed_shapes else ""
+    message = f"the kernels could not be timed: {reasons[0]}{others_text}; {VLLM_KERNELS_RUN}{timed_text}"
     log.say_once(logging.WARNING, message)
 
 
-def _in_one_line(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     """Return the type and the message of an error as one line of at most 300 characters."""
     return f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
