@@ -155,16 +155,16 @@ class Engine:
         self.strict, self.our_pass.key = self.settings.strict, None
         checked_to: int | None = None  # the decode limit, once every kernel is checked
 
-        marks: first_call.FirstCallMarks | None = None  # once the back ends are built
+        markers: first_call.FirstCallMarkers | None = None  # once the back ends are built
 
         def time_kernels() -> None:
-            around_calls = nullcontext if marks is None else marks.around_all
-            timing.time_kernels(self.config, self.settings, self.layers, checked_to, self.worker.rank, around_calls)
+            mark_calls = nullcontext if markers is None else markers.mark_all
+            timing.time_kernels(self.config, self.settings, self.layers, checked_to, self.worker.rank, mark_calls)
 
         with _answering(time_kernels), self.deciding(KERNELS_NOT_CHECKED):
             backends = self.make_layers()
-            marks = first_call.build_backends(backends, compat_config.cache_folder(), self.worker.rank)
-            self.check(marks.around)
+            markers = first_call.build_backends(backends, compat_config.cache_folder(), self.worker.rank)
+            self.check(markers.mark)
             checked_to = self.limit
         with self.deciding(KERNELS_NOT_CHECKED):
             # Before the first graph is compiled: which layers the passes leave alone depends on it.
@@ -191,14 +191,14 @@ class Engine:
         return backends
 
     def check(
-        self, around_first_calls: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
+        self, mark_first_calls: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
     ) -> None:
         """Compare the kernels of each layer shape with the reference; a layer does not run a kernel that fails.
 
         Layers whose check cannot be made run vLLM's own kernels, and the others are still checked.
 
         Args:
-            around_first_calls: surrounds the first calls of a kernel, by its name.
+            mark_first_calls: returns the context in which the first calls of the named kernel are made.
 
         Raises:
             SettingsError: a kernel that would have served fails, or anything raises on the way, in strict mode.
@@ -214,7 +214,7 @@ class Engine:
                     groups.setdefault(layer.shape(), []).append(layer)
         for shape, group in groups.items():
             with self.deciding(LAYER_NOT_CHECKED, group):
-                results = checks.check_kernels(group[0], sizes, around_first_calls)
+                results = checks.check_kernels(group[0], sizes, mark_first_calls)
                 for layer in group:
                     layer.checked(results, shape)
                 checks.log_results(group[0], self.end_strict_start)

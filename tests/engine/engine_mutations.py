@@ -197,7 +197,7 @@ def the_check_fails_on_rank_1() -> None:
     os.environ[plugin.MUTATION] = f"{__name__}:{the_check_fails_on_rank_1.__name__}"
 
     failed = Comparison(False, "self-check FAILED: planted", {}, 0)
-    plugin.spoil(checks, "self_check", lambda *_: failed, when=lambda *_: torch.distributed.get_rank() == 1)
+    plugin.spoil(checks, "check_kernel", lambda *_: failed, when=lambda *_: torch.distributed.get_rank() == 1)
 
 
 def query_and_key_are_swapped() -> None:

@@ -66,8 +66,8 @@ def test_a_kernel_that_rounds_otherwise_than_vllms_is_not_taken_for_it(wrong):
             return replace(super().bind(inputs), numerics=reference.VLLM_KERNEL)
 
     shape = LayerShape(16, 128, BF16, BF16, 16, False)
-    assert compare_with_reference(Claims(reference.VLLM_KERNEL), shape, maxsize).ok
-    assert compare_with_reference(Claims(wrong), shape, maxsize).wrong == ("q rope", "kv rope")
+    assert compare_with_reference(Claims(reference.VLLM_KERNEL), shape, maxsize).has_passed
+    assert compare_with_reference(Claims(wrong), shape, maxsize).failed_parts == ("q rope", "kv rope")
 
 
 def test_vllms_kernel_leaves_rows_without_a_slot_as_they_are():

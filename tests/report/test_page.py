@@ -17,7 +17,7 @@ from tests.report.pages import Write, check_run, data_of, glances, rows_of, sect
 from vllm_aiter_mla import files as our_files
 from vllm_aiter_mla.commands.check.record import Step
 from vllm_aiter_mla.commands.report.page import html_of
-from vllm_aiter_mla.startup.first_call import marked
+from vllm_aiter_mla.startup.first_call import first_call_marker
 
 
 def test_each_chart_of_the_whole_page_is_named(page: str) -> None:
@@ -202,7 +202,7 @@ def test_a_folder_with_what_a_crash_leaves_and_other_records_shows_its_status(
 ) -> None:
     (tmp_path / "status-1-0.json").write_bytes(files["status"].read_bytes())
     alone = html_of([tmp_path])
-    marking = marked(tmp_path, "first-call-1")
+    marking = first_call_marker(tmp_path, "first-call-1")
     marking.__enter__()  # and the process is no more
     assert len(list(tmp_path.glob("*first-call*"))) == 2, "its lock is there too"
     our_files.write(tmp_path / "engines.json", {our_files.STAMP_KEY: our_files.stamp("engines")})

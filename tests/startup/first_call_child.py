@@ -80,11 +80,11 @@ PLANTS: dict[str, Any] = {
 
 
 def call(handler: str, block: str, plant: str) -> None:
-    for number in first_call.SIGNALS:
+    for number in first_call.ENDING_SIGNALS:
         signal.signal(number, HANDLERS[handler])
     if plant != "-":
-        first_call._ended_by_signals = PLANTS[plant]
-    with first_call.marked(FOLDER, PREFIX):
+        first_call._exit_on_signals = PLANTS[plant]
+    with first_call.first_call_marker(FOLDER, PREFIX):
         BLOCKS[block]()
 
 

@@ -52,7 +52,7 @@ class Stepped(ReferenceBackend):
 @pytest.mark.parametrize(("limit", "counts"), [(maxsize, [1, 7, 40, 41]), (20, [1, 7, 20]), (8, [1, 7]), (1, [1, 7])])
 def test_each_kernel_up_to_the_limit_is_compared_once(limit, counts):
     backend = Stepped()
-    assert compare_with_reference(backend, SMALL, limit).ok
+    assert compare_with_reference(backend, SMALL, limit).has_passed
     assert backend.ran == counts, "one row warms up"
 
 
@@ -65,7 +65,7 @@ def test_self_check_passes_on_the_simulated_aiter_and_covers_each_kernel_that_se
         platform = Platform(arch, ROCM)
         bound = AiterBackend(platform, opt=opt)
         result = compare_with_reference(bound, LayerShape(4, 16, platform.fp8, platform.fp8, block, False), maxsize)
-    assert result.ok, result.message
+    assert result.has_passed, result.message
     assert {name: d.steps for name, d in result.differences.items()} == dict.fromkeys(result.differences, 0)
     assert set(result.differences) == {"q nope", "q rope", "kv nope", "kv rope"}
     ran = op.forget()
@@ -78,7 +78,7 @@ def test_self_check_accepts_inferred_truncation_and_rounding_too(fake_gfx942, mo
     """If gfx942 rounds after all, the card is better than its source says, and is not rejected for it."""
     monkeypatch.setattr("tests.sandbox.simulated_aiter.op.arch", lambda: acts_as)
     result = compare_with_reference(AiterBackend(MI300X), BF16, maxsize)
-    assert result.ok, result.message
+    assert result.has_passed, result.message
     assert ("opt", 256) in op.forget()
 
 
@@ -87,7 +87,7 @@ def test_a_kernel_is_checked_at_the_counts_that_it_takes_and_fails_if_there_are_
     """AITER's opt kernel cuts a bf16 cache's rope part below 256 tokens on gfx942, where ours declines it."""
     op.forget()
     result = compare_with_reference(AiterBackend(MI300X, opt=True), BF16, limit)
-    assert (result.ok, "it takes no batch: kernel" in result.message) == (ok, not ok), result.message
+    assert (result.has_passed, "it takes no batch: kernel" in result.message) == (ok, not ok), result.message
     assert [tokens for _, tokens in op.forget()] == [256] * ok
 
 
@@ -136,7 +136,7 @@ UNCALLED = AiterBackend(MI300X, op=lambda *_: None)
 )
 def test_self_check_reports_what_is_wrong(bound, shape, stray, says):
     result = compare_with_reference(bound, shape, maxsize)
-    assert (result.ok, result.stray_bytes, says in result.message) == (False, stray, True), result.message
+    assert (result.has_passed, result.num_stray_bytes, says in result.message) == (False, stray, True), result.message
 
 
 def step(query, element):
@@ -147,8 +147,8 @@ def step(query, element):
 
 def test_one_step_is_allowed_in_what_is_rotated_and_nowhere_else():
     nope, rope = (compare_with_reference(Changed(lambda out, _, at=at: step(out, at)), BF16, maxsize) for at in (0, -1))
-    assert (nope.ok, nope.wrong, nope.differences["q nope"].steps) == (False, ("q nope",), 1)
-    assert (rope.ok, rope.differences["q rope"].steps) == (True, 1)
+    assert (nope.has_passed, nope.failed_parts, nope.differences["q nope"].steps) == (False, ("q nope",), 1)
+    assert (rope.has_passed, rope.differences["q rope"].steps) == (True, 1)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_one_step_is_allowed_in_what_is_rotated_and_nowhere_else():
     ],
 )
 def test_the_bounds_belong_to_what_agrees(found, rotated, elements, agrees):
-    assert comparison._within(found, Bounds(), rotated, elements) is agrees
+    assert comparison._is_within_bounds(found, Bounds(), rotated, elements) is agrees
 
 
 def test_a_query_without_the_room_that_vllm_pads_is_compared_by_its_heads():
@@ -173,8 +173,9 @@ def test_a_query_without_the_room_that_vllm_pads_is_compared_by_its_heads():
         def prepare(self, operands):
             return operands.real_heads(super().prepare(operands)).contiguous()
 
-    assert compare_with_reference(Dense(), replace(BF16, out_heads=8), maxsize).ok
-    assert not compare_with_reference(Changed(lambda out, _: out[:, :3]), replace(BF16, out_heads=8), maxsize).ok
+    assert compare_with_reference(Dense(), replace(BF16, out_heads=8), maxsize).has_passed
+    changed = Changed(lambda out, _: out[:, :3])
+    assert not compare_with_reference(changed, replace(BF16, out_heads=8), maxsize).has_passed
 
 
 def nothing_written_is_nothing_shown(monkeypatch):
@@ -183,7 +184,7 @@ def nothing_written_is_nothing_shown(monkeypatch):
         return replace(inputs, slot_mapping=inputs.slot_mapping.fill_(-1))
 
     monkeypatch.setattr(comparison, "synthetic_inputs", without_a_slot)
-    assert not compare_with_reference(ReferenceBackend(), BF16, maxsize).ok, "no KV row was compared"
+    assert not compare_with_reference(ReferenceBackend(), BF16, maxsize).has_passed, "no KV row was compared"
 
 
 def test_a_comparison_of_no_row_fails(monkeypatch):
@@ -197,7 +198,7 @@ def test_mutation_a_batch_without_rows_that_passes_is_caught(monkeypatch):
 
     def passes(*given):
         seen.append(inner(*given))
-        return replace(seen[-1], ok=True)
+        return replace(seen[-1], has_passed=True)
 
     monkeypatch.setattr(comparison, "_compare", passes)
     with pytest.raises(AssertionError, match="no KV row was compared"):
@@ -217,7 +218,7 @@ def test_every_answer_follows_from_bind():
     assert Refusing().kernel_of(operands) is None
     with pytest.raises(match="refusing: never"):
         Refusing().prepare(operands)
-    assert not compare_with_reference(Refusing(), SMALL, maxsize).ok
+    assert not compare_with_reference(Refusing(), SMALL, maxsize).has_passed
     assert Refusing().caches == (False,), "without variants, over a small cache only"
 
 

@@ -158,7 +158,7 @@ def switch_off(monkeypatch, part):
         # Not by ``delitem``, which puts the part back in the last place.
         monkeypatch.setattr(comparison, "PARTS", {name: of for name, of in comparison.PARTS.items() if name != part})
     elif part == "stray bytes":
-        monkeypatch.setattr(comparison, "stray_bytes", lambda inputs, before: 0)
+        monkeypatch.setattr(comparison, "count_stray_bytes", lambda inputs, before: 0)
     elif part in ("GPT-J", "NeoX"):
         monkeypatch.setattr(comparison, "ROTARY_STYLES", (part == "GPT-J",))
     elif part in ("small", "large"):
@@ -167,18 +167,18 @@ def switch_off(monkeypatch, part):
         monkeypatch.setattr(Planted, "tried_counts", lambda self, inputs: ())
     else:
         assert part == "overflow"
-        monkeypatch.setattr(comparison, "_overflow_first_row", lambda inputs: None)
+        monkeypatch.setattr(comparison, "_push_first_row_beyond_fp8", lambda inputs: None)
 
 
 SWITCHES = (*comparison.PARTS, "stray bytes", "GPT-J", "NeoX", "small", "large", "each kernel", "overflow")
 
 
 def check(backend):
-    return checks.self_check("planted", backend, SHAPE, (), maxsize)
+    return checks.check_kernel("planted", backend, SHAPE, (), maxsize)
 
 
 def test_comparison_parts_without_a_plant_the_kernel_passes():
-    assert check(Planted(plant(lambda i, q: None))).ok
+    assert check(Planted(plant(lambda i, q: None))).has_passed
 
 
 @pytest.mark.mutation
@@ -187,15 +187,16 @@ def test_comparison_parts_mutation_each_plant_is_noticed_and_named_by_its_part(n
     backend = Planted(PLANTS[name])
     found = check(backend)
     assert backend.ran, "the planted bug never ran"
-    assert not found.ok
-    assert found.wrong == tuple(part for part in SWITCHES if part in PLANTS[name].hidden_by and part in SWITCHES[:5])
+    assert not found.has_passed
+    hidden_by = PLANTS[name].hidden_by
+    assert found.failed_parts == tuple(part for part in SWITCHES if part in hidden_by and part in SWITCHES[:5])
 
 
 @pytest.mark.mutation
 @pytest.mark.parametrize("part", SWITCHES)
 def test_comparison_parts_mutation_a_part_that_is_switched_off_hides_its_plants_and_no_other(monkeypatch, part):
     switch_off(monkeypatch, part)
-    hidden = {name for name, planted in PLANTS.items() if check(Planted(planted)).ok}
+    hidden = {name for name, planted in PLANTS.items() if check(Planted(planted)).has_passed}
     assert hidden == {name for name, planted in PLANTS.items() if part in planted.hidden_by}
     assert hidden, "a part that no plant needs"
 
@@ -229,10 +230,10 @@ def test_comparison_parts_mutation_either_kernel_of_aiter_is_noticed(monkeypatch
             return query
 
         monkeypatch.setattr(AiterBackend, "_run", wrong)
-        found = checks.self_check("aiter", backend, shape, (), maxsize)
+        found = checks.check_kernel("aiter", backend, shape, (), maxsize)
         op.forget()
     assert ran
-    assert found.wrong == ("kv rope",)
+    assert found.failed_parts == ("kv rope",)
     monkeypatch.undo()
     with install("gfx942"):
-        assert checks.self_check("aiter", AiterBackend(platform), replace(shape), (), maxsize).ok
+        assert checks.check_kernel("aiter", AiterBackend(platform), replace(shape), (), maxsize).has_passed

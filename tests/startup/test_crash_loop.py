@@ -95,7 +95,7 @@ def ends(child, folder, handler, block, number, status, stays, plant="-"):
     if number:
         os.kill(called, number)
     assert int(child.stdout.readline()) == status
-    is_abort = first_call.why_died_before(folder, PREFIX) is not None
+    is_abort = first_call.earlier_death_reason(folder, PREFIX) is not None
     assert is_abort or not stays, "an abort is taken for somebody's end"
     assert stays or not is_abort, "somebody's end is taken for an abort"
 
@@ -120,21 +120,21 @@ def test_mutation_crash_loop_a_signal_that_is_taken_wrongly_is_caught(child, fol
 
 
 def test_crash_loop_signals_are_as_before_after_a_first_call(tmp_path):
-    before = [signal.getsignal(number) for number in first_call.SIGNALS]
-    with first_call.marked(tmp_path, PREFIX):
+    before = [signal.getsignal(number) for number in first_call.ENDING_SIGNALS]
+    with first_call.first_call_marker(tmp_path, PREFIX):
         pass
-    assert [signal.getsignal(number) for number in first_call.SIGNALS] == before
+    assert [signal.getsignal(number) for number in first_call.ENDING_SIGNALS] == before
 
 
 def test_crash_loop_a_check_that_raises_leaves_no_marker(tmp_path):
-    with pytest.raises(KeyError), first_call.marked(tmp_path, PREFIX):
+    with pytest.raises(KeyError), first_call.first_call_marker(tmp_path, PREFIX):
         raise KeyError
     assert not list(tmp_path.iterdir())
 
 
 def test_crash_loop_the_marker_of_a_server_that_is_still_starting_is_not_an_abort(tmp_path):
-    with first_call.marked(tmp_path, PREFIX):
-        assert first_call.why_died_before(tmp_path, PREFIX) is None
+    with first_call.first_call_marker(tmp_path, PREFIX):
+        assert first_call.earlier_death_reason(tmp_path, PREFIX) is None
 
 
 def died(folder, prefix=PREFIX):
@@ -147,7 +147,7 @@ def died(folder, prefix=PREFIX):
 @pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
 def test_crash_loop_a_bad_marker_is_an_abort_and_its_line_names_it(tmp_path, spoil):
     spoil(died(tmp_path))
-    assert str(tmp_path / PREFIX) in first_call.why_died_before(tmp_path, PREFIX)
+    assert str(tmp_path / PREFIX) in first_call.earlier_death_reason(tmp_path, PREFIX)
 
 
 def left_out_where_one_lock_tells_nothing(said, folder):
@@ -187,17 +187,17 @@ def locks_go_once_nobody_needs_them(folder):
     lock = folder / f"lock-{path.stem}"
     lock.touch()
     first_call.remove_abandoned_locks(folder)
-    assert first_call.why_died_before(folder, PREFIX) is not None
+    assert first_call.earlier_death_reason(folder, PREFIX) is not None
     assert lock.exists(), "who asks at this moment would find it held"
     path.unlink()
-    with first_call.marked(folder, PREFIX):
+    with first_call.first_call_marker(folder, PREFIX):
         first_call.remove_abandoned_locks(folder)
-        assert first_call.why_died_before(folder, PREFIX) is None
+        assert first_call.earlier_death_reason(folder, PREFIX) is None
         assert not lock.exists(), "the lock of a dead start stays for ever"
         (marker,) = folder.glob(f"{PREFIX}-*")
         marker.unlink()  # as in the moment before it is written
         first_call.remove_abandoned_locks(folder)
-        assert first_call.why_died_before(folder, PREFIX) is None
+        assert first_call.earlier_death_reason(folder, PREFIX) is None
         assert [path.name for path in folder.iterdir()] == [f"lock-{marker.stem}"], "the lock of a living one is gone"
     assert not list(folder.iterdir())
 
@@ -254,7 +254,7 @@ def test_crash_loop_a_marker_is_of_one_release_of_what_was_called(monkeypatch):
 def holds_under_another_host_name(folder, monkeypatch):
     died(folder, first_call.prefix_of("AITER", MI300X))
     monkeypatch.setattr(socket, "gethostname", lambda: "pod-b")
-    found = first_call.why_died_before(folder, first_call.prefix_of("AITER", MI300X))
+    found = first_call.earlier_death_reason(folder, first_call.prefix_of("AITER", MI300X))
     assert found, "a pod with a new name calls the kernel again"
 
 
@@ -278,7 +278,7 @@ KERNELS = ("aiter", "aiter-opt", "triton")
 def begun(said, folder, rank=0):
     """A start checks two layer shapes; return the lines that it says of first calls."""
     factories = {name: lambda platform, settings, name=name: Named(name) for name in KERNELS}
-    mark = first_call.build_backends(Backends(Settings(enabled=True), MI300X, factories), folder, rank).around
+    mark = first_call.build_backends(Backends(Settings(enabled=True), MI300X, factories), folder, rank).mark
     for name in (*KERNELS, "vllm") * 2:
         with mark(name):
             lines = [text for text in said.at(logging.INFO) if "are called now" in text]
@@ -294,7 +294,7 @@ def left_out_where_locks_tell_nothing(said, folder, monkeypatch):
     monkeypatch.setattr(locks, "is_held", lambda lock: None)
     factories = dict.fromkeys(KERNELS, lambda *_: pytest.fail("it is built"))
     found = Backends(Settings(enabled=True), MI300X, factories)
-    mark = first_call.build_backends(found, folder, 0).around
+    mark = first_call.build_backends(found, folder, 0).mark
     assert {str(found.get(name)).partition(":")[0] for name in KERNELS} == {"not_marked"}
     assert [line.partition(":")[0] for line in said.at(logging.ERROR)] == ["AITER is left out", "Triton is left out"]
     assert not list(folder.iterdir()), "neither a marker nor a lock is left"
@@ -309,7 +309,7 @@ def test_crash_loop_where_locks_tell_nothing_both_are_left_out_and_nothing_is_ca
 
 @pytest.mark.mutation
 def test_mutation_crash_loop_a_lock_that_tells_nothing_and_is_trusted_is_caught(said, tmp_path, monkeypatch):
-    monkeypatch.setattr(first_call, "marked", lambda folder, prefix: nullcontext())
+    monkeypatch.setattr(first_call, "first_call_marker", lambda folder, prefix: nullcontext())
     with pytest.raises(pytest.fail.Exception, match="it is built"):
         left_out_where_locks_tell_nothing(said, tmp_path, monkeypatch)
 
@@ -338,11 +338,16 @@ def test_mutation_crash_loop_an_abort_that_is_only_words_is_caught(tmp_path, mon
 
 
 def only_triton_is_marked(said, folder, monkeypatch):
-    sm90, inner, marked = Platform("sm90"), first_call.marked, []
+    sm90, inner, marked = Platform("sm90"), first_call.first_call_marker, []
     died(folder, first_call.prefix_of("AITER", sm90))
-    monkeypatch.setattr(first_call, "marked", lambda folder, prefix: (marked.append(prefix), inner(folder, prefix))[1])
+
+    def first_call_marker(folder, prefix):
+        marked.append(prefix)
+        return inner(folder, prefix)
+
+    monkeypatch.setattr(first_call, "first_call_marker", first_call_marker)
     found = Backends(Settings(enabled=True), sm90, {"triton": lambda *_: Named("triton")})
-    mark = first_call.build_backends(found, folder, 0).around
+    mark = first_call.build_backends(found, folder, 0).mark
     for name in KERNELS:
         with mark(name):
             pass
@@ -357,7 +362,7 @@ def test_crash_loop_on_a_card_without_kernels_of_aiters_it_is_neither_marked_nor
 @pytest.mark.mutation
 def test_mutation_crash_loop_markers_of_aiters_on_any_card_are_caught(said, tmp_path, monkeypatch):
     monkeypatch.setattr(first_call, "ARCHITECTURES", ("sm90",))
-    monkeypatch.setattr(first_call, "why_died_before", lambda folder, prefix: None)
+    monkeypatch.setattr(first_call, "earlier_death_reason", lambda folder, prefix: None)
     with pytest.raises(AssertionError, match="AITER cannot run here"):
         only_triton_is_marked(said, tmp_path, monkeypatch)
 
@@ -388,6 +393,6 @@ def test_mutation_crash_loop_a_line_that_names_another_kernel_is_caught(said, tm
 
     monkeypatch.setattr(first_call.log, "say", once if plant == "once" else lambda *line: held.append(line))
     if plant == "after":
-        monkeypatch.setattr(first_call, "marked", marked)
+        monkeypatch.setattr(first_call, "first_call_marker", marked)
     with pytest.raises(AssertionError, match=r"the log ends with another kernel than (aiter|triton)"):
         begun(said, tmp_path)

@@ -204,7 +204,7 @@ def failed_load(monkeypatch, seconds=10, **options):
 
 def test_a_rank_that_cannot_load_its_model_hands_over_its_answer_so_that_the_others_do_not_wait(said, monkeypatch):
     (answer,) = failed_load(monkeypatch)
-    chosen, troubles = timing.agree([{}, answer])
+    chosen, troubles = timing.merge_choices([{}, answer])
     assert (chosen, len(troubles)) == ({}, 1)
     assert failed_load(monkeypatch, 0, measure=False) == [], "the others exchange nothing either"
 

@@ -192,7 +192,7 @@ KEY_OF = {
     "engine": ("engine", lambda patch, given: patch(
         compat_config, "metric_labels", lambda config: {"model_name": None, "engine": "another"})),
     "rank": ("rank", lambda patch, given: given.update(rank=1)),
-    "counts": ("counts", lambda patch, given: given.update(counts=(1, 4))),
+    "counts": ("counts", lambda patch, given: given.update(token_counts=(1, 4))),
     "tile": ("candidates", lambda patch, given: patch(
         given["backends"]["triton"], "kernel_of", lambda call: "another")),
 }  # fmt: skip
@@ -212,7 +212,13 @@ def test_figures_hold_only_for_what_they_depend_on(made_up, monkeypatch, fact, c
     one = Worker(ours(LIMIT))
     one.load_model()
     layer = layer_in(one)
-    given = {"config": one.vllm_config, "shape": layer.shape(), "backends": layer.usable(), "counts": (1, 2), "rank": 0}
+    given = {
+        "config": one.vllm_config,
+        "shape": layer.shape(),
+        "backends": layer.usable(),
+        "token_counts": (1, 2),
+        "rank": 0,
+    }
     before = kept_figures.key_of(**given)
     assert before.keys() == {fact for fact, _ in KEY_OF.values()}, "a fact of the key is in no case"
     assert kept_figures.key_of(**given) == before
@@ -381,7 +387,7 @@ def test_mutation_a_static_order_that_nobody_timed_is_caught(made_up, monkeypatc
 
 
 def test_where_one_of_two_shapes_could_not_be_timed_the_line_says_so(made_up):
-    timing._warn([timing.RankReason(rank, None, "planted") for rank in range(2)], 1)
+    timing._log_untimed([timing.RankReason(rank, None, "planted") for rank in range(2)], 1)
     (line,) = made_up.said.at(logging.WARNING)
     assert "planted (and 1 more); " in line
     assert line.endswith("vLLM's own kernels run; 1 other layer shape(s) were timed")
@@ -419,13 +425,13 @@ def test_a_shape_that_could_not_be_timed_says_its_own_reason(made_up, monkeypatc
 
 @pytest.mark.mutation
 def test_mutation_the_first_reason_for_all_shapes_is_caught(made_up, monkeypatch):
-    whole = timing.agree
+    whole = timing.merge_choices
 
     def of_all_shapes(choices):
         agreed, reasons = whole(choices)
         return agreed, [reason._replace(shape=None) for reason in reasons]
 
-    monkeypatch.setattr(timing, "agree", of_all_shapes)
+    monkeypatch.setattr(timing, "merge_choices", of_all_shapes)
     with pytest.raises(AssertionError, match="another shape's reason"):
         each_shape_has_its_own_reason(made_up, monkeypatch)
 
@@ -483,7 +489,7 @@ def test_a_start_that_waits_for_another_rank_has_no_marker_and_one_that_cannot_b
     monkeypatch.setattr(compat_config, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(timing.ranks, "exchange", exchange)
     made_up.start()
-    monkeypatch.setattr(first_call.FirstCallMarks, "around_all", fails)
+    monkeypatch.setattr(first_call.FirstCallMarkers, "mark_all", fails)
     made_up.start()
     assert answers == [(True, [])] * 2
     assert any("planted" in line for line in made_up.said.at(logging.WARNING))
@@ -491,7 +497,7 @@ def test_a_start_that_waits_for_another_rank_has_no_marker_and_one_that_cannot_b
 
 @pytest.mark.mutation
 def test_mutation_timing_without_a_marker_is_caught(made_up, monkeypatch, tmp_path):
-    monkeypatch.setattr(first_call.FirstCallMarks, "around_all", lambda marks: nullcontext())
+    monkeypatch.setattr(first_call.FirstCallMarkers, "mark_all", lambda markers: nullcontext())
     with pytest.raises(AssertionError, match="goes unnoticed"):
         timing_is_marked(made_up, monkeypatch, tmp_path)
 
@@ -544,15 +550,15 @@ def test_ranks_choose_nothing_of_a_shape_that_one_of_them_could_not_time():
         ({"a": timing.NotTimed("planted"), "b": OURS}, {"b"}),
         (timing.NotTimed("planted"), set()),
     ):
-        chosen, reasons = timing.agree([{"a": OURS, "b": OURS}, other, {}])
+        chosen, reasons = timing.merge_choices([{"a": OURS, "b": OURS}, other, {}])
         assert (set(chosen), list(map(str, reasons))) == (shapes, ["rank 1: planted"])
         assert all(choices == (OURS, OURS) for choices in chosen.values())
 
 
 @pytest.mark.mutation
 def test_mutation_ranks_choose_without_the_one_that_could_not_time_is_caught(monkeypatch):
-    whole = timing.agree
-    monkeypatch.setattr(timing, "agree", lambda answers: whole([one for one in answers if isinstance(one, dict)]))
+    whole = timing.merge_choices
+    monkeypatch.setattr(timing, "merge_choices", lambda answers: whole([one for one in answers if type(one) is dict]))
     with pytest.raises(AssertionError, match="'b'"):
         test_ranks_choose_nothing_of_a_shape_that_one_of_them_could_not_time()
 
@@ -642,7 +648,7 @@ def test_a_rank_that_has_none_of_our_kernels_takes_the_others_to_vllms_own_with_
 def test_mutation_a_rank_without_our_kernels_that_gives_no_or_another_reason_is_caught(
     made_up, monkeypatch, tmp_path, vote, spoil, seen
 ):
-    inner, silenced = timing._choose, []
+    inner, silenced = timing._choose_kernels, []
 
     def choose(groups, timings):
         chosen = inner(groups, timings)
@@ -651,7 +657,7 @@ def test_mutation_a_rank_without_our_kernels_that_gives_no_or_another_reason_is_
         silenced.append(chosen)
         return vote(chosen)
 
-    monkeypatch.setattr(timing, "_choose", choose)
+    monkeypatch.setattr(timing, "_choose_kernels", choose)
     with pytest.raises(AssertionError, match=seen):
         runs_vllms_where_another_rank_does(made_up, monkeypatch, tmp_path, WITHOUT_OURS[spoil])
     assert [type(choice) for chosen in silenced for choice in chosen.values()] == [timing.NoKernelOfOurs]
@@ -722,7 +728,7 @@ good = {"a": (Span(1, 8 + rank, "aiter"),)}
 bad = timing.NotTimed("planted")
 for mine in (good, bad if rank else good):
     place, answers = ranks.exchange(mine)
-    print(json.dumps(files.to_plain([place, *timing.agree(answers)])), flush=True)
+    print(json.dumps(files.to_plain([place, *timing.merge_choices(answers)])), flush=True)
 # A rank that ends while the other still talks to it makes gloo abort that one.
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()

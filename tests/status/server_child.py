@@ -64,7 +64,7 @@ def fork_that_lives_on() -> int:
 
 
 def mark() -> None:
-    ENTERED.enter_context(first_call.marked(FOLDER, PREFIX))
+    ENTERED.enter_context(first_call.first_call_marker(FOLDER, PREFIX))
 
 
 def unmark() -> None:
@@ -72,7 +72,7 @@ def unmark() -> None:
 
 
 def why_died_before() -> str | None:
-    return first_call.why_died_before(FOLDER, PREFIX)
+    return first_call.earlier_death_reason(FOLDER, PREFIX)
 
 
 COMMANDS: tuple[Callable[[], object], ...] = (

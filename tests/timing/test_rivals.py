@@ -54,7 +54,7 @@ OPS = {"fp8": by_reference, "mxfp4": by_reference}
 )
 def test_its_arguments_lead_to_the_results_of_the_reference(platform, change, is_neox):
     found = compare_with_reference(OneLaunchBackend(platform, OPS), replace(SHAPE, is_neox=is_neox, **change), maxsize)
-    assert found.ok, found.message
+    assert found.has_passed, found.message
 
 
 @pytest.mark.mutation
@@ -64,7 +64,7 @@ def test_mutation_an_argument_that_is_handed_over_wrongly_fails_the_check(wrong,
         return by_reference(*given, **named | {wrong: not named[wrong] if wrong == "is_neox" else torch.ones(1)})
 
     shape = replace(SHAPE, cache_dtype=FNUZ)
-    assert compare_with_reference(OneLaunchBackend(MI300X, {"fp8": spoilt}), shape, maxsize).wrong == parts
+    assert compare_with_reference(OneLaunchBackend(MI300X, {"fp8": spoilt}), shape, maxsize).failed_parts == parts
 
 
 def test_it_declines_what_it_would_do_wrongly():

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens once in a worker, after its weights are loaded.
+"""Steps that a worker takes once, after its weights are loaded.
 
 ``first_call`` marks the first calls of a kernel. ``checks`` checks the kernels of each layer shape, and ``comparison``
-compares one of them with the reference. ``prefill`` looks at what vLLM's own functions do to prefill rows. ``timing``
-times the kernels and lets the ranks agree; ``kept_figures`` keeps the figures for the next start.
+compares one kernel with the reference. ``prefill`` checks vLLM's rotation of prefill rows, and compiles vLLM's
+quantisation of them. ``timing`` times the kernels and lets the ranks agree. ``kept_figures`` keeps the figures for the
+next start.
 """

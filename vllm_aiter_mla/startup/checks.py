@@ -18,38 +18,40 @@ from vllm_aiter_mla.startup.comparison import Comparison
 
 
 def check_kernels(
-    layer: Layer, capture_sizes: Sequence[int], around_first_calls: Callable[[str], AbstractContextManager[None]]
+    layer: Layer, capture_sizes: Sequence[int], mark_first_calls: Callable[[str], AbstractContextManager[None]]
 ) -> dict[str, Checked]:
-    """Check the kernels that may run layers of this shape, vLLM's rotary kernel first; return the results by kernel.
+    """Check the kernels that may run layers of this shape, and return the results by kernel.
 
-    Tuned tiles that fail are forgotten, and their kernel is checked again with the tiles of its table.
+    vLLM's rotary kernel is checked first. Tuned tiles that fail are forgotten, and their kernel is checked again with
+    the tiles of its table.
 
     Args:
         layer: any layer of the shape.
         capture_sizes: token counts for which a kernel that compiles per count is compiled now.
-        around_first_calls: surrounds the first calls of a kernel, by its name.
+        mark_first_calls: returns the context in which the first calls of the named kernel are made.
 
     Raises:
         RotationError: vLLM's rotary kernel does not rotate as vLLM's compiled graph.
-        Exception: of any kind, if the shape, the kernels or the memory cannot be had.
+        Exception: any other, if the shape is unknown, a kernel cannot be built, or the memory runs out.
     """
     prefill.check_rotation(layer)
     shape = layer.shape()
-    in_words, row = shape.in_words(), meta_inputs(shape)
+    shape_in_words, inputs = shape.in_words(), meta_inputs(shape)
     checks: dict[str, Checked] = {}
     for name, backend in layer.kernels_to_check().items():
-        with around_first_calls(name):
-            result = self_check(name, backend, shape, capture_sizes, layer.limit)
-        tuned = backend.tuned(row)
-        if tuned and not result.ok:
-            log.say_once(logging.WARNING, f"{result.message} ({in_words}); the tuned tiles {tuned} are left out")
-            backend.untune(row)
-            with around_first_calls(name):
-                result = self_check(name, backend, shape, capture_sizes, layer.limit)
-        elif tuned:
-            layer.engine_status.add_tuned(in_words, tuned)
-        if not result.ok:
-            checks[name] = Checked(f"{result.message} ({in_words})")
+        with mark_first_calls(name):
+            result = check_kernel(name, backend, shape, capture_sizes, layer.limit)
+        tuned_tiles = backend.tuned(inputs)
+        if tuned_tiles and not result.has_passed:
+            omission = f"the tuned tiles {tuned_tiles} are left out"
+            log.say_once(logging.WARNING, f"{result.message} ({shape_in_words}); {omission}")
+            backend.untune(inputs)
+            with mark_first_calls(name):
+                result = check_kernel(name, backend, shape, capture_sizes, layer.limit)
+        elif tuned_tiles:
+            layer.engine_status.add_tuned(shape_in_words, tuned_tiles)
+        if not result.has_passed:
+            checks[name] = Checked(f"{result.message} ({shape_in_words})")
         else:
             checks[name] = Checked(writes_nan=True) if result.writes_nan else PASSED
     return checks
@@ -58,26 +60,26 @@ def check_kernels(
 def log_results(layer: Layer, end_strict_start: Callable[[str], None]) -> None:
     """Log which kernels failed the check of a layer's shape, and which turn an fp8 overflow into NaN.
 
-    The status of the engine keeps the kernels that may run although they do so.
+    If a kernel that writes NaN may run, the status of the engine records the kernel.
 
     Args:
-        layer: any layer of the shape; it has been given the results of the check.
-        end_strict_start: called with the reason if a kernel failed that would have served; raises in strict mode.
+        layer: any layer of the shape, after the results of the check were given to it.
+        end_strict_start: called with the reason if a kernel failed that would have served. It raises in strict mode.
     """
-    for name, found in layer.checks.items():
-        if found.failed and not layer.would_serve(name):
-            log.say_once(logging.WARNING, f"{found.failed}; it does not run")
-        elif found.failed:
-            end_strict_start(found.failed)
-            log.say_once(logging.ERROR, f"{found.failed}; this layer shape falls back to other kernels")
-        elif found.writes_nan:
-            runs = name in layer.usable()
-            log.say_once(logging.WARNING if runs else logging.INFO, f"{name} {OVERFLOW}; kernel=auto leaves it out")
-            if runs:
+    for name, check in layer.checks.items():
+        if check.failed and not layer.would_serve(name):
+            log.say_once(logging.WARNING, f"{check.failed}; it does not run")
+        elif check.failed:
+            end_strict_start(check.failed)
+            log.say_once(logging.ERROR, f"{check.failed}; this layer shape falls back to other kernels")
+        elif check.writes_nan:
+            can_run = name in layer.usable()
+            log.say_once(logging.WARNING if can_run else logging.INFO, f"{name} {OVERFLOW}; kernel=auto leaves it out")
+            if can_run:
                 layer.engine_status.add_overflow(name)
 
 
-def self_check(
+def check_kernel(
     name: str, backend: KernelBackend, shape: LayerShape, capture_sizes: Sequence[int], limit: int
 ) -> Comparison:
     """Compare a kernel with the reference under both rotary styles, and compile what its graphs need.
@@ -85,27 +87,27 @@ def self_check(
     An error while the kernel is compiled or launched is a failure, like a wrong result.
 
     Args:
-        name: of the kernel, for the message.
-        backend: what is checked.
-        shape: the layer; its rotary style does not count.
-        capture_sizes: token counts for which the kernel is compiled; empty for none.
+        name: the kernel's name, for the message.
+        backend: the back end of the kernel.
+        shape: the layer; its rotary style is ignored.
+        capture_sizes: token counts for which the kernel is compiled. If empty, none is compiled.
         limit: the decode limit in tokens.
 
     Returns:
-        The first comparison that failed; otherwise the first one in which NaN was written; otherwise the first one.
+        The first comparison that failed. If all passed: the first in which the kernel wrote NaN, else the first.
     """
     results: list[Comparison] = []
     try:
         for is_neox in comparison.ROTARY_STYLES:
-            styled = replace(shape, is_neox=is_neox)
-            results.append(result := comparison.compare_with_reference(backend, styled, limit))
-            if not result.ok:
+            styled_shape = replace(shape, is_neox=is_neox)
+            results.append(result := comparison.compare_with_reference(backend, styled_shape, limit))
+            if not result.has_passed:
                 return result
             log.say_once(logging.DEBUG, result.message)
             if capture_sizes:
                 for large in backend.caches:
-                    backend.warm_up(synthetic_inputs(styled, tokens=1, large=large), capture_sizes)
-        card().synchronize()  # a launch that faults does so here, while the first call is marked
+                    backend.warm_up(synthetic_inputs(styled_shape, tokens=1, large=large), capture_sizes)
+        card().synchronize()  # a launch that faults raises here, while the first call is still marked
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())  # Triton's errors have many lines
         return Comparison(False, f"{name}: self-check FAILED: {reason}")

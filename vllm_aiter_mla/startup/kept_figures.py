@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep the figures of a timing for the next start: one file for each layer shape of each rank.
 
-The figures of a file hold for what its key says, and for nothing else. ``key_of`` lists the facts of the key.
+The figures of a file are valid only for the facts in its key. ``key_of`` lists these facts.
 """
 
 import contextlib
@@ -24,16 +24,16 @@ from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import LayerShape, meta_inputs
 from vllm_aiter_mla.kernels.stopwatch import Rounds
 
-DRIVERS = (Path("/sys/module/amdgpu/version"), Path("/sys/module/nvidia/version"))
-"""Files with the version of a driver that was installed apart from the Linux kernel."""
+DRIVER_VERSION_FILES = (Path("/sys/module/amdgpu/version"), Path("/sys/module/nvidia/version"))
+"""Each has the version of a driver, if the driver was installed separately from the Linux kernel."""
 
 
 @dataclass(frozen=True)
 class KeptFigures:
-    """The record in such a file.
+    """The record in the file of one layer shape.
 
     Raises:
-        ValueError: a count lacks vLLM's figures, or its candidates have not been timed equally often.
+        ValueError: a token count has no figures of vLLM, or its candidates do not have equally many figures.
     """
 
     key: dict[str, JsonValue]
@@ -41,50 +41,51 @@ class KeptFigures:
     evidence: files.Stamp = files.stamp_field("measured")
 
     def __post_init__(self) -> None:
-        for tokens, by_name in self.rounds.items():
-            if VLLM not in by_name or len({len(figures) for figures in by_name.values()}) != 1 or not by_name[VLLM]:
+        for tokens, by_kernel in self.rounds.items():
+            num_figures = {len(figures) for figures in by_kernel.values()}
+            if len(num_figures) != 1 or not by_kernel.get(VLLM):
                 raise ValueError(f"figures are missing at {tokens} tokens")
 
 
 def key_of(
-    config: Any, shape: LayerShape, backends: Mapping[str, KernelBackend], counts: Sequence[int], rank: int
+    config: Any, shape: LayerShape, backends: Mapping[str, KernelBackend], token_counts: Sequence[int], rank: int
 ) -> dict[str, Any]:
-    """Return the key of this timing: all that its figures depend on.
+    """Return the key of a timing: all facts that its figures depend on.
 
     Args:
         config: the worker's ``VllmConfig``.
-        shape: of the layers.
+        shape: the shape of the layers.
         backends: the candidates, by name.
-        counts: the token counts that are timed.
-        rank: of this worker; each rank has its own card.
+        token_counts: the token counts to time.
+        rank: the rank of this worker. Each rank has its own card.
     """
-    calls = [meta_inputs(shape, count) for count in counts]
+    calls = [meta_inputs(shape, count) for count in token_counts]
     return {
         "machine": machine_key(),
         "code": packages.fingerprint(),
         "shape": shape.in_words(),
-        # What vLLM compiles decides what its own sequence costs.
+        # The time of vLLM's own kernels depends on what vLLM compiles.
         "compiled": compat_config.compiled_as(config),
         "graphs": bool(compat_config.graph_sizes(config).full),
         "engine": compat_config.metric_labels(config)["engine"],
         "rank": rank,
-        "counts": list(counts),
-        # Which variants are timed: another tile of a kernel has other figures.
+        "counts": list(token_counts),
+        # The variant of each kernel: another tile has other figures.
         "candidates": {name: [backend.kernel_of(call) for call in calls] for name, backend in backends.items()},
     }
 
 
 def machine_key() -> dict[str, str | None]:
-    """Return what the figures of all kernels depend on: the card, its driver, the versions and the host."""
+    """Return the facts that the figures of all kernels depend on: the card, its driver, the versions and the host."""
     stamp = files.stamp("measured")
     versions = {name: getattr(stamp, name) for name in ("plugin", "vllm", "aiter", "host")}
-    # A partition of a card has fewer units, and may have the name of the whole.
+    # A partition of a card has fewer compute units, and may have the name of the whole card.
     return stopwatch.machine() | {"units": str(card().units()), "driver": _driver_version()} | versions
 
 
 def _driver_version() -> str:
-    """Return the version of the card's driver, or that of the Linux kernel if the driver came with it."""
-    for path in DRIVERS:
+    """Return the version of the card's driver, or of the Linux kernel if the driver came with the kernel."""
+    for path in DRIVER_VERSION_FILES:
         with contextlib.suppress(OSError):
             return path.read_text().strip()
     return os.uname().release
@@ -97,21 +98,21 @@ def path_of(folder: Path, key: Mapping[str, Any]) -> Path:
 
 
 def read(folder: Path, key: Mapping[str, Any]) -> KeptFigures | None:
-    """Return the figures that an earlier start has kept for ``key``, or None.
+    """Return the record that an earlier start kept for ``key``, or None.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file holds something else.
+        ValueError: the file does not hold such a record.
     """
     try:
-        measured = files.read_kept(KeptFigures, path_of(folder, key))
+        record = files.read_kept(KeptFigures, path_of(folder, key))
     except FileNotFoundError:
         return None
-    return measured if measured.key == dict(key) else None
+    return record if record.key == dict(key) else None
 
 
 def write(folder: Path, key: Mapping[str, Any], rounds: Rounds) -> None:
-    """Keep ``rounds`` for ``key``, and remove files that no start uses any more; see ``files.keep``.
+    """Keep ``rounds`` for ``key``, and remove the files that no start uses any more; see ``files.keep``.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prepare for batches with prefill rows, which vLLM's own functions run: check its rotation, compile its quantisation.
 
-The rotary kernel takes the place of code that Inductor generates, so it has to round once. This project has read in
-vLLM's sources that it does; a start checks that on the user's card.
+vLLM's rotary kernel replaces code that Inductor generates, so the kernel has to round once. According to vLLM's sources
+the kernel rounds once. Each start checks that on the user's card.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class RotationError(RuntimeError):
 
 
 def check_rotation(layer: Layer) -> None:
-    """Check vLLM's rotary kernel for layers of this shape, if it may rotate their prefill rows.
+    """Check vLLM's rotary kernel for layers of this shape, if the kernel may rotate their prefill rows.
 
     Raises:
         RotationError: the kernel rounds more than once, or rotates in another way.
@@ -40,32 +40,33 @@ def compare_rotation(kernel: Callable[..., None], shape: LayerShape) -> None:
 
     Args:
         kernel: takes positions [T], q_pe [T, N, R], k_pe [T, 1, R], the table [max_position, R] and ``is_neox``.
-        shape: the layer; its rotary style does not count.
+        shape: the layer; its rotary style is ignored.
 
     Raises:
-        RotationError: more than one value in a hundred differs from the rotation rounded once, or one value
+        RotationError: more than one value in a hundred differs from a rotation that rounds once, or one value
             differs by two steps.
     """
     for is_neox in ROTARY_STYLES:
         inputs = synthetic_inputs(replace(shape, is_neox=is_neox))
         rows = {"q": inputs.q[..., inputs.nope_dim :], "k": inputs.k_pe.unsqueeze(1)}
         cos, sin = (half.unsqueeze(1) for half in gather_cos_sin(inputs.cos_sin_cache, inputs.positions))
-        expected = {name: rotate(x, cos, sin, is_neox).to(x.dtype) for name, x in rows.items()}
+        expected = {name: rotate(values, cos, sin, is_neox).to(values.dtype) for name, values in rows.items()}
         kernel(inputs.positions, *rows.values(), inputs.cos_sin_cache, is_neox)
-        for name, x in rows.items():
-            apart = difference(x, expected[name])
-            if apart.steps > EXACT.rope_steps or apart.share > EXACT.rope_share:
+        for name, values in rows.items():
+            rotation_difference = difference(values, expected[name])
+            if rotation_difference.steps > EXACT.rope_steps or rotation_difference.share > EXACT.rope_share:
+                figures = f"{rotation_difference.steps} step(s) on {rotation_difference.share:.2%}"
                 raise RotationError(
                     "vLLM's rotary kernel differs from a rotation that rounds once "
-                    f"({'NeoX' if is_neox else 'GPT-J'} pairs): {name} {apart.steps} step(s) on {apart.share:.2%}"
+                    f"({'NeoX' if is_neox else 'GPT-J'} pairs): {name} {figures}"
                 )
 
 
 def compile_quantisation(layer: Layer) -> None:
-    """Let vLLM compile the function with which its own attention quantises a query, if the layer's query is fp8.
+    """Compile the function with which vLLM's own attention quantises a query, if the layer's query is fp8.
 
-    vLLM's warm-up, which would compile the function, has only decode batches, and those run our op. Without this call
-    the first batch that mixes prefill and decode rows would compile it while it serves.
+    vLLM's warm-up has only decode batches. Those run our op, so the warm-up does not compile the function. Without this
+    call, vLLM would compile the function while it serves the first batch with both prefill and decode rows.
     """
     shape = layer.shape()
     if not formats.is_fp8(shape.out_dtype):

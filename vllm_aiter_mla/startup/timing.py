@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time the kernels at start-up on the user's card: each rank chooses by its own figures, kept for its next start.
+"""Time the kernels at start-up on the user's card.
 
-A kernel of ours runs where all ranks of the engine have chosen it. ``decision`` chooses; the ranks exchange choices.
+Each rank chooses by its own figures, and keeps them for the next start. A kernel of ours runs where all ranks of the
+engine have chosen it. ``decision`` chooses, and the ranks exchange their choices.
 
-If no kernel could be timed, vLLM's own kernels run, with the code ``not_timed``, and one line says so: only figures can
-show that ours are not slower. Whether the ranks exchange anything depends only on the settings and the device's type,
-which are the same on every rank. Otherwise a rank could wait for ever for another one that never comes.
+If no kernel could be timed, vLLM's own kernels run, with the code ``not_timed`` and a log line. Only figures can show
+that our kernels are not slower. Whether the ranks exchange choices depends only on the settings and the device's type,
+which are the same on every rank. Otherwise a rank could wait for ever for a rank that never answers.
 
 The figures of a layer shape pass through these types:
 
-- ``stopwatch.Rounds``: what the stopwatch returns.
+- ``stopwatch.Rounds``: the result of the stopwatch.
 - ``kept_figures.KeptFigures``: the file that keeps rounds for the next start.
-- ``ShapeFigures``: the rounds that this start has, new and kept ones.
-- ``decision.Figures``: what the layers of the shape are given once the ranks have agreed.
-- ``status.record.Timed``: what the status says of them, in medians.
+- ``ShapeFigures``: the new and the kept rounds of this start.
+- ``decision.Figures``: the figures that the layers get after the ranks have agreed.
+- ``status.record.Timed``: the medians in the status.
 """
 
 import logging
@@ -40,53 +41,53 @@ from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.startup import kept_figures
 from vllm_aiter_mla.status.record import Timed
 
-VLLMS_RUN = "vLLM's own kernels run"
+VLLM_KERNELS_RUN = "vLLM's own kernels run"
 NO_BASELINE = "vLLM's own kernels cannot be timed here"
 NOT_REQUESTED = "timing was not asked for"
 
 
 @dataclass(frozen=True, slots=True)
 class ShapeFigures:
-    """The figures of one layer shape on this rank, for one token count or more."""
+    """The figures of one layer shape on this rank, for at least one token count."""
 
-    rounds: Rounds  # of this start and of earlier ones
-    kept_since: str | None  # when earlier starts took all of them; None if this start took some
-    was_timed: bool  # whether this start has timed, or has tried to
+    rounds: Rounds  # of this start and of earlier starts
+    kept_since: str | None  # when earlier starts took all the figures; None if this start took some of them
+    is_timed_now: bool  # whether this start has timed the shape, or has tried to
 
 
 @dataclass(frozen=True, slots=True)
 class NotTimed:
-    """Nothing could be timed: on a whole rank, or on one of its layer shapes."""
+    """The kernels could not be timed, on a whole rank or for one of its layer shapes."""
 
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class NoKernelOfOurs:
-    """No kernel of ours may run the layers of a shape on this rank, however fast it is."""
+    """No kernel of ours may run the layers of a shape on this rank, however fast the kernel is."""
 
-    why: str
+    reason: str
 
 
-Choice = Spans | NoKernelOfOurs | NotTimed
-"""What a rank answers for one layer shape."""
-Answer = dict[str, Choice] | NotTimed
-"""What a rank hands over to the others: its choice by layer shape in words, or why the whole rank has none."""
+ShapeChoice = Spans | NoKernelOfOurs | NotTimed
+"""The choice of a rank for one layer shape: the kernels by token count, or why it chose none."""
+RankChoices = dict[str, ShapeChoice] | NotTimed
+"""The choices that a rank sends to the other ranks, by layer shape in words, or why the rank has no choices."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankTiming:
-    """What this rank has timed and chosen. Layer shapes are in words."""
+    """The figures and the choices of this rank. Layer shapes are in words."""
 
-    answer: Answer
-    groups: Mapping[str, Sequence[Layer]]  # the layers of each shape; see ``_by_shape``
-    timings: Mapping[str, ShapeFigures | NotTimed]  # of the shapes for which there is something to choose
-    seconds: float  # spent of the budget
+    choices: RankChoices
+    layers_by_shape: Mapping[str, Sequence[Layer]]  # as ``_layers_by_shape`` returns them
+    figures_by_shape: Mapping[str, ShapeFigures | NotTimed]  # only of shapes with more than one candidate
+    seconds_spent: float  # of the budget
 
     @property
-    def num_timed(self) -> int:
-        """How many layer shapes this start has timed, or has tried to time."""
-        return sum(isinstance(timing, NotTimed) or timing.was_timed for timing in self.timings.values())
+    def num_timed_now(self) -> int:
+        """Number of layer shapes that this start has timed, or has tried to time."""
+        return sum(isinstance(figures, NotTimed) or figures.is_timed_now for figures in self.figures_by_shape.values())
 
 
 class RankReason(NamedTuple):
@@ -94,22 +95,22 @@ class RankReason(NamedTuple):
 
     rank: int
     shape: str | None  # in words; None for all shapes
-    why: str
+    message: str
 
     def __str__(self) -> str:
-        return f"rank {self.rank}: {self.why}"
+        return f"rank {self.rank}: {self.message}"
 
 
-Agreement = tuple[Spans, ...] | RankReason
-"""What each rank has chosen for a layer shape, or why vLLM's own kernels run it on all of them."""
+ShapeAgreement = tuple[Spans, ...] | RankReason
+"""The choice of each rank for a layer shape, or why vLLM's own kernels run the shape on all ranks."""
 
 
-class Outcome(NamedTuple):
-    """What has come of the exchange on this rank."""
+class ExchangeResult(NamedTuple):
+    """The result of the exchange on this rank."""
 
-    reasons: list[RankReason]  # that kept kernels from being timed
-    num_timed_shapes: int  # layer shapes that were timed on all their ranks, those of other pipeline stages included
-    logs_here: bool  # whether this rank logs for all of them
+    reasons: list[RankReason]  # why kernels could not be timed
+    num_timed_shapes: int  # layer shapes that all their ranks have timed, in all pipeline stages
+    is_logging_rank: bool  # whether this rank logs for all ranks
 
 
 def time_kernels(
@@ -118,43 +119,43 @@ def time_kernels(
     layers: Sequence[Layer],
     limit: int | None,
     rank: int,
-    around_calls: Callable[[], AbstractContextManager[None]] = nullcontext,
+    mark_calls: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Time the kernels of this rank's layers, and let each layer run what all ranks of the engine have chosen.
+    """Time the kernels of this rank's layers, and let each layer run the kernels that all ranks have chosen.
 
-    Never raises, and takes part in the exchange whatever happens here.
+    This function never raises. It takes part in the exchange whatever happens on this rank.
 
     Args:
         config: the worker's ``VllmConfig``.
         settings: the engine's options.
         layers: the MLA layers of this rank.
-        limit: the decode limit; None if this rank's kernels could not be checked.
-        rank: of this worker.
-        around_calls: surrounds the calls of kernels, and not the wait for other ranks: whoever ends this process then
-            ends no kernel. It raises nothing before the calls.
+        limit: the decode limit in tokens; None if this rank's kernels could not be checked.
+        rank: the rank of this worker.
+        mark_calls: returns the context in which kernels are called. Entering the context does not raise. The wait for
+            other ranks is outside the context: a kernel is not the cause if the process is ended during that wait.
     """
-    layers = [layer for layer in layers if VLLM in layer.backends.names]  # on a CPU the reference has no rival
+    layers = [layer for layer in layers if VLLM in layer.backends.names]  # on a CPU only the reference runs
     try:
         if not _is_timing_on(config, settings):
             return
-    except Exception as error:  # every rank raises the same here, so none of them waits for this one
-        reasons = [RankReason(rank, None, _in_one_line(error))]
+    except Exception as error:  # every rank raises the same error here, so no rank waits for this one
+        reasons = [RankReason(rank, None, _error_line(error))]
         _give_reasons(layers, {}, reasons)
-        _warn(reasons, num_timed_shapes=0)
+        _log_untimed(reasons, num_timed_shapes=0)
         return
-    with log.warned("what surrounds the timing failed"), around_calls():  # the other ranks wait for an answer
-        this_rank = _time_this_rank(config, layers, limit, rank)
-    outcome = _exchange_and_run(this_rank, rank)
-    _give_reasons(layers, this_rank.groups, outcome.reasons)
-    # Not earlier: the traceback of an exception holds what was allocated until the exception has been handled.
-    if this_rank.num_timed:
+    with log.warned("the marker of the timing failed"), mark_calls():  # warned, because the other ranks wait
+        rank_timing = _time_this_rank(config, layers, limit, rank)
+    result = _exchange_and_apply_choices(rank_timing, rank)
+    _give_reasons(layers, rank_timing.layers_by_shape, result.reasons)
+    # Not earlier: until an exception has been handled, its traceback holds the memory that was allocated.
+    if rank_timing.num_timed_now:
         with log.warned("the memory of the timing could not be given back"):
             card().give_back()
-    if outcome.reasons and outcome.logs_here:
-        _warn(outcome.reasons, outcome.num_timed_shapes)
-    elif this_rank.num_timed and outcome.logs_here:
-        spent = f"{this_rank.seconds:.1f} s, with a budget of {stopwatch.BUDGET_S:g} s"
-        log.say(logging.INFO, f"kernels timed on this card in {spent}: {this_rank.num_timed} layer shape(s)")
+    if result.reasons and result.is_logging_rank:
+        _log_untimed(result.reasons, result.num_timed_shapes)
+    elif rank_timing.num_timed_now and result.is_logging_rank:
+        duration = f"{rank_timing.seconds_spent:.1f} s, with a budget of {stopwatch.BUDGET_S:g} s"
+        log.say(logging.INFO, f"kernels timed on this card in {duration}: {rank_timing.num_timed_now} layer shape(s)")
 
 
 def announce_failed_load(config: Any, settings: Settings) -> None:
@@ -164,205 +165,220 @@ def announce_failed_load(config: Any, settings: Settings) -> None:
 
 
 def _is_timing_on(config: Any, settings: Settings) -> bool:
-    """Return whether to time at all, from facts that every rank of the engine reads alike."""
+    """Return whether kernels are timed. The result is the same on every rank of the engine."""
     return settings.measures and config.device_config.device_type == card().torch_device
 
 
-# What this rank does alone.
+# The steps of this rank, without the other ranks.
 
 
 def _time_this_rank(config: Any, layers: Sequence[Layer], limit: int | None, rank: int) -> RankTiming:
-    """Time the kernels of each layer shape and choose among them. Never raises: an error becomes the rank's answer."""
-    answer: Answer = NotTimed("its kernels could not be checked")
-    groups, timings = dict[str, list[Layer]](), dict[str, ShapeFigures | NotTimed]()
+    """Time the kernels of each layer shape and choose among them. An error does not raise: it becomes ``choices``."""
+    choices: RankChoices = NotTimed("its kernels could not be checked")
+    layers_by_shape, figures_by_shape = dict[str, list[Layer]](), dict[str, ShapeFigures | NotTimed]()
     budget = stopwatch.Budget()
     try:
         if limit is not None:
-            # No batch is larger, whatever limit the user has set.
-            counts = stopwatch.token_counts(min(limit, config.scheduler_config.max_num_batched_tokens))
-            groups = _by_shape(layers)
-            for shape, (first, *_) in groups.items():
-                backends = first.usable()
+            # No batch has more tokens than ``max_num_batched_tokens``, whatever limit the user has set.
+            token_counts = stopwatch.token_counts(min(limit, config.scheduler_config.max_num_batched_tokens))
+            layers_by_shape = _layers_by_shape(layers)
+            for shape, (layer, *_) in layers_by_shape.items():
+                backends = layer.usable()
                 if {VLLM} < set(backends):
-                    timings[shape] = _time_shape(config, first, backends, counts, budget, rank)
-            answer = _choose(groups, timings)
+                    figures_by_shape[shape] = _time_shape(config, layer, backends, token_counts, budget, rank)
+            choices = _choose_kernels(layers_by_shape, figures_by_shape)
     except Exception as error:
-        answer = NotTimed(_in_one_line(error))
-    return RankTiming(answer, groups, timings, stopwatch.BUDGET_S - budget.left)
+        choices = NotTimed(_error_line(error))
+    return RankTiming(choices, layers_by_shape, figures_by_shape, stopwatch.BUDGET_S - budget.left)
 
 
-def _by_shape(layers: Sequence[Layer]) -> dict[str, list[Layer]]:
-    """Return the layers that a kernel may run on some rank, by shape in words; those stopped on this rank come last."""
-    groups = dict[str, list[Layer]]()
+def _layers_by_shape(layers: Sequence[Layer]) -> dict[str, list[Layer]]:
+    """Return the layers that a kernel may run on some rank, by shape in words.
+
+    The layers of a shape that are stopped on this rank come last.
+    """
+    layers_by_shape = dict[str, list[Layer]]()
     for layer in sorted(layers, key=lambda layer: not layer.usable()):
-        with suppress(UnknownWeightError):  # no rank knows the format: all load the same checkpoint
+        with suppress(UnknownWeightError):  # no rank knows the format, because all ranks load the same checkpoint
             if layer.not_admitted() is None:
-                groups.setdefault(layer.shape().in_words(), []).append(layer)
-    return groups
+                layers_by_shape.setdefault(layer.shape().in_words(), []).append(layer)
+    return layers_by_shape
 
 
 def _time_shape(
     config: Any,
     layer: Layer,
     backends: Mapping[str, KernelBackend],
-    counts: Sequence[int],
+    token_counts: Sequence[int],
     budget: stopwatch.Budget,
     rank: int,
 ) -> ShapeFigures | NotTimed:
-    """Return the figures of a layer's shape: those that earlier starts have kept, and new ones for other token counts.
+    """Return the figures of a layer's shape: kept figures, and new figures for the other token counts.
 
     Args:
         config: the worker's ``VllmConfig``.
         layer: any layer of the shape that may run ``backends``.
-        backends: the candidates, by name; vLLM's own is one of them.
-        counts: token counts.
-        budget: of this rank; the time spent here is taken from it.
-        rank: of this worker.
+        backends: the candidates by name, vLLM's own among them.
+        token_counts: token counts.
+        budget: the budget of this rank, from which the time spent here is taken.
+        rank: the rank of this worker.
     """
     shape = layer.shape()
-    kept: kept_figures.KeptFigures | None = None
+    kept_record: kept_figures.KeptFigures | None = None
     try:
-        key = kept_figures.key_of(config, shape, backends, counts, rank)
+        key = kept_figures.key_of(config, shape, backends, token_counts, rank)
         if layer.backends.settings.measure != "again":
             with log.warned("the kept figures could not be read"):
-                kept = kept_figures.read(compat_config.cache_folder(), key)
-        kept_rounds = kept.rounds if kept else Rounds()
+                kept_record = kept_figures.read(compat_config.cache_folder(), key)
+        kept_rounds = kept_record.rounds if kept_record else Rounds()
         new_rounds = Rounds()
-        if missing := [count for count in counts if count not in kept_rounds]:
+        if missing_counts := [count for count in token_counts if count not in kept_rounds]:
             reason = f"the budget of {stopwatch.BUDGET_S:g} s ended"
             pad = partial(compat_layer.pad_query, layer.module) if layer.out_heads else None
             try:
                 with card().fork_rng(), compat_config.as_current(config):
                     stopwatch.time_shape(
-                        backends, shape, layer.weight(), missing, budget, key["graphs"], pad, new_rounds
+                        backends, shape, layer.weight(), missing_counts, budget, key["graphs"], pad, new_rounds
                     )
             except (stopwatch.OverBudgetError, torch.OutOfMemoryError) as error:
                 if not (kept_rounds or new_rounds):
                     raise
                 if isinstance(error, torch.OutOfMemoryError):
-                    reason = _in_one_line(error)
-            if untimed := len(set(missing) - set(new_rounds)):  # the figures of other token counts still hold
-                log.say(logging.INFO, f"{shape.in_words()}: {untimed} token count(s) were not timed: {reason}")
+                    reason = _error_line(error)
+            # The figures of the other token counts are still valid.
+            if num_untimed := len(set(missing_counts) - set(new_rounds)):
+                log.say(logging.INFO, f"{shape.in_words()}: {num_untimed} token count(s) were not timed: {reason}")
     except Exception as error:
-        return NotTimed(_in_one_line(error))
+        return NotTimed(_error_line(error))
     rounds = dict(sorted((kept_rounds | new_rounds).items()))
-    if new_rounds:  # before the exchange: whatever another rank answers, the next start need not time them again
+    if new_rounds:  # kept before the exchange, so that the next start can use them whatever the other ranks answer
         with log.warned("the measured figures could not be kept"):
             kept_figures.write(compat_config.cache_folder(), key, rounds)
-    return ShapeFigures(rounds, kept.evidence.time if kept and not new_rounds else None, bool(missing))
+    kept_since = kept_record.evidence.time if kept_record and not new_rounds else None
+    return ShapeFigures(rounds, kept_since, bool(missing_counts))
 
 
-def _choose(groups: Mapping[str, Sequence[Layer]], timings: Mapping[str, ShapeFigures | NotTimed]) -> dict[str, Choice]:
-    """Return what this rank chooses for each layer shape by its figures, or why it cannot choose.
+def _choose_kernels(
+    layers_by_shape: Mapping[str, Sequence[Layer]], figures_by_shape: Mapping[str, ShapeFigures | NotTimed]
+) -> dict[str, ShapeChoice]:
+    """Choose kernels for each layer shape by the figures of this rank; return the choices, or why there is none.
 
     The ranks agree by shape, so one layer that is stopped decides for all layers of its shape.
     """
-    chosen = dict[str, Choice]()
-    for shape, group in groups.items():
-        first, last, timing = group[0], group[-1], timings.get(shape)
-        if isinstance(timing, NotTimed):  # said even if a layer is stopped
-            chosen[shape] = timing
-        elif (skip := last.decision.skip) is not None:
-            chosen[shape] = NoKernelOfOurs(skip.message)
-        elif timing is None:
-            chosen[shape] = NotTimed(NO_BASELINE)
+    choices = dict[str, ShapeChoice]()
+    for shape, shape_layers in layers_by_shape.items():
+        layer, figures = shape_layers[0], figures_by_shape.get(shape)
+        if isinstance(figures, NotTimed):  # reported even if a layer is stopped
+            choices[shape] = figures
+        elif (skip := shape_layers[-1].decision.skip) is not None:
+            choices[shape] = NoKernelOfOurs(skip.message)
+        elif figures is None:
+            choices[shape] = NotTimed(NO_BASELINE)
         else:
-            decision = decide(first.facts(), first.checks, Figures(timing.rounds), first.backends.settings)
-            chosen[shape] = decision.kernels or _vllm_spans(max(timing.rounds))
-    return chosen
+            decision = decide(layer.facts(), layer.checks, Figures(figures.rounds), layer.backends.settings)
+            choices[shape] = decision.kernels or _vllm_spans(max(figures.rounds))
+    return choices
 
 
-def _vllm_spans(most: int) -> Spans:
-    """Return the choice of vLLM's own kernels up to ``most`` tokens."""
-    return (Span(1, most, VLLM),)
+def _vllm_spans(max_tokens: int) -> Spans:
+    """Return the spans with which vLLM's own kernels run up to ``max_tokens`` tokens."""
+    return (Span(1, max_tokens, VLLM),)
 
 
-# What all ranks do together.
+# The steps that all ranks take together.
 
 
-def _exchange_and_run(this_rank: RankTiming, rank: int) -> Outcome:
-    """Exchange the answers, and let the layers run what the ranks agree on. Never raises, and always takes part.
+def _exchange_and_apply_choices(rank_timing: RankTiming, rank: int) -> ExchangeResult:
+    """Exchange the choices, and let the layers run the kernels that the ranks agree on.
 
-    After an error that concerns one layer shape, its layers run vLLM's own kernels on this rank. Those of other shapes
-    run what the ranks have agreed on.
+    This function never raises, and always takes part in the exchange. After an error that concerns one layer shape, the
+    layers of that shape run vLLM's own kernels on this rank. The layers of other shapes run the agreed kernels.
     """
     try:
-        index, answers = ranks.exchange(this_rank.answer)
-        agreed, reasons = agree(answers)
+        index, choices_by_rank = ranks.exchange(rank_timing.choices)
+        agreements, reasons = merge_choices(choices_by_rank)
     except Exception as error:
-        return Outcome([RankReason(rank, None, _in_one_line(error))], 0, logs_here=True)
-    shapes, logs_here = {shape for shape, found in agreed.items() if not isinstance(found, RankReason)}, index == 0
-    for shape, timing in this_rank.timings.items():
-        if shape in agreed and isinstance(timing, ShapeFigures):
+        return ExchangeResult([RankReason(rank, None, _error_line(error))], 0, is_logging_rank=True)
+    timed_shapes = {shape for shape, agreement in agreements.items() if not isinstance(agreement, RankReason)}
+    is_logging_rank = index == 0
+    for shape, figures in rank_timing.figures_by_shape.items():
+        if shape in agreements and isinstance(figures, ShapeFigures):
             try:
-                _run_as_agreed(shape, this_rank.groups[shape], timing, agreed[shape])
+                _apply_agreement(shape, rank_timing.layers_by_shape[shape], figures, agreements[shape])
             except Exception as error:
-                reasons.insert(0, RankReason(rank, shape, _in_one_line(error)))
-                shapes.discard(shape)
-                logs_here = True  # no other rank knows of it
-    return Outcome(reasons, len(shapes), logs_here)
+                reasons.insert(0, RankReason(rank, shape, _error_line(error)))
+                timed_shapes.discard(shape)
+                is_logging_rank = True  # no other rank knows of the error
+    return ExchangeResult(reasons, len(timed_shapes), is_logging_rank)
 
 
-def agree(answers: Sequence[Answer]) -> tuple[dict[str, Agreement], list[RankReason]]:
-    """Return what the ranks agree on by layer shape, and why shapes are missing. Pure, so every rank gets the same.
+def merge_choices(choices_by_rank: Sequence[RankChoices]) -> tuple[dict[str, ShapeAgreement], list[RankReason]]:
+    """Return the agreement of the ranks by layer shape, and why shapes are missing.
 
-    A shape is missing if one of its ranks could not time it. All are missing if a rank could time nothing, because its
-    shapes are not known. A rank without layers of a shape, as in a pipeline, does not count for that shape.
+    The function is pure, so every rank gets the same result. A shape is missing if one of its ranks could not time it.
+    All shapes are missing if a rank could time nothing, because the shapes of that rank are unknown. A rank without
+    layers of a shape, as in a pipeline, does not count for that shape.
 
     Args:
-        answers: of all ranks, in their order.
+        choices_by_rank: the choices of all ranks, in the order of ranks.
     """
-    agreed, reasons = dict[str, Agreement](), list[RankReason]()
-    for rank, answer in enumerate(answers):
-        if isinstance(answer, NotTimed):
-            reasons.append(RankReason(rank, None, answer.why))
+    agreements, reasons = dict[str, ShapeAgreement](), list[RankReason]()
+    for rank, choices in enumerate(choices_by_rank):
+        if isinstance(choices, NotTimed):
+            reasons.append(RankReason(rank, None, choices.reason))
             continue
-        for shape, choice in answer.items():
-            before = agreed.get(shape, ())
+        for shape, choice in choices.items():
+            agreement = agreements.get(shape, ())
             if isinstance(choice, NotTimed):
-                reasons.append(RankReason(rank, shape, choice.why))
-            elif isinstance(before, RankReason):
-                continue  # the first such rank is named
+                reasons.append(RankReason(rank, shape, choice.reason))
+            elif isinstance(agreement, RankReason):
+                continue  # only the first such rank is named
             elif isinstance(choice, NoKernelOfOurs):
-                agreed[shape] = RankReason(rank, shape, choice.why)
+                agreements[shape] = RankReason(rank, shape, choice.reason)
             else:
-                agreed[shape] = (*before, choice)
-    missing = {reason.shape for reason in reasons}
-    return {shape: found for shape, found in agreed.items() if not missing & {shape, None}}, reasons
+                agreements[shape] = (*agreement, choice)
+    untimed_shapes = {reason.shape for reason in reasons}
+    agreements = {shape: value for shape, value in agreements.items() if not untimed_shapes & {shape, None}}
+    return agreements, reasons
 
 
-def _run_as_agreed(shape: str, group: Sequence[Layer], figures: ShapeFigures, agreed: Agreement) -> None:
-    """Let the layers of a shape run what this rank's figures and the answers of all ranks say."""
-    if isinstance(agreed, RankReason):
-        found = Figures(figures.rounds, why=str(agreed))
+def _apply_agreement(
+    shape: str, layers: Sequence[Layer], shape_figures: ShapeFigures, agreement: ShapeAgreement
+) -> None:
+    """Give the layers of a shape this rank's figures and the choices of all ranks, and note them in the status."""
+    rounds = shape_figures.rounds
+    if isinstance(agreement, RankReason):
+        figures = Figures(rounds, why=str(agreement))
     else:
-        found = Figures(figures.rounds, ranks=agreed)
-    for layer in group:
-        layer.timed(found)
-    names = tuple(layer.name for layer in group)
-    runs = group[0].decision.kernels or _vllm_spans(max(figures.rounds))
-    us, kept_since = stopwatch.medians(figures.rounds), figures.kept_since or ""
-    group[0].engine_status.add_timed(Timed(shape, names, runs, us, kept_since))
+        figures = Figures(rounds, ranks=agreement)
+    for layer in layers:
+        layer.timed(figures)
+    names = tuple(layer.name for layer in layers)
+    spans = layers[0].decision.kernels or _vllm_spans(max(rounds))
+    us, kept_since = stopwatch.medians(rounds), shape_figures.kept_since or ""
+    layers[0].engine_status.add_timed(Timed(shape, names, spans, us, kept_since))
 
 
 def _give_reasons(
-    layers: Sequence[Layer], groups: Mapping[str, Sequence[Layer]], reasons: Sequence[RankReason]
+    layers: Sequence[Layer], layers_by_shape: Mapping[str, Sequence[Layer]], reasons: Sequence[RankReason]
 ) -> None:
-    """Tell the layers of shapes that were not timed, or that could not be given their figures, why they have none."""
-    shape_of = {layer.name: shape for shape, group in groups.items() for layer in group}
+    """Tell each layer without figures why its shape was not timed, or why the layer could not get its figures."""
+    shape_by_name = {layer.name: shape for shape, group in layers_by_shape.items() for layer in group}
     for layer in layers:
-        shapes = (None, shape_of.get(layer.name))
-        why = next((str(reason) for reason in reasons if reason.shape in shapes), "")
-        if why or not layer.is_timed:
-            layer.timed(Figures(why=why or NOT_REQUESTED))
+        shapes = (None, shape_by_name.get(layer.name))
+        message = next((str(reason) for reason in reasons if reason.shape in shapes), "")
+        if message or not layer.is_timed:
+            layer.timed(Figures(why=message or NOT_REQUESTED))
 
 
-def _warn(reasons: Sequence[RankReason], num_timed_shapes: int) -> None:
-    """Log why kernels could not be timed, the first reason in full, and how many layer shapes were timed."""
-    more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
-    timed = f"; {num_timed_shapes} other layer shape(s) were timed" if num_timed_shapes else ""
-    log.say_once(logging.WARNING, f"the kernels could not be timed: {reasons[0]}{more}; {VLLMS_RUN}{timed}")
+def _log_untimed(reasons: Sequence[RankReason], num_timed_shapes: int) -> None:
+    """Log the first reason why kernels could not be timed, and the number of layer shapes that were timed."""
+    others_text = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+    timed_text = f"; {num_timed_shapes} other layer shape(s) were timed" if num_timed_shapes else ""
+    message = f"the kernels could not be timed: {reasons[0]}{others_text}; {VLLM_KERNELS_RUN}{timed_text}"
+    log.say_once(logging.WARNING, message)
 
 
-def _in_one_line(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
+    """Return the type and the message of an error as one line of at most 300 characters."""
     return f"{type(error).__name__}: {error}".replace("\n", " ")[:300]

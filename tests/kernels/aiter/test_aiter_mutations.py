@@ -58,7 +58,7 @@ def test_mutation_is_caught_by_the_self_check(name):
     plant(bound)
     result = compare_with_reference(bound, LayerShape(4, 512, FP8["gfx942"], FP8["gfx942"], 16, False), maxsize)
     assert {part for part, found in result.differences.items() if found.steps} == wrong
-    assert result.ok == (not wrong)
+    assert result.has_passed == (not wrong)
 
 
 def test_mutation_an_unabsorbed_query_of_another_width_kills():

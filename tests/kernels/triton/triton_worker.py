@@ -238,7 +238,8 @@ def checked_stand_in(heads, cache, planted=False):
     backend, dtype = OtherScale() if planted else stand_in.StandInBackend(), getattr(torch, cache)
     shapes = [LayerShape(heads, 128, dtype, dtype, 64, is_neox, device="cpu") for is_neox in (False, True)]
     results = [compare_with_reference(backend, shape, sys.maxsize) for shape in shapes]
-    return {"ok": [result.ok for result in results], "wrong": results[0].wrong, "said": results[0].message}
+    first = results[0]
+    return {"ok": [result.has_passed for result in results], "wrong": first.failed_parts, "said": first.message}
 
 
 @contextmanager

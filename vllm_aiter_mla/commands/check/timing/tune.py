@@ -98,8 +98,8 @@ def timed(shape: LayerShape, key: str, counts: Sequence[int], wrong: list[str]) 
         backend = TritonBackend({key: (Span(1, sys.maxsize, label),)})
         if (why := backend.refuse(call)) is not None:
             raise ValueError(why)
-        checked = checks.self_check(label, backend, shape, (), max(counts))
-        if checked.ok:
+        checked = checks.check_kernel(label, backend, shape, (), max(counts))
+        if checked.has_passed:
             able[label] = backend
         else:
             wrong.append(f"{label} at {key}: {checked.message}")
