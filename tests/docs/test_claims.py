@@ -207,7 +207,7 @@ def test_the_pages_say_how_many_variants_are_compiled_and_executed():
 
 def test_defaults_of_vllms_variables_are_the_installed_ones():
     """0.32 runs the tests; the column says for 0.33 what differs there."""
-    held, on = 0, offline.switches()
+    held, on = 0, offline.switch_states()
     for name, default, _ in table("configuration.md", "## vLLM's environment variables"):
         value = re.match(r"\*{0,2}([01])\b", default)
         if value:

@@ -14,13 +14,13 @@ from unittest import mock
 import pytest
 
 from tests.support.planted import raising
-from vllm_aiter_mla.commands.machine import Check, checks, name_of, run_checks
+from vllm_aiter_mla.commands.machine import CheckResult, check_name, checks, run_checks
 from vllm_aiter_mla.kernels.aiter import op as locate
 
-CHECKS = {name_of(check): check for check in checks.CHECKS}
+CHECKS = {check_name(check): check for check in checks.CHECKS}
 
 
-def found(name: str, **env: str) -> Check:
+def found(name: str, **env: str) -> CheckResult:
     return run_checks([CHECKS[name]], env)[0]
 
 
@@ -82,7 +82,7 @@ def let_import(monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
     """Let the checks find what ``built_for`` returns, or an error of its import."""
     is_error = isinstance(found, Exception)
     monkeypatch.setattr(checks, "import_module", raising(found) if is_error else lambda name: found)
-    monkeypatch.setattr(checks, "card", lambda: None if is_error else found.card())
+    monkeypatch.setattr(checks, "installed_device", lambda: None if is_error else found.card())
 
 
 AITER_ON = {"VLLM_ROCM_USE_AITER": "1"}
@@ -128,7 +128,9 @@ def test_plugins_with_blanks_are_read_as_vllm_reads_them(allowed: str) -> None:
 
 @pytest.mark.mutation
 def test_mutation_plugins_with_blanks_that_are_stripped_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.offline, "plugins", lambda allowed: [name.strip() for name in allowed.split(",")])
+    monkeypatch.setattr(
+        checks.offline, "allowed_plugins", lambda allowed: [name.strip() for name in allowed.split(",")]
+    )
     assert status("plugin", VLLM_PLUGINS="other, aiter_mla") == "ok"
     with pytest.raises(AssertionError, match="'ok' == 'problem'"):
         test_plugins_with_blanks_are_read_as_vllm_reads_them("other, aiter_mla")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands ask vLLM without an engine: its options, its switches in the environment, its classes."""
+"""vLLM's options, environment variables and config classes, for commands without an engine."""
 
 import argparse
 import json
@@ -12,14 +12,14 @@ from typing import Any, NoReturn
 
 from vllm_aiter_mla.compat import release
 
-# Where `vllm serve` has its parser: since 0.33, in 0.32, before.
+# Modules with the parser of `vllm serve`: from 0.33 on, in 0.32, and before.
 SERVE_PARSERS = (
     "vllm.entrypoints.common.cli_args",
     "vllm.entrypoints.launchers.cli_args",
     "vllm.entrypoints.openai.cli_args",
 )
 
-# Options that vLLM answers by the model's tokenizer. Ours load none, because a config may come alone.
+# Options for which vLLM loads the model's tokenizer. The commands load none, because a config may come without it.
 TOKENIZER_OPTIONS = ("tokenizer", "reasoning_parser", "reasoning_parser_plugin", "reasoning_config")
 
 USE_AITER, USE_AITER_MLA = "VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_MLA"
@@ -27,16 +27,16 @@ FP8_BMM, FP4_BMM = "VLLM_ROCM_USE_AITER_FP8BMM", "VLLM_ROCM_USE_AITER_FP4BMM"
 BREAKABLE_GRAPHS, BATCH_INVARIANT = "VLLM_USE_BREAKABLE_CUDAGRAPH", "VLLM_BATCH_INVARIANT"
 NO_MLA, CUSTOM_AR = "VLLM_MLA_DISABLE", "VLLM_ROCM_USE_AITER_CUSTOM_AR"
 VARIABLES = (USE_AITER, USE_AITER_MLA, FP8_BMM, FP4_BMM, BREAKABLE_GRAPHS, BATCH_INVARIANT, NO_MLA, CUSTOM_AR)
-"""What decides whether layers engage, in which format vLLM holds their weights, and which all-reduce runs."""
+"""Variables that decide whether layers engage, which format their weights have, and which all-reduce runs."""
 
 
-def plugins(allowed: str) -> list[str]:
-    """Return the names that ``VLLM_PLUGINS`` allows, as vLLM reads them: a blank is a part of a name."""
-    return allowed.split(",")
+def allowed_plugins(variable: str) -> list[str]:
+    """Return the plugins that ``VLLM_PLUGINS`` allows, as vLLM reads it. A blank is a part of a name."""
+    return variable.split(",")
 
 
 def load_plugins() -> None:
-    """Load vLLM's general plugins, this one among them; where vLLM is not installed there are none."""
+    """Load vLLM's general plugins, including this one. Without vLLM do nothing."""
     if not release.is_installed():
         return
     from vllm.plugins import load_general_plugins
@@ -45,13 +45,13 @@ def load_plugins() -> None:
 
 
 def serve_parser() -> Any:
-    """Return the parser of ``vllm serve``, or that of the engine's options where there is no such parser."""
+    """Return the parser of ``vllm serve``, or, if vLLM has none, that of the engine's options."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = FlexibleArgumentParser()
     for name in (None, "store"):
-        parser.register("action", name, _Store)
+        parser.register("action", name, _StoreWithSpelling)
     for name in SERVE_PARSERS:
         try:
             module = import_module(name)
@@ -62,188 +62,191 @@ def serve_parser() -> Any:
     return AsyncEngineArgs.add_cli_args(parser)
 
 
-class _Store(argparse.Action):
-    """What argparse does by default; ``spelled`` remembers by which of its names the option was given."""
+class _StoreWithSpelling(argparse.Action):
+    """The default action of argparse, which also keeps the name by which an option was given, in ``spellings``."""
 
-    spelled: tuple[str | None, ...] = ()
+    spellings: tuple[str | None, ...] = ()
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, values)
-        self.spelled += (option_string,)
+        self.spellings += (option_string,)
 
 
-def serve_options(arguments: Sequence[str]) -> Any:
-    """Return the options of ``vllm serve``: a namespace with vLLM's own config objects.
+def parse_serve_options(arguments: Sequence[str]) -> Any:
+    """Parse the options of ``vllm serve``, and return a namespace with vLLM's own config objects.
 
-    The plugin must be registered before, or its own options are unknown.
+    Register the plugin first, so that vLLM knows its options.
 
     Raises:
         ImportError: vLLM is not importable.
-        ValueError: an option is wrong, in vLLM's words; or one config is given in two ways, or is no JSON object.
+        ValueError: vLLM rejects an option; or a config is given in two ways, or is not a JSON object.
     """
     parser = serve_parser()
-    parser.error = _refuse
+    parser.error = _raise_value_error
     try:
         parsed = parser.parse_args(list(arguments))
     except LookupError as error:  # "-cc.mode" without a value
-        _refuse(f"vLLM's parser of options: {type(error).__name__}: {error}")
+        _raise_value_error(f"vLLM's parser of options: {type(error).__name__}: {error}")
     except SystemExit:  # its help was printed
-        _refuse("the options of `vllm serve` are explained by `vllm serve --help=all`")
+        _raise_value_error("the options of `vllm serve` are explained by `vllm serve --help=all`")
     for action in parser._actions:
-        _check_config(action, getattr(parsed, action.dest, None), arguments)
+        _check_config_option(action, getattr(parsed, action.dest, None), arguments)
     return parsed
 
 
-def _check_config(action: argparse.Action, value: Any, arguments: Sequence[str]) -> None:
-    """Raise ValueError if ``value`` is no object where a config is one, or if it was given in several ways.
+def _check_config_option(action: argparse.Action, value: Any, arguments: Sequence[str]) -> None:
+    """Raise ValueError if the value of a config is not an object, or if a config was given in several ways.
 
-    vLLM uses the last way only. Its parser makes JSON of a table in the file of --config, and one of all NAME=VALUE by
-    the same spelling.
+    vLLM would use only the last of them. Its parser turns a table in the file of --config into JSON, and also all
+    NAME=VALUE under one spelling.
     """
-    spelled = getattr(action, "spelled", ())
-    if spelled and not isinstance(value, (dict, type(None))) and _reads_any_json(action):
-        _refuse(f"{action.option_strings[0]} {json.dumps(value)}: a JSON object expected")
-    if len(spelled) < 2 or not (isinstance(value, dict) or is_dataclass(value)):
+    spellings = getattr(action, "spellings", ())
+    if spellings and not isinstance(value, (dict, type(None))) and _reads_any_json(action):
+        _raise_value_error(f"{action.option_strings[0]} {json.dumps(value)}: a JSON object expected")
+    if len(spellings) < 2 or not (isinstance(value, dict) or is_dataclass(value)):
         return
-    dotted = {word.partition(".")[0].replace("_", "-") for word in arguments if "." in word.partition("=")[0]}
-    # vLLM's parser appends what it makes of NAME=VALUE, so that is the last one of its spelling.
-    ways = [f"{name}{'.NAME=VALUE' * (name in dotted and name not in spelled[number:])}"
-            for number, name in enumerate(spelled, 1)]  # fmt: skip
+    dotted_options = {word.partition(".")[0].replace("_", "-") for word in arguments if "." in word.partition("=")[0]}
+    # vLLM's parser appends the JSON from NAME=VALUE, so that is the last of its spelling.
+    forms = [f"{name}{'.NAME=VALUE' * (name in dotted_options and name not in spellings[number:])}"
+            for number, name in enumerate(spellings, 1)]  # fmt: skip
     file = " (the file of --config counts too)" * ("--config" in arguments)
-    _refuse(f"{action.option_strings[0]}: given as {' and as '.join(ways)}{file}; vLLM would use the last one only")
+    _raise_value_error(
+        f"{action.option_strings[0]}: given as {' and as '.join(forms)}{file}; vLLM would use only the last"
+    )
 
 
 def _reads_any_json(action: Any) -> bool:
-    """Return whether vLLM reads an option by ``json.loads`` alone, and means no list, which the default would be."""
+    """Return whether vLLM parses an option only by ``json.loads``, and its default is not a list."""
     try:
         return action.type("[{}]") == [{}] and not isinstance(action.default, list)
     except Exception:
         return False
 
 
-def reset(parsed: Any, is_reset: Callable[[str], bool]) -> list[str]:
-    """Set options back to vLLM's default; return those that had another value, as typed.
+def reset_options(parsed: Any, should_reset: Callable[[str], bool]) -> list[str]:
+    """Set options to vLLM's defaults. Return the names, as typed, of those that had another value.
 
-    ``is_reset`` says of an option's name, as in "max_num_seqs", whether it is set back.
+    ``should_reset`` returns whether to reset an option, by its name in the namespace, such as "max_num_seqs".
     """
     defaults = vars(serve_parser().parse_args([]))
-    changed = [name for name, value in vars(parsed).items() if is_reset(name) and value != defaults.get(name)]
+    changed = [name for name, value in vars(parsed).items() if should_reset(name) and value != defaults.get(name)]
     for name in changed:
         setattr(parsed, name, defaults.get(name))
     return ["--" + name.replace("_", "-") for name in changed]
 
 
-def _refuse(message: str) -> NoReturn:
-    """Raise where argparse would print and exit; pydantic's findings take several lines."""
+def _raise_value_error(message: str) -> NoReturn:
+    """Raise ValueError with a message of one line. argparse would print and exit, and pydantic has several lines."""
     raise ValueError(" ".join(message.split()))
 
 
 def engine_args(parsed: Any, folder: Path) -> tuple[Any, list[str]]:
-    """Return vLLM's ``AsyncEngineArgs`` of parsed options, and notes on how the config in ``folder`` is read.
+    """Return vLLM's ``AsyncEngineArgs`` from parsed options, and notes on how the config in ``folder`` is read.
 
-    There is a note if vLLM would not read the config of a checkpoint so: if it comes as ``params.json``, or if its
-    class is Python code of the checkpoint that is not here. Such a config is read by its fields.
+    There is a note if a server with the whole checkpoint would read the config in another way. This happens with
+    ``params.json``, and if the config's class is a Python file of the checkpoint that is not here. Without its class a
+    config is read field by field.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    args, fields = AsyncEngineArgs.from_cli_args(parsed), config_of(folder)
+    args, fields = AsyncEngineArgs.from_cli_args(parsed), config_fields(folder)
     if not fields:
         if args.config_format != "auto":
             return args, []
-        args.config_format = "mistral"  # vLLM takes it by the names of the checkpoint's files
+        args.config_format = "mistral"  # vLLM detects it by the names of the checkpoint's files
         return args, ["params.json is read as by --config-format mistral"]
     python_file = str((fields.get("auto_map") or {}).get("AutoConfig", "")).partition(".")[0]
     if args.trust_remote_code and python_file and (folder / f"{python_file}.py").is_file():
         return args, []
     args.trust_remote_code = False
-    kind = fields.get("model_type")
-    if _has_config_class(kind) or args.config_format != "auto":
+    model_type = fields.get("model_type")
+    if _has_config_class(model_type) or args.config_format != "auto":
         return args, []
-    args.config_format = _register_parser_of_fields(kind, fields)
+    args.config_format = _register_fields_parser(model_type, fields)
     note = (
-        f"neither vLLM nor transformers has a config class for {kind!r}: its fields were read as they stand; the "
-        "checkpoint's own Python files, in the same folder, say more"
+        f"neither vLLM nor transformers has a config class for {model_type!r}: its fields were read as they stand; for "
+        "more, put the checkpoint's Python files into the same folder"
     )
     return args, [note]
 
 
-def _has_config_class(kind: Any) -> bool:
-    """Return whether vLLM or transformers has a class for the configs of this ``model_type``."""
+def _has_config_class(model_type: Any) -> bool:
+    """Return whether vLLM or transformers has a config class for this ``model_type``."""
     from transformers import CONFIG_MAPPING
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
-    return kind in _CONFIG_REGISTRY or kind in CONFIG_MAPPING
+    return model_type in _CONFIG_REGISTRY or model_type in CONFIG_MAPPING
 
 
-def _register_parser_of_fields(kind: Any, fields: dict[str, Any]) -> str:
-    """Let vLLM read a config by its ``fields``; return the ``config_format`` for that."""
+def _register_fields_parser(model_type: Any, fields: dict[str, Any]) -> str:
+    """Register a parser with vLLM that reads a config from its ``fields``. Return its ``config_format``."""
     from transformers import PreTrainedConfig
     from vllm.transformers_utils import config as configs
     from vllm.transformers_utils.config_parser_base import ConfigParserBase
 
-    # transformers asks for numbers of the config, such as its positions, before it has set them.
+    # transformers reads numbers of the config, such as its positions, before it has set them.
     numbers = {
         name: value for name, value in fields.items()
         if isinstance(value, (int, float)) and not hasattr(PreTrainedConfig, name)
     }  # fmt: skip
-    config_class: Any = type(PreTrainedConfig.__name__, (PreTrainedConfig,), numbers | {WITHOUT_CLASS: True})
+    config_class: Any = type(PreTrainedConfig.__name__, (PreTrainedConfig,), numbers | {WITHOUT_CLASS_ATTRIBUTE: True})
 
-    class ReadsFields(ConfigParserBase):
+    class FieldsParser(ConfigParserBase):
         def parse(self, model: Any, *_: Any, **__: Any) -> tuple[dict[str, Any], Any]:
             try:
                 return dict(fields), config_class.from_dict(dict(fields))
             except Exception as error:
-                raise ConfigClassError(kind, error) from error
+                raise ConfigClassError(model_type, error) from error
 
-    configs.register_config_parser("aiter_mla_as_it_stands")(ReadsFields)
+    configs.register_config_parser("aiter_mla_as_it_stands")(FieldsParser)
     return "aiter_mla_as_it_stands"
 
 
-WITHOUT_CLASS = "aiter_mla_without_class"
-"""An attribute of configs that were read by their fields, because their class is not here."""
+WITHOUT_CLASS_ATTRIBUTE = "aiter_mla_without_class"
+"""An attribute of configs that were read without their class."""
 
 
 class ConfigClassError(RuntimeError):
-    """The config of a checkpoint whose Python files are not here cannot be read by its fields: vLLM is not at fault."""
+    """A config cannot be read without its class, which is a Python file of the checkpoint. vLLM is not at fault."""
 
-    def __init__(self, kind: Any, error: BaseException) -> None:
+    def __init__(self, model_type: Any, error: BaseException) -> None:
         problem = f"{type(error).__name__}: {error}"
-        super().__init__(f"the config class of {kind!r} is not here, and its fields are not enough: {problem}")
+        super().__init__(f"the config class of {model_type!r} is not here, and its fields are not enough: {problem}")
 
 
 def missing_field_error(error: BaseException) -> ConfigClassError | None:
-    """Return the error to show if vLLM wants a field that a config without its class lacks; None for other errors."""
+    """Return the error to show if vLLM read a missing field of a config without its class. Otherwise return None."""
     config = getattr(error, "obj", None)
-    if isinstance(error, AttributeError) and hasattr(type(config), WITHOUT_CLASS):
+    if isinstance(error, AttributeError) and hasattr(type(config), WITHOUT_CLASS_ATTRIBUTE):
         return ConfigClassError(getattr(config, "model_type", ""), error)
     return None
 
 
-def config_of(folder: Path) -> dict[str, Any]:
-    """Return the fields of ``config.json``; none of a folder that has Mistral's ``params.json`` only."""
+def config_fields(folder: Path) -> dict[str, Any]:
+    """Return the fields of ``config.json``. A folder that has only Mistral's ``params.json`` gives an empty dict."""
     path = folder / "config.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def has_variable(name: str) -> bool:
-    """Return whether this vLLM reads a variable of that name."""
+    """Return whether this vLLM has an environment variable of that name."""
     from vllm import envs
 
     return name in envs.environment_variables
 
 
-def variables() -> list[str]:
-    """Return the names of the variables that this vLLM reads."""
+def variable_names() -> list[str]:
+    """Return the names of all environment variables of this vLLM."""
     from vllm import envs
 
     return list(envs.environment_variables)
 
 
-def switches() -> dict[str, bool]:
-    """Return ``VARIABLES`` as vLLM reads them in this process; one that this release does not have is off.
+def switch_states() -> dict[str, bool]:
+    """Return ``VARIABLES`` as vLLM reads them in this process. A variable that this release does not have is off.
 
     Raises:
-        ValueError: vLLM cannot read a value, and would not start; names both.
+        ValueError: vLLM cannot read a value, and would not start. The message names variable and value.
     """
     from vllm import envs
 
