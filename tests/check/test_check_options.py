@@ -10,7 +10,7 @@ import pytest
 
 from vllm_aiter_mla import plugin
 from vllm_aiter_mla.commands.check.engine.child import SCENARIOS
-from vllm_aiter_mla.commands.compat import engine, offline, rocm_config
+from vllm_aiter_mla.commands.compat import engine, rocm_config, vllm_options
 from vllm_aiter_mla.commands.plan import model
 
 plugin.register()
@@ -40,7 +40,7 @@ CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
     ids=lambda typed: typed[0],
 )
 def test_field_f3_an_option_of_a_deployment_is_left_out_of_the_engine_and_named(typed: list[str]) -> None:
-    parsed, plain = (offline.parse_serve_options(["M", *options]) for options in (typed, []))
+    parsed, plain = (vllm_options.parse_serve_options(["M", *options]) for options in (typed, []))
     assert engine.reset_unsupported_options(parsed) == typed[:1]
     assert vars(parsed) == vars(plain)
 
@@ -48,7 +48,7 @@ def test_field_f3_an_option_of_a_deployment_is_left_out_of_the_engine_and_named(
 def test_an_option_of_the_engine_is_honoured() -> None:
     typed = ["-tp", "8", "-ep", "--kv-cache-dtype", "fp8", "-O3", "--enable-lora", "--async-scheduling", "--block-size",
              "16", "--served-model-name", "v", "-cc.mode=3", "-pp", "2", "--max-num-seqs", "4"]  # fmt: skip
-    parsed, same = (offline.parse_serve_options(["M", *typed]) for _ in range(2))
+    parsed, same = (vllm_options.parse_serve_options(["M", *typed]) for _ in range(2))
     assert engine.reset_unsupported_options(parsed) == []
     assert vars(parsed) == vars(same)
 
@@ -62,7 +62,7 @@ def test_the_engine_has_the_defaults_of_the_server_that_was_planned(monkeypatch:
     monkeypatch.setattr("vllm.v1.engine.llm_engine.LLMEngine.__init__", lambda *_, **__: None)
     monkeypatch.setattr("vllm.v1.executor.Executor.get_class", lambda config: None)
     with model.find_config("deepseek-r1").folder() as folder:
-        parsed = offline.parse_serve_options([str(folder)])
+        parsed = vllm_options.parse_serve_options([str(folder)])
         parsed.model = str(folder)
         rocm_config.create_engine_config(AsyncEngineArgs.from_cli_args(parsed))
         engine.start_engine(parsed, None)

@@ -20,7 +20,7 @@ from vllm_aiter_mla.commands import outputs, serve_options
 from vllm_aiter_mla.commands.check.record import Step
 from vllm_aiter_mla.commands.check.run import exit_status
 from vllm_aiter_mla.commands.check.steps import STEPS
-from vllm_aiter_mla.commands.compat import offline
+from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.commands.main import COMMANDS, app
 from vllm_aiter_mla.commands.plan import issues, model, planner, printout
 from vllm_aiter_mla.commands.plan.record import NotKnownError
@@ -133,12 +133,12 @@ def test_field_decode_without_full_graphs_is_a_known_issue(typed: Any, options: 
 
 @slow
 def test_field_f6_vllm_plans_with_its_remedy() -> None:
-    plan = plans.planned(*R1, arch="gfx942", env=(f"{offline.CUSTOM_AR}=0",))
-    assert (plan["outcome"], plan["environment"][offline.CUSTOM_AR]) == ("engaged", ["0", "--env"])
+    plan = plans.planned(*R1, arch="gfx942", env=(f"{vllm_options.CUSTOM_AR}=0",))
+    assert (plan["outcome"], plan["environment"][vllm_options.CUSTOM_AR]) == ("engaged", ["0", "--env"])
 
 
 def test_field_f6_its_remedy_ends_the_warning() -> None:
-    variable = f"{offline.CUSTOM_AR}=0"
+    variable = f"{vllm_options.CUSTOM_AR}=0"
     for env in ((), (variable,)):
         found = [one.id for one in issues.with_known_issues(plans.made_up(*env)).known_issues]
         assert ("aiter#4888" in found) is (env == ())
@@ -154,7 +154,7 @@ def test_field_a_variable_that_no_plan_knows_is_passed_on_with_a_note() -> None:
 
 
 def test_field_o10_every_option_of_vllm_is_a_name_that_a_command_takes_at_once() -> None:
-    groups = [set(action.option_strings) - {"-h"} for action in offline.serve_parser()._actions]
+    groups = [set(action.option_strings) - {"-h"} for action in vllm_options.serve_parser()._actions]
     assert [group for group in groups if group and not group & serve_options.vllm_option_names()] == []
     for name in {name for group in groups for name in group}:
         serve_options.check_names([name, name.replace("-", "_").replace("__", "--", 1), f"{name}=1"])
@@ -273,7 +273,7 @@ def test_field_recipes_engage(
         (tmp_path / "config.json").write_text(json.dumps(NOT_BUNDLED[name]))
         name = str(tmp_path)
     # Variables that no plan depends on are only passed on, and each set of them would take a process.
-    read = [one for one in variables if one.partition("=")[0] in offline.VARIABLES and not one.endswith("AITER=1")]
+    read = [one for one in variables if one.partition("=")[0] in vllm_options.VARIABLES and not one.endswith("AITER=1")]
     plan, _ = plans.plan_of(arch, (*DEFAULTS[default], *read), model.find_config(name), options)
     assert (plan.outcome, plan.reasons, plan.arch) == ("engaged", (), arch)
     assert "aiter#4181" not in {issue.id for issue in issues.with_known_issues(plan).known_issues}
@@ -289,7 +289,7 @@ def test_field_recipes_engage_or_the_remedy_is_the_variable_to_set(default: str)
         assert (plan.outcome, "aiter#4181" in by_id) == ("engaged", False)
         return
     assert [reason.code for reason in plan.reasons] == ["mxfp4_width"]
-    variable = f"{offline.FP4_BMM}=0"
+    variable = f"{vllm_options.FP4_BMM}=0"
     assert (variable in REMEDIES["mxfp4_width"], by_id["aiter#4181"].remedy) == (True, variable)
 
 
@@ -484,7 +484,7 @@ def test_field_a_public_command_for_an_earlier_vllm_is_answered_with_what_to_cha
 
 def test_field_a_variable_of_an_earlier_vllm_is_answered_with_what_replaces_it() -> None:
     for name, meant in serve_options.OLD_VARIABLES.items():
-        assert not offline.has_variable(name), "this release has it"
+        assert not vllm_options.has_variable(name), "this release has it"
         (warning,) = plans.made_up(f"{name}=1").warnings
         assert warning.endswith(meant)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import plans
-from vllm_aiter_mla.commands.compat.offline import CUSTOM_AR
+from vllm_aiter_mla.commands.compat.vllm_options import CUSTOM_AR
 from vllm_aiter_mla.commands.plan import issues
 from vllm_aiter_mla.commands.plan.record import Plan
 

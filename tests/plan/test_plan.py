@@ -17,7 +17,7 @@ from tests.support.plans import codes, planned
 from tests.support.progress import without_progress
 from vllm_aiter_mla import admission, files
 from vllm_aiter_mla.commands import outputs
-from vllm_aiter_mla.commands.compat import offline
+from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import model, planner, printout
 from vllm_aiter_mla.commands.plan.record import Plan
@@ -461,7 +461,7 @@ def test_a_wrong_option_is_one_line(arguments, named):
 
 def test_a_parser_that_prints_its_help_and_ends_has_planned_nothing():
     with pytest.raises(ValueError, match="vllm serve --help=all"):
-        offline.parse_serve_options(["deepseek-r1", "-h"])
+        vllm_options.parse_serve_options(["deepseek-r1", "-h"])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.support import plans
 from tests.support.pages import ROOT
 from vllm_aiter_mla import admission
-from vllm_aiter_mla.commands.compat import offline
+from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.commands.plan import build, kernels, model, vllm_facts
 from vllm_aiter_mla.commands.plan.record import NotKnownError
 from vllm_aiter_mla.kernels import formulas
@@ -62,19 +62,19 @@ def test_a_mode_that_eager_execution_sets_is_no_reason_of_its_own(ops, eager):
 @pytest.mark.parametrize("default", [True, False])
 def test_a_switch_is_read_by_the_installed_vllms_own_reader(default: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8BMM is on in 0.30 to 0.32 and off in 0.33."""
-    name = offline.FP8_BMM
+    name = vllm_options.FP8_BMM
     read = lambda: bool(int(os.environ.get(name, str(int(default)))))  # noqa: E731
     variables = vllm.envs.environment_variables | {name: read}
     monkeypatch.setattr(vllm.envs, "environment_variables", variables)
     monkeypatch.delenv(name, raising=False)
-    assert offline.switch_states()[name] is default
+    assert vllm_options.switch_states()[name] is default
     monkeypatch.setenv(name, str(int(not default)))
-    assert offline.switch_states()[name] is not default
+    assert vllm_options.switch_states()[name] is not default
     monkeypatch.setenv(name, "maybe")
     with pytest.raises(ValueError, match=f"{name}=maybe"):
-        offline.switch_states()
+        vllm_options.switch_states()
     del variables[name]
-    assert offline.switch_states()[name] is False
+    assert vllm_options.switch_states()[name] is False
 
 
 VIEW = admission.LayerView(num_heads=2, model_dtype="bfloat16")

@@ -19,7 +19,7 @@ from unittest import mock
 
 from vllm_aiter_mla import gate
 from vllm_aiter_mla.admission import Skip
-from vllm_aiter_mla.commands.compat import offline, rocm_config
+from vllm_aiter_mla.commands.compat import rocm_config, vllm_options
 from vllm_aiter_mla.commands.plan import build, child, vllm_facts
 from vllm_aiter_mla.commands.plan.record import Plan
 
@@ -102,7 +102,7 @@ def with_variables(vllm: vllm_facts.LoadedVllm, variables: dict[str, str]) -> vl
 
     os.environ.update(variables)
     rocm_aiter_ops.refresh_env_variables()
-    return replace(vllm, switches=offline.switch_states())
+    return replace(vllm, switches=vllm_options.switch_states())
 
 
 def answered(request: dict[str, Any], vllm: vllm_facts.LoadedVllm) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import ConfigView, LayerView
-from vllm_aiter_mla.commands.compat import offline, rocm_config
+from vllm_aiter_mla.commands.compat import rocm_config, vllm_options
 from vllm_aiter_mla.commands.plan import build, model, planner
 from vllm_aiter_mla.commands.plan.record import Model, Options, Plan
 from vllm_aiter_mla.commands.plan.vllm_facts import EngineFacts, LoadedVllm, UserOptions, VllmFacts
@@ -90,7 +90,7 @@ def parsed(plan: dict[str, Any]) -> Plan:
     return files.record_from(Plan, Path("plan"), plan)
 
 
-VLLM = LoadedVllm("gfx942", True, "0.32.0", dict.fromkeys(offline.VARIABLES, True))
+VLLM = LoadedVllm("gfx942", True, "0.32.0", dict.fromkeys(vllm_options.VARIABLES, True))
 """What ``vllm_facts.load_vllm`` may return."""
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_aiter_mla.commands.compat import offline
+from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.kernels.device import card
 
 RANDOM_LOAD_FORMAT = "aiter_mla_random"
@@ -84,8 +84,8 @@ def reset_unsupported_options(parsed: Any) -> list[str]:
     from vllm.engine.arg_utils import EngineArgs
 
     engine_options = {field.name for field in fields(EngineArgs)} | {"model_tag"}
-    unsupported = DEPLOYMENT_OPTIONS | set(offline.TOKENIZER_OPTIONS)
-    return offline.reset_options(
+    unsupported = DEPLOYMENT_OPTIONS | set(vllm_options.TOKENIZER_OPTIONS)
+    return vllm_options.reset_options(
         parsed, lambda name: name.startswith("data_parallel_") or name in unsupported or name not in engine_options
     )
 

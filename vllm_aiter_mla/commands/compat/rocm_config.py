@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from vllm_aiter_mla.admission import LayerView, Skip
-from vllm_aiter_mla.commands.compat import offline
+from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.compat import release
 from vllm_aiter_mla.compat.layer import layer_view, padded_heads
 
@@ -60,7 +60,7 @@ def preload_vllm() -> None:
     """Import vLLM's parser, the models and quantisation methods of most plans, and ray if it is installed."""
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 
-    offline.parse_serve_options([])
+    vllm_options.parse_serve_options([])
     for name in ("vllm.model_executor.models.deepseek_v2", "vllm_aiter_mla.passes.pipeline", AITER_MLA,
                  release.FUSED_MODULE, "ray"):  # fmt: skip
         with suppress(ImportError):
@@ -134,18 +134,19 @@ def _build_drafts(config: Any) -> list[Any]:
     from vllm.model_executor.model_loader.utils import initialize_model
 
     spec = config.speculative_config
-    draft = spec.draft_model_config if spec is not None else None
-    if draft is None or draft is config.model_config:
+    model_config = spec.draft_model_config if spec is not None else None
+    if model_config is None or model_config is config.model_config:
         return []
     if spec.method != "draft_model":
-        return [initialize_model(config, model_config=draft)]
+        return [initialize_model(config, model_config=model_config)]
     draft_config = copy(config)  # a separate model, as vLLM's proposer builds it
-    draft_config.model_config = draft
-    draft_config.quant_config = type(config).get_quantization_config(draft, config.load_config)
+    draft_config.model_config = model_config
+    draft_config.quant_config = type(config).get_quantization_config(model_config, config.load_config)
     return [initialize_model(draft_config, prefix="draft_model")]
 
 
 def _layer_kind(layer: Any, parent: Any, is_draft: bool) -> LayerKind:
+    """Return the facts about a layer. ``parent`` is the module around it."""
     from vllm_aiter_mla.serving import module
 
     view = layer_view(layer)
@@ -212,11 +213,11 @@ def _cuda_as_meta() -> Any:
     """Return a torch function mode that replaces ``device="cuda"`` by ``meta``."""
     from torch.overrides import TorchFunctionMode
 
-    class OnMeta(TorchFunctionMode):
+    class CudaAsMeta(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            if str(kwargs.get("device")).startswith("cuda"):
-                kwargs = kwargs | {"device": "meta"}
-            return function(*args, **kwargs)
+            keywords = kwargs or {}
+            if str(keywords.get("device")).startswith("cuda"):
+                keywords = keywords | {"device": "meta"}
+            return function(*args, **keywords)
 
-    return OnMeta()
+    return CudaAsMeta()

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from vllm_aiter_mla import files, packages
 from vllm_aiter_mla.admission import REMEDIES
 from vllm_aiter_mla.commands.cards import ARCHITECTURES, product_names
-from vllm_aiter_mla.commands.compat import offline
+from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.compat import release
 from vllm_aiter_mla.kernels.aiter import op
 from vllm_aiter_mla.settings import NAMESPACE
@@ -51,10 +51,10 @@ NO_VLLM = CheckResult("unknown", "vLLM is not installed", SEE_VLLM)
 VERIFIED = Path(__file__).with_name("verified.json")  # evidence by release line of each package
 GENERAL, PLATFORM = "vllm.general_plugins", "vllm.platform_plugins"
 SWITCHES = {
-    offline.USE_AITER: (True, False),
-    offline.USE_AITER_MLA: (True, True),
-    offline.BATCH_INVARIANT: (False, False),
-    offline.NO_MLA: (False, False),
+    vllm_options.USE_AITER: (True, False),
+    vllm_options.USE_AITER_MLA: (True, True),
+    vllm_options.BATCH_INVARIANT: (False, False),
+    vllm_options.NO_MLA: (False, False),
 }
 """vLLM's switches: the value that the fast path needs, and the default in all supported releases (vllm/envs.py)."""
 
@@ -139,8 +139,8 @@ def plugin(env: Env) -> CheckResult:
     """Check that vLLM finds this plugin. ``VLLM_PLUGINS`` is an allow-list: if it is set, it must name the plugin."""
     entry_points = importlib.metadata.entry_points(group=GENERAL)
     own_targets = {point.value for point in entry_points if point.name == NAMESPACE}
-    others = {point.name for point in entry_points if point.name != NAMESPACE and _package_name(point) != "vllm"}
-    others_text = f"; other plugins: {', '.join(sorted(others))}" if others else ""
+    other_plugins = {point.name for point in entry_points if point.name != NAMESPACE and _package_name(point) != "vllm"}
+    others_text = f"; other plugins: {', '.join(sorted(other_plugins))}" if other_plugins else ""
     if not own_targets:
         return CheckResult(
             "problem", f"no entry point {NAMESPACE} in {GENERAL}{others_text}", "in a checkout: pip install ."
@@ -148,7 +148,7 @@ def plugin(env: Env) -> CheckResult:
     if len(own_targets) > 1:
         return CheckResult("warning", f"{NAMESPACE} is registered more than once", "remove all but one installation")
     variable = env.get("VLLM_PLUGINS")
-    if variable is not None and NAMESPACE not in offline.allowed_plugins(variable):
+    if variable is not None and NAMESPACE not in vllm_options.allowed_plugins(variable):
         remedy = f"add {NAMESPACE} to VLLM_PLUGINS, names separated by commas without blanks, or unset it"
         return CheckResult(
             "problem", f"VLLM_PLUGINS={variable!r} leaves {NAMESPACE} out: the flag will be unknown", remedy
@@ -280,7 +280,7 @@ def switches(env: Env) -> CheckResult:
         return CheckResult(
             "ok", ", ".join(f"{name}={env[name]}" if name in env else f"{name} unset" for name in SWITCHES)
         )
-    code = "mla_disabled" if offline.NO_MLA in wrong_switches else "aiter_off"
+    code = "mla_disabled" if vllm_options.NO_MLA in wrong_switches else "aiter_off"
     needed = ", ".join(f"{name}={int(SWITCHES[name][0])} (it is {env.get(name, 'unset')})" for name in wrong_switches)
     detail = f"{code}: vLLM takes another attention, so no layer engages without {needed}"
     # Without ROCm vLLM does not read AITER's switches.
@@ -294,7 +294,7 @@ def _is_on(name: str, value: str) -> bool:
     Raises:
         ValueError: vLLM cannot read the value.
     """
-    if name.startswith(offline.USE_AITER):
+    if name.startswith(vllm_options.USE_AITER):
         return value.lower() in ("1", "true")
     try:
         return bool(int(value))

@@ -10,9 +10,9 @@ from typing import Any
 from vllm_aiter_mla import __version__, admission
 from vllm_aiter_mla.admission import Skip, integration_of, why_not_passes
 from vllm_aiter_mla.commands import serve_options
-from vllm_aiter_mla.commands.compat import offline
-from vllm_aiter_mla.commands.compat.offline import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
+from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.commands.compat.rocm_config import LayerKind
+from vllm_aiter_mla.commands.compat.vllm_options import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
 from vllm_aiter_mla.commands.plan import kernels, record
 from vllm_aiter_mla.commands.plan.model import Variables
 from vllm_aiter_mla.commands.plan.vllm_facts import EngineFacts, LoadedVllm, VllmFacts
@@ -132,11 +132,11 @@ def engine_reasons(facts: VllmFacts) -> list[Skip]:
     ]
     # If AITER is off, an error of vLLM may follow from that, so it comes second.
     aiter_skips = [skip for skip in config_skips if skip.code == "aiter_off"]
-    others = [skip for skip in config_skips if skip not in aiter_skips]
-    ordered = [skip for skip in (*aiter_skips, facts.skip, *others) if skip]
-    if not engine.gate and not ordered:
-        ordered.append(Skip("not_known", "the gate switched the fast path off; --verbose shows its line"))
-    return ordered
+    later_skips = [skip for skip in config_skips if skip not in aiter_skips]
+    skips = [skip for skip in (*aiter_skips, facts.skip, *later_skips) if skip]
+    if not engine.gate and not skips:
+        skips.append(Skip("not_known", "the gate switched the fast path off; --verbose shows its line"))
+    return skips
 
 
 def _integration(engine: EngineFacts, settings: Settings) -> str:
@@ -232,7 +232,7 @@ def _assumptions(
     if facts.model.is_mla:
         yield "ROCm 7 or newer, an AITER with the 15-argument op: `vllm-aiter-mla check --only machine` looks"
     for name, (value, _) in variables.items():
-        if name not in VARIABLES and (offline.has_variable(name) or not name.startswith("VLLM_")):
+        if name not in VARIABLES and (vllm_options.has_variable(name) or not name.startswith("VLLM_")):
             yield f"{name}={value} is passed on to vLLM, and does not change the plan"
     heads = main_kind.view.num_heads if main_kind else 0
     if main_kind and vllm_own.may_take_parts(arch, heads, main_kind.has_fp8_cache):
@@ -250,8 +250,8 @@ def _assumptions(
 def _unknown_variable_warnings(variables: Variables, version: str) -> Iterator[str]:
     """Yield a warning for each variable with vLLM's prefix that this release does not have."""
     for name, (value, _) in variables.items():
-        if name.startswith("VLLM_") and name not in VARIABLES and not offline.has_variable(name):
-            similar = get_close_matches(name, offline.variable_names(), 1, serve_options.MIN_VARIABLE_SIMILARITY)
+        if name.startswith("VLLM_") and name not in VARIABLES and not vllm_options.has_variable(name):
+            similar = get_close_matches(name, vllm_options.variable_names(), 1, serve_options.MIN_VARIABLE_SIMILARITY)
             hint = f"; did you mean {similar[0]}?" if similar else ""
             if name in serve_options.OLD_VARIABLES:
                 hint = f": {serve_options.OLD_VARIABLES[name]}"
@@ -274,5 +274,6 @@ def _default_notes(facts: VllmFacts, vllm: LoadedVllm, variables: Variables) -> 
     is_bf16 = any(kind.weight == "bfloat16" for kind, _ in facts.layers)
     for name in (FP8_BMM, FP4_BMM) if arch == "gfx950" and is_bf16 else (FP8_BMM,):
         if name not in variables:
-            state, other, value = ("on", "without", 0) if vllm.switches[name] else ("off", "with", 1)
-            yield f"{name} is unset: {state}, the default of vLLM {release}; plan {other} it by --env {name}={value}"
+            state, preposition, value = ("on", "without", 0) if vllm.switches[name] else ("off", "with", 1)
+            default = f"{name} is unset: {state}, the default of vLLM {release}"
+            yield f"{default}; plan {preposition} it by --env {name}={value}"

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla.commands.compat.offline import USE_AITER, VARIABLES
+from vllm_aiter_mla.commands.compat.vllm_options import USE_AITER, VARIABLES
 
 EXAMPLES = Path(__file__).parent / "models"
 CONFIG_NAMES = ("config.json", "params.json")

@@ -18,7 +18,7 @@ from typing import Any
 
 from vllm_aiter_mla.admission import REMEDIES, ConfigView, Skip
 from vllm_aiter_mla.commands import serve_options
-from vllm_aiter_mla.commands.compat import offline, rocm_config
+from vllm_aiter_mla.commands.compat import rocm_config, vllm_options
 from vllm_aiter_mla.commands.plan import simulated_card
 from vllm_aiter_mla.commands.plan.model import cached_config
 from vllm_aiter_mla.commands.plan.record import Model, NotKnownError, Options
@@ -42,7 +42,7 @@ class LoadedVllm:
     arch: str  # of the card that vLLM finds
     has_simulated_card: bool  # there is no AMD card here
     version: str
-    switches: dict[str, bool]  # ``offline.VARIABLES`` as vLLM reads them
+    switches: dict[str, bool]  # ``vllm_options.VARIABLES`` as vLLM reads them
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ def load_vllm(arch: str | None) -> LoadedVllm:
             raise ValueError(
                 f"--arch {arch}: this machine has a {vllm_arch}, and a plan simulates no card where there is one"
             )
-    offline.load_plugins()
+    vllm_options.load_plugins()
     rocm_config.inspect_models_in_process()
-    return LoadedVllm(vllm_arch, has_simulated_card, str(release.vllm_version()), offline.switch_states())
+    return LoadedVllm(vllm_arch, has_simulated_card, str(release.vllm_version()), vllm_options.switch_states())
 
 
 def parse_options(folder: Path, arguments: Sequence[str]) -> tuple[Any, UserOptions]:
@@ -117,7 +117,7 @@ def parse_options(folder: Path, arguments: Sequence[str]) -> tuple[Any, UserOpti
     Raises:
         ValueError: an option is wrong.
     """
-    parsed = offline.parse_serve_options([str(folder), *arguments])
+    parsed = vllm_options.parse_serve_options([str(folder), *arguments])
     if not isinstance(parsed.additional_config or {}, dict):
         raise ValueError(f"--additional-config {parsed.additional_config}: a JSON object expected")
     settings = compat_config.settings_of(parsed)
@@ -126,9 +126,9 @@ def parse_options(folder: Path, arguments: Sequence[str]) -> tuple[Any, UserOpti
     plugin_options = dict((parsed.additional_config or {}).get(NAMESPACE, {})) | {"enabled": True, "strict": False}
     parsed.additional_config = {**(parsed.additional_config or {}), NAMESPACE: plugin_options}
     _check_named_repositories(parsed, folder)
-    tokenizer_options = offline.reset_options(parsed, offline.TOKENIZER_OPTIONS.__contains__)
+    tokenizer_options = vllm_options.reset_options(parsed, vllm_options.TOKENIZER_OPTIONS.__contains__)
     parsed.model, parsed.skip_tokenizer_init, parsed.tokenizer = str(folder), True, None
-    args, notes = offline.engine_args(parsed, folder)
+    args, notes = vllm_options.engine_args(parsed, folder)
     if tokenizer_options:
         notes.append(f"{', '.join(tokenizer_options)}: ignored, because a plan has no tokenizer")
     notes += [
@@ -143,7 +143,7 @@ def parse_options(folder: Path, arguments: Sequence[str]) -> tuple[Any, UserOpti
 
 def _check_named_repositories(parsed: Any, folder: Path) -> None:
     """Raise ValueError if an option or the config names a repository that is not here. vLLM would raise too."""
-    fields = offline.config_fields(folder)
+    fields = vllm_options.config_fields(folder)
     verifier = (fields.get("speculators_config") or {}).get("verifier") or {}
     spec = parsed.speculative_config if isinstance(parsed.speculative_config, dict) else {}
     draft = spec.get("model") or getattr(parsed, "spec_model", None)
@@ -181,7 +181,7 @@ def collect_facts(folder: Path, arguments: Sequence[str]) -> VllmFacts:
     except (Exception, SystemExit) as error:
         if user_options is None or engine is None:
             raise _user_error(error, arguments, before_parsing=user_options is None) from error
-        config_class_error = offline.missing_field_error(error)
+        config_class_error = vllm_options.missing_field_error(error)
         code = "config_class" if config_class_error else "not_known"
         skip = Skip(code, str(config_class_error or _message_with_location(error)))
         return VllmFacts(user_options, model, engine, [], skip)
@@ -195,9 +195,8 @@ def _user_error(error: BaseException, arguments: Sequence[str], before_parsing: 
     repository or a module that is not there. Otherwise the result is a NotKnownError. ``before_parsing`` says that the
     error was raised before the options were parsed.
     """
-    if config_class_error := offline.missing_field_error(error) or next(
-        causes(error, (offline.ConfigClassError,)), None
-    ):
+    class_errors = causes(error, (vllm_options.ConfigClassError,))
+    if config_class_error := vllm_options.missing_field_error(error) or next(class_errors, None):
         return NotKnownError(f"not known: {config_class_error} -> {REMEDIES['config_class']}")
     import_error = next(causes(error, (ImportError,) if before_parsing else (ImportError, OSError)), None)
     if import_error is not None and not _is_named_by_option(getattr(import_error, "name", None), arguments):

@@ -9,7 +9,7 @@ from typing import Any
 from vllm_aiter_mla.commands.check.engine.record import ABOVE, MIXED, PREFILLS, EngineAnswer, Side
 from vllm_aiter_mla.commands.compat import engine as compat_engine
 from vllm_aiter_mla.commands.compat.engine import Prompt
-from vllm_aiter_mla.commands.compat.offline import load_plugins, parse_serve_options
+from vllm_aiter_mla.commands.compat.vllm_options import load_plugins, parse_serve_options
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
 
 DECODING_REQUESTS = 4
