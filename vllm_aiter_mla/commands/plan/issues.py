@@ -36,9 +36,9 @@ def no_shape_reason(plan: Plan) -> str | None:
 
 
 def applies(issue: Mapping[str, Any], plan: Plan) -> bool:
-    """Return whether a known issue concerns a plan. Where a fact is not known, the issue counts as concerned.
+    """Return whether a known issue concerns a plan. A condition on an unknown fact counts as met.
 
-    That includes an AITER that is not installed here, or whose release cannot be read.
+    AITER's release is unknown if AITER is not installed here, or if its release cannot be read.
     """
     options = plan.options
     numbers = {"heads": plan.heads_per_rank, "rows": 1 + (options.num_drafts or 0), "tp": options.tp}
