@@ -18,7 +18,7 @@ import vllm_aiter_mla
 ROOT = Path(vllm_aiter_mla.__file__).parent
 ASK_A_CARD = {
     "kernels.device": "the one seam",
-    "commands.plan.card": "makes up the card of vLLM's own platform, for a plan on a machine without ROCm",
+    "commands.plan.simulated_card": "makes up the card of vLLM's own platform, for a plan on a machine without ROCm",
     "commands.compat.rocm_config": "builds vLLM's layers on `meta`, where the card's cache must stay alone",
 }
 """Files that may name torch's GPU runtime, and why."""

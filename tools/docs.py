@@ -56,7 +56,7 @@ def commands() -> str:
     """Return the help text of each command in a code block, and what the step machine looks at."""
     from typer.testing import CliRunner
 
-    from vllm_aiter_mla.commands.machine import CHECKS, name_of
+    from vllm_aiter_mla.commands.machine import CHECKS, check_name
     from vllm_aiter_mla.commands.main import app
 
     parts, program = ["The commands"], "vllm-aiter-mla"
@@ -64,7 +64,7 @@ def commands() -> str:
         said = CliRunner().invoke(app, [*words, "--help"], prog_name=program, terminal_width=WIDTH).output
         lines = [line.rstrip() for line in said.strip().splitlines()]
         parts += [f"## `{' '.join([program, *words])}`", "\n".join(["```text", *lines, "```"])]
-    rows = [f"| `{name_of(check)}` | {first_line(check.__doc__)} |" for check in CHECKS]
+    rows = [f"| `{check_name(check)}` | {first_line(check.__doc__)} |" for check in CHECKS]
     parts += ["## What the step machine looks at", "\n".join(["| check | |", "|---|---|", *rows])]
     return "\n\n".join(parts)
 

@@ -28,7 +28,7 @@ from vllm_aiter_mla.commands.check.kernels import step as kernels_step
 from vllm_aiter_mla.commands.check.record import CheckRun, Status, Step
 from vllm_aiter_mla.commands.check.timing import child as timing_child
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.commands.plan import ask, model, printout
+from vllm_aiter_mla.commands.plan import model, planner, printout
 from vllm_aiter_mla.verify.results import Result, Verification
 
 ROOT = Path(__file__).parents[2]
@@ -332,7 +332,7 @@ def test_mutation_a_side_that_goes_on_is_caught(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("typed", [("-tp", "1,2,4,8"), ("--tensor-parallel-size=1,2,4,8",), ("-tp=1, 2,4,8",)])
 def test_several_sizes_of_tensor_parallelism_are_as_many_deployments(typed):
-    sizes, found = model.deployments(("--kv-cache-dtype", "fp8", *typed, "--port", "1"))
+    sizes, found = model.split_deployments(("--kv-cache-dtype", "fp8", *typed, "--port", "1"))
     assert sizes == ["1", "2", "4", "8"]
     name = typed[0].partition("=")[0]
     assert found[3] == ("--kv-cache-dtype", "fp8", name, "8", "--port", "1")
@@ -341,7 +341,7 @@ def test_several_sizes_of_tensor_parallelism_are_as_many_deployments(typed):
 @pytest.mark.parametrize("typed", [("-tp", "8"), ("-tp",), (), ("--served-model-name", "a,b"), ("-tp", "[1, 2]"),
                                    ("-tp", "1,2", "-tp", "4")])  # fmt: skip
 def test_one_deployment_keeps_its_options_as_they_are(typed):
-    assert model.deployments(typed) == ([""], [typed])
+    assert model.split_deployments(typed) == ([""], [typed])
 
 
 def test_several_plans_are_a_table_with_a_row_for_each(monkeypatch):
@@ -350,7 +350,7 @@ def test_several_plans_are_a_table_with_a_row_for_each(monkeypatch):
         sizes = [options[options.index("-tp") + 1] for options in deployments]
         return tuple(replace(made, options=replace(made.options, tp=int(size))) for size in sizes)
 
-    monkeypatch.setattr(ask, "ask_for_plans", made_up_plans)
+    monkeypatch.setattr(planner, "make_plans", made_up_plans)
     done = CliRunner().invoke(app, ["check", "deepseek-r1", "--only", "plan", "-tp", "1,2"])
     rows = [line.split()[0] for line in done.stdout.splitlines() if re.match(r" *\d+ ", line)]
     assert rows[:2] == ["1", "2"]
@@ -360,8 +360,8 @@ def test_several_plans_are_a_table_with_a_row_for_each(monkeypatch):
 
 @pytest.mark.parametrize(("outcome", "told"), [("unknown", "-tp 1: not known"), ("engaged", "-tp 1: 0/61")])
 def test_of_several_plans_one_that_is_not_known_engages_no_number_of_layers(monkeypatch, outcome, told):
-    monkeypatch.setattr(ask, "ask_for_plans", lambda *_: (replace(plans.made_up(), outcome=outcome),) * 2)
-    options = CheckOptions(model.find("deepseek-r1"), ("-tp", "1,2"))
+    monkeypatch.setattr(planner, "make_plans", lambda *_: (replace(plans.made_up(), outcome=outcome),) * 2)
+    options = CheckOptions(model.find_config("deepseek-r1"), ("-tp", "1,2"))
     assert told in steps.plan_model(Context(options)).detail
 
 
@@ -382,11 +382,11 @@ def test_a_plan_after_another_in_one_process_is_that_of_a_process_of_its_own(tmp
     log = tmp_path / "log"
     (tmp_path / "sitecustomize.py").write_text(COUNTING.format(log=str(log)))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    source, variables = model.find(str(tmp_path)), model.environment((), {})
+    source, variables = model.find_config(str(tmp_path)), model.plan_variables((), {})
     options = [("-tp", size, "--kv-cache-dtype", "fp8") for size in ("1", "4")]
-    together = ask.ask_for_plans(source, options, "gfx942", variables, False)
+    together = planner.make_plans(source, options, "gfx942", variables, False)
     assert log.read_text().count("imported") == 1
-    alone = ask.ask_for_plans(source, options[1:], "gfx942", variables, False)
+    alone = planner.make_plans(source, options[1:], "gfx942", variables, False)
     assert without_time(together[1]) == without_time(alone[0]), "nothing is left of the first"
     assert [plan.heads_per_rank for plan in together] == [128, 32]
     assert printout.table(together)

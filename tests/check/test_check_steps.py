@@ -38,9 +38,9 @@ from vllm_aiter_mla.commands.check.kernels import child as kernels_child
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.check.timing import child as timing_child
 from vllm_aiter_mla.commands.check.timing import record as timing
-from vllm_aiter_mla.commands.machine import Check
+from vllm_aiter_mla.commands.machine import CheckResult
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.commands.plan import ask, build, issues, model
+from vllm_aiter_mla.commands.plan import build, issues, model, planner
 from vllm_aiter_mla.commands.plan.model import USE_AITER
 from vllm_aiter_mla.kernels import device
 from vllm_aiter_mla.status.record import NOT_RUN, DecisionGroup
@@ -75,7 +75,7 @@ def made_up_plan(**changes: Any) -> dict[str, Any]:
     return found | {"outcome": "engaged", "heads_per_rank": 16} | changes
 
 
-ASK, RUN = ask.ask_for_plans, engine_steps.run_engine
+ASK, RUN = planner.make_plans, engine_steps.run_engine
 """What ``card`` replaces."""
 
 
@@ -83,12 +83,12 @@ ASK, RUN = ask.ask_for_plans, engine_steps.run_engine
 def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A card on which every step passes; a test replaces what it breaks."""
     answers = {"off": deepcopy(ANSWER), "on": replace(deepcopy(ANSWER), launches=38)}
-    made: dict[str, Any] = {"plan": made_up_plan(), "answers": answers, "checks": (Check("ok", "fine"),)}
+    made: dict[str, Any] = {"plan": made_up_plan(), "answers": answers, "checks": (CheckResult("ok", "fine"),)}
     made["results"] = [Result("fresh-data", "fp8", "aiter", "graph capture")]
     row = timing.row_of(1, 16, "fp8", {"vllm": 10.0, "triton": 5.0}, {})
     made["measured"] = timing.Measurement({"card": "a card"}, "fp8", (row,), {}, "")
     monkeypatch.setattr(machine, "run_checks", lambda _, env: made.update(machine=env) or made["checks"])
-    monkeypatch.setattr(ask, "ask_for_plans", lambda *_: (issues.with_known_issues(plans.parsed(made["plan"])),))
+    monkeypatch.setattr(planner, "make_plans", lambda *_: (issues.with_known_issues(plans.parsed(made["plan"])),))
     # In this process, where the card is made up; tests/rehearsal runs the real ones.
     in_process.install(monkeypatch, lambda name, env: made.update({CALLED.get(name, name): env}))
     monkeypatch.setattr(session, "FINDERS", {"aiter": lambda: "of a made-up card"})
@@ -133,7 +133,7 @@ def verified(results: list[Result]) -> Verification:
 
 
 def outcomes(**options: Any) -> dict[str, Step]:
-    asked = Context(CheckOptions(model.find("deepseek-r1"), **options))
+    asked = Context(CheckOptions(model.find_config("deepseek-r1"), **options))
     found = {step.name: step for step in command.run_steps(asked)}
     return {name: replace(step, seconds=0.0) for name, step in found.items()}
 
@@ -168,7 +168,7 @@ def test_an_engine_shares_vllms_notes_where_vllm_keeps_them_and_does_without_whe
 
 
 def a_problem_of_the_machine(card: dict[str, Any]) -> None:
-    card["checks"] = (Check("problem", "torch is missing", "install it", "torch"),)
+    card["checks"] = (CheckResult("problem", "torch is missing", "install it", "torch"),)
 
 
 def a_module_without_code_for_this_card(card: dict[str, Any]) -> None:
@@ -480,9 +480,9 @@ def test_a_model_without_mla_fails_its_plan_and_runs_nothing_on_the_card(card: d
 
 def test_field_f5_a_plan_that_is_not_known_does_not_pass(card: dict[str, Any]) -> None:
     """vLLM could not build the layers here: no step takes their missing shape for one."""
-    answer = plans.made_up_answer()
+    answer = plans.simulated_facts()
     skip, facts = Skip("not_known", "no such kernel"), replace(answer.model, listed_layers=61)
-    made = build.record_of(replace(answer, model=facts, layers=[], skip=skip), plans.VLLM, model.environment((), {}))
+    made = build.make_plan(replace(answer, model=facts, layers=[], skip=skip), plans.VLLM, model.plan_variables((), {}))
     card["plan"] = json.loads(files.to_json(made))
     found = outcomes(strict=True)
     assert (card["plan"]["outcome"], found["plan"].status, failed(found)) == ("unknown", "unknown", [])
@@ -497,7 +497,7 @@ def test_field_f5_a_plan_that_is_not_known_does_not_pass(card: dict[str, Any]) -
 def test_mutation_an_unknown_shape_that_is_looked_up_is_caught(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "why_no_shape", lambda plan: None)
+    monkeypatch.setattr(steps, "no_shape_reason", lambda plan: None)
     with pytest.raises(AssertionError, match=r"'kernels', 'timing', 'launches'\] != \[\]"):
         test_field_f5_a_plan_that_is_not_known_does_not_pass(card)
 
@@ -618,8 +618,8 @@ def test_a_step_that_raises_has_failed_and_the_next_one_runs(
 @pytest.mark.parametrize(
     ("function", "step", "said", "skipped"),
     [
-        (machine.examine, "machine", "its process {how}: {line}", []),
-        (ask.plan_in_child, "plan", "vLLM {how}", [*steps.STEPS][2:]),
+        (machine.check_machine, "machine", "its process {how}: {line}", []),
+        (planner.make_plans_in_child, "plan", "vLLM {how}", [*steps.STEPS][2:]),
         (idle.why_busy, "timing", "its process {how}: {line}", []),
         (engine_child.drive_engine, "engine",
          "vLLM's engine with the flag on {how}: {line}", ["prefill", "decode", "launches"]),
@@ -631,7 +631,7 @@ def test_a_step_whose_process_ends_has_failed_and_the_record_says_how(
 ) -> None:  # fmt: skip
     """Of kernels, timing and tuning, which tell what they find, tests are next to those of the steps."""
     in_process.install(monkeypatch, ends={process.name_of(function): 0})
-    monkeypatch.setattr(ask, "ask_for_plans", ASK if step == "plan" else ask.ask_for_plans)
+    monkeypatch.setattr(planner, "make_plans", ASK if step == "plan" else planner.make_plans)
     monkeypatch.setattr(engine_steps, "run_engine", RUN if step == "engine" else engine_steps.run_engine)
     path = tmp_path / "check.json"
     done = CliRunner().invoke(app, ["check", "deepseek-r1", "-tp", "8", "--json", str(path)])
@@ -774,7 +774,7 @@ def test_an_engine_of_random_weights_has_a_layer_for_each_stage(
     """And not the user's partition, which divides the layers of the whole model."""
     asked = []
     monkeypatch.setattr(engine_steps, "run_engine", lambda options, environment: asked.append((options, environment)))
-    context = Context(CheckOptions(model.find("deepseek-r1")))
+    context = Context(CheckOptions(model.find_config("deepseek-r1")))
     plan = plans.parsed(made_up_plan())
     context.plan = replace(plan, options=replace(plan.options, pp=pp))
     with engine_steps.engines(context, {"VLLM_PP_LAYER_PARTITION": "31,30", "A": "1"}) as run_side:

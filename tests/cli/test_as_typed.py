@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from tests.support.pages import PAGES, RUN, quoted, words
 from vllm_aiter_mla import plugin
 from vllm_aiter_mla.commands import main
-from vllm_aiter_mla.commands.compat import offline
+from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.settings import FLAG_FIELD
 
@@ -59,7 +59,9 @@ def table():
     """The options of `vllm serve` from its own parser, but ``--help`` and ``--model``, which our commands refuse."""
     refused = ("help", "model")
     return [
-        action for action in offline.serve_parser()._actions if action.option_strings and action.dest not in refused
+        action
+        for action in vllm_options.serve_parser()._actions
+        if action.option_strings and action.dest not in refused
     ]
 
 
@@ -138,7 +140,7 @@ SPELLINGS = [
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_spelling_of_vllm_serve_has_the_value_that_was_typed(script, command, typed, read, value):
     answer = script.run(command, "deepseek-r1", *typed)
-    assert read(offline.serve_options(["deepseek-r1", *answer["reached"]])) == value
+    assert read(vllm_options.parse_serve_options(["deepseek-r1", *answer["reached"]])) == value
 
 
 def test_the_options_of_a_file_are_read_by_vllm(script, tmp_path):
@@ -146,7 +148,7 @@ def test_the_options_of_a_file_are_read_by_vllm(script, tmp_path):
     path.write_text("tensor-parallel-size: 8\nverbose-v: 1\n".partition("verbose")[0])
     answer = script.run("check", "deepseek-r1", "--config", str(path), "-tp", "4")
     assert answer["reached"] == ["--config", str(path), "-tp", "4"]
-    assert offline.serve_options(["deepseek-r1", *answer["reached"][:2]]).tensor_parallel_size == 8
+    assert vllm_options.parse_serve_options(["deepseek-r1", *answer["reached"][:2]]).tensor_parallel_size == 8
 
 
 GRAPH, OF_FILE = "--compilation-config", "compilation-config:\n  cudagraph_mode: NONE\n"
@@ -170,8 +172,8 @@ def test_a_config_of_which_vllm_would_drop_a_part_is_refused_with_its_spellings(
     path = tmp_path / "v.yaml"
     path.write_text(in_file)
     names = {word.partition(".")[0].partition("=")[0].replace("_", "-") for word in typed if word.startswith("-")}
-    with pytest.raises(ValueError, match="vLLM would use the last one only") as caught:
-        offline.serve_options(["deepseek-r1", *(["--config", str(path)] if in_file else []), *typed])
+    with pytest.raises(ValueError, match="vLLM would use only the last") as caught:
+        vllm_options.parse_serve_options(["deepseek-r1", *(["--config", str(path)] if in_file else []), *typed])
     assert [name for name in names - {"--compilation-conf"} if name not in str(caught.value)] == []
     assert ("the file of --config" in str(caught.value)) is bool(in_file)
     assert "\n" not in str(caught.value)
@@ -216,11 +218,13 @@ OBJECTS = ("--speculative-config", "--override-generation-config", "--mm-process
 @pytest.mark.parametrize("option", OBJECTS)
 def test_json_that_is_no_object_is_refused_where_vllm_takes_objects(option, value):
     with pytest.raises(ValueError, match=f"{option} .*: a JSON object expected"):
-        offline.serve_options(["deepseek-r1", option, value])
+        vllm_options.parse_serve_options(["deepseek-r1", option, value])
 
 
 def test_json_of_another_type_is_taken_where_vllm_takes_it():
-    found = offline.serve_options(["M", "--allowed-origins", '["v"]', "--limit-mm-per-prompt", "null", "-sc", "None"])
+    found = vllm_options.parse_serve_options(
+        ["M", "--allowed-origins", '["v"]', "--limit-mm-per-prompt", "null", "-sc", "None"]
+    )
     assert (found.allowed_origins, found.limit_mm_per_prompt, found.speculative_config) == (["v"], None, None)
 
 
@@ -229,7 +233,7 @@ def test_values_of_one_spelling_and_another_options_config_are_one_source_each(t
     path.write_text(f"{OF_FILE}tensor-parallel-size: 2\n")
     of_file = ["--config", str(path), "-tp", "4", "-ac.backend=TRITON_MLA"]
     lines = (["-cc.mode=3", FLAG, "-sc.method=ngram"], of_file)
-    first, second = (offline.serve_options(["deepseek-r1", *line]) for line in lines)
+    first, second = (vllm_options.parse_serve_options(["deepseek-r1", *line]) for line in lines)
     assert (int(first.compilation_config.mode), SPELLINGS[0][1](first)) == (3, True)
     assert (second.compilation_config.cudagraph_mode.name, second.tensor_parallel_size) == ("NONE", 4)
 
@@ -292,7 +296,7 @@ def test_every_command_line_of_the_pages_is_read_by_vllms_parser(script, line):
     answer = script.run("check", "deepseek-r1", *line)
     ours = {"--only", "plan", "--json", "plan.json", "--arch", "gfx942", "--require-all"} & set(line)
     assert answer["reached"] == [word for word in line if word not in ours]
-    offline.serve_options(["deepseek-r1", *answer["reached"]])
+    vllm_options.parse_serve_options(["deepseek-r1", *answer["reached"]])
 
 
 @pytest.mark.mutation

@@ -19,10 +19,10 @@ from tests.support.statuses import record_of
 from vllm_aiter_mla import __version__, admission, files
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands import machine, outputs
-from vllm_aiter_mla.commands.cards import ARCHITECTURES, Arch, sold_as
+from vllm_aiter_mla.commands.cards import ARCHITECTURES, Arch, product_names
 from vllm_aiter_mla.commands.check.run import Run
 from vllm_aiter_mla.commands.main import COMMANDS, app
-from vllm_aiter_mla.commands.plan import ask, card
+from vllm_aiter_mla.commands.plan import planner, simulated_card
 from vllm_aiter_mla.kernels import device
 from vllm_aiter_mla.status import status_files
 
@@ -33,7 +33,7 @@ PLAN = ("deepseek-r1", "--only", "plan")
 
 def machine_finds(status):
     def plant(monkeypatch, folder):
-        monkeypatch.setattr(machine, "run_checks", lambda *_: (machine.Check(status, "made up", name="made-up"),))
+        monkeypatch.setattr(machine, "run_checks", lambda *_: (machine.CheckResult(status, "made up", name="made-up"),))
         in_process.install(monkeypatch)
 
     return plant
@@ -41,7 +41,7 @@ def machine_finds(status):
 
 def plan_says(outcome):
     def plant(monkeypatch, folder):
-        monkeypatch.setattr(ask, "ask_for_plans", lambda *_: (replace(plans.made_up(), outcome=outcome),))
+        monkeypatch.setattr(planner, "make_plans", lambda *_: (replace(plans.made_up(), outcome=outcome),))
 
     return plant
 
@@ -249,8 +249,8 @@ def test_a_card_may_be_called_by_the_name_that_is_sold():
         **dict.fromkeys(("gfx942", "mi300x", "mi325x"), "gfx942"),
         **dict.fromkeys(("gfx950", "mi350p", "mi350x", "mi355x"), "gfx950"),
     }
-    assert {*ARCHITECTURES} == admission.CARDS == card.CARDS.keys()
-    assert sold_as("gfx942") == "MI300X, MI325X"
+    assert {*ARCHITECTURES} == admission.CARDS == simulated_card.CARDS.keys()
+    assert product_names("gfx942") == "MI300X, MI325X"
 
 
 def in_a_shell(line, **options):

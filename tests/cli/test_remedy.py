@@ -14,8 +14,8 @@ from tests.support import plans
 from tests.support.statuses import record_of
 from vllm_aiter_mla import admission
 from vllm_aiter_mla.admission import REMEDIES, Skip
+from vllm_aiter_mla.commands.machine import check_name, run_checks
 from vllm_aiter_mla.commands.machine import checks as looks
-from vllm_aiter_mla.commands.machine import name_of, run_checks
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import printout
 from vllm_aiter_mla.compat import release
@@ -102,7 +102,7 @@ FOUND: dict[str, tuple[str, dict[str, str], Any]] = {
 @pytest.mark.parametrize("code", FOUND)
 def test_remedy_of_what_the_machine_step_finds_is_that_of_its_code(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     name, env, plant = FOUND[code]
-    checks = {name_of(check): check for check in looks.CHECKS}
+    checks = {check_name(check): check for check in looks.CHECKS}
     plant(monkeypatch)
     (found,) = run_checks([checks[name]], env)
     assert (found.status, found.remedy) == ("problem", REMEDIES[code])

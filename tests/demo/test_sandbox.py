@@ -19,7 +19,7 @@ from tests.support.statuses import record_of
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.check.engine import steps as engine_steps
 from vllm_aiter_mla.commands.check.engine.record import EngineAnswer
-from vllm_aiter_mla.commands.plan import ask
+from vllm_aiter_mla.commands.plan import planner
 from vllm_aiter_mla.status import status_files
 
 GROUP = "vllm.general_plugins"
@@ -39,7 +39,7 @@ def test_make_demo_plans_each_cache_and_runs_its_engine_over_each_by_both_integr
         assert context.answers == {}
         return steps.Step("passed", "")
 
-    monkeypatch.setattr(ask, "ask_for_plans", made_up_plans)
+    monkeypatch.setattr(planner, "make_plans", made_up_plans)
     passing = dict.fromkeys(steps.STEPS, steps.StepSpec(lambda context: steps.Step("passed", "")))
     with_plan = passing | {"plan": steps.STEPS["plan"]} | dict.fromkeys(check.ENGINE, steps.StepSpec(engine_of))
     monkeypatch.setattr(steps, "STEPS", with_plan)

@@ -20,7 +20,7 @@ from tools import aot
 from tools.gfx9 import cases
 from vllm_aiter_mla.commands import check, main
 from vllm_aiter_mla.commands.check import steps
-from vllm_aiter_mla.commands.compat import offline
+from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.commands.plan import issues
 from vllm_aiter_mla.kernels import formulas
 from vllm_aiter_mla.kernels.triton import tiles
@@ -40,7 +40,7 @@ NAMES = [
 def known() -> Callable[[str], set[str]]:
     """Return the options of a command; raises for a command that is not there."""
 
-    parser = offline.serve_parser()
+    parser = vllm_options.serve_parser()
     served = {option for action in parser._actions for option in action.option_strings}
 
     def options(run: str) -> set[str]:
@@ -207,7 +207,7 @@ def test_the_pages_say_how_many_variants_are_compiled_and_executed():
 
 def test_defaults_of_vllms_variables_are_the_installed_ones():
     """0.32 runs the tests; the column says for 0.33 what differs there."""
-    held, on = 0, offline.switches()
+    held, on = 0, vllm_options.switch_states()
     for name, default, _ in table("configuration.md", "## vLLM's environment variables"):
         value = re.match(r"\*{0,2}([01])\b", default)
         if value:

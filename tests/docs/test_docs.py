@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.pages import FILES, PAGES, ROOT
 from vllm_aiter_mla import settings
-from vllm_aiter_mla.commands.compat.offline import VARIABLES
+from vllm_aiter_mla.commands.compat.vllm_options import VARIABLES
 from vllm_aiter_mla.commands.machine.checks import VERIFIED
 from vllm_aiter_mla.commands.plan import model
 from vllm_aiter_mla.kernels import formulas

@@ -11,7 +11,7 @@ from tests.engine.engine_checks import assert_integration
 from tests.sandbox import compare, engine, runs
 from tests.sandbox.spec import by_passes, flag_off
 from tests.support.model_configs import ROWS, spec_of
-from vllm_aiter_mla.commands.compat.engine import fill
+from vllm_aiter_mla.commands.compat.engine import draw_weight
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +46,13 @@ def test_model_engages_or_gives_the_reason_and_keeps_the_tokens_of_vllm(name, th
 
 def test_weights_are_the_same_in_every_process_and_wide_enough_to_tell_tokens_apart():
     once, again, other = (torch.empty(64, 256) for _ in range(3))
-    fill("lm_head.weight", once)
-    fill("lm_head.weight", again)
-    fill("model.layers.0.mlp.down_proj.weight", other)
+    draw_weight("lm_head.weight", once)
+    draw_weight("lm_head.weight", again)
+    draw_weight("model.layers.0.mlp.down_proj.weight", other)
     assert torch.equal(once, again)
     assert not torch.equal(once, other)
     logits = once @ torch.ones(256)
     assert logits.std() > 1
     norm = torch.empty(256)
-    fill("model.norm.weight", norm)
+    draw_weight("model.norm.weight", norm)
     assert 0.5 < norm.min() < norm.max() < 1.5

@@ -25,7 +25,7 @@ from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 platform.see_no_amx()
 plugin.register()
 # vLLM would start a process of its own to look at a model class.
-rocm_config.inspect_in_process()
+rocm_config.inspect_models_in_process()
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """A process that takes vLLM's own CUDA or ROCm platform class on a machine without a card, and builds configs.
 
 ``python gpu_platform_child.py '{"platform": "rocm", "arch": "gfx942", "model": ..., "options": [{...}, ...]}'`` prints
-one JSON line, a list. What is made up for it is listed in ``vllm_aiter_mla.commands.plan.card``.
+one JSON line, a list. What is made up for it is listed in ``vllm_aiter_mla.commands.plan.simulated_card``.
 """
 
 import json
@@ -10,15 +10,15 @@ import sys
 from typing import Any
 
 from vllm_aiter_mla.commands.compat import rocm_config
-from vllm_aiter_mla.commands.plan import answer, card
+from vllm_aiter_mla.commands.plan import simulated_card, vllm_facts
 from vllm_aiter_mla.settings import Settings
 
 
 def take_cuda(capability: str) -> None:
     """Make vLLM's CUDA platform the current one, with eight cards of a compute capability, "9.0" and the like."""
     major, minor = (int(part) for part in capability.split("."))
-    card.pretend_cards((major, minor), 141)
-    card.pretend_modules("vllm._C_stable_libtorch", "vllm.vllm_flash_attn")
+    simulated_card.simulate_cards((major, minor), 141)
+    simulated_card.simulate_modules("vllm._C_stable_libtorch", "vllm.vllm_flash_attn")
     import vllm.platforms
     from vllm.platforms import cuda
 
@@ -29,8 +29,8 @@ def main(request: dict[str, Any]) -> list[dict[str, Any]]:
     """Load the plugins, build each config, say what the gate made of it and what attention back end vLLM takes."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if request["platform"] == "rocm":
-        card.pretend_rocm(request["arch"])
-        rocm_config.inspect_in_process()
+        simulated_card.simulate_rocm(request["arch"])
+        rocm_config.inspect_models_in_process()
     elif request["platform"] == "cuda":
         take_cuda(request["arch"])
     from vllm.plugins import load_general_plugins
@@ -64,10 +64,10 @@ def built(model: str, options: dict[str, Any]) -> dict[str, Any]:
 
     options = compile_options(config)
     slot = options.pop("slot")
-    facts = answer.engine_facts(config, Settings())
+    facts = vllm_facts.engine_facts(config, Settings())
     return {
         "gate": None if facts.gate is None else vars(facts.gate),
-        "ranges": facts.ranges,
+        "ranges": facts.compile_ranges,
         "said": said,
         "backend": backend_of(config),
         "options": options,

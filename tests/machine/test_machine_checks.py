@@ -1,4 +1,4 @@
-"""Single checks of machine and installation, on machines that are made up."""
+"""Single checks of machine and installation, on simulated machines."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from unittest import mock
 import pytest
 
 from tests.support.planted import raising
-from vllm_aiter_mla.commands.machine import Check, checks, name_of, run_checks
+from vllm_aiter_mla.commands.machine import CheckResult, check_name, checks, run_checks
 from vllm_aiter_mla.kernels.aiter import op as locate
 
-CHECKS = {name_of(check): check for check in checks.CHECKS}
+CHECKS = {check_name(check): check for check in checks.CHECKS}
 
 
-def found(name: str, **env: str) -> Check:
+def run_check(name: str, **env: str) -> CheckResult:
     return run_checks([CHECKS[name]], env)[0]
 
 
 def status(name: str, **env: str) -> str:
-    return found(name, **env).status
+    return run_check(name, **env).status
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_a_module_without_code_for_this_card_is_a_problem(
     library = tmp_path / "module_cache.so"
     library.write_bytes(b"ELF" + b"".join(b"hipv4-amdgcn-amd-amdhsa--%b\0code" % name for name in bundles))
     monkeypatch.setattr(checks, "compiled_modules", lambda: [library])
-    check = found("code-objects")
+    check = run_check("code-objects")
     assert check.status == expected
     assert ("module_cache.so" in check.detail) == (expected == "problem")
 
@@ -58,7 +58,7 @@ def test_releases_that_this_project_has_run_are_ok_and_others_are_named(monkeypa
     assert status("verified") == "ok"
     monkeypatch.setattr(checks, "rocm_version", lambda: "7.2.1")
     monkeypatch.setattr(checks, "vllm_version", lambda: "0.33.1+rocm")
-    check = found("verified")
+    check = run_check("verified")
     assert check.status == "warning"
     assert "ROCm 7.2" in check.detail
     assert "vLLM" not in check.detail
@@ -71,18 +71,18 @@ def test_every_release_with_a_lock_is_among_the_verified_ones() -> None:
     assert set(known) == {"vLLM", "torch", "Python", "ROCm", "AITER"}
 
 
-def built_for(build: str) -> Any:
-    """Return what torch and the seam to the device are on a machine without a card."""
+def stub_torch(build: str) -> Any:
+    """Return a stub of torch and of ``kernels.device``, on a machine without a card."""
     rocm = build.removeprefix("ROCm ") if build.startswith("ROCm") else None
     here = SimpleNamespace(is_there=lambda: False, built_for=build, rocm=rocm)
     return SimpleNamespace(__version__="2.13.0", card=lambda: here)
 
 
-def let_import(monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
-    """Let the checks find what ``built_for`` returns, or an error of its import."""
-    is_error = isinstance(found, Exception)
-    monkeypatch.setattr(checks, "import_module", raising(found) if is_error else lambda name: found)
-    monkeypatch.setattr(checks, "card", lambda: None if is_error else found.card())
+def let_import(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    """Let the checks import the result of ``stub_torch``, or raise an error."""
+    is_error = isinstance(module, Exception)
+    monkeypatch.setattr(checks, "import_module", raising(module) if is_error else lambda name: module)
+    monkeypatch.setattr(checks, "installed_device", lambda: None if is_error else module.card())
 
 
 AITER_ON = {"VLLM_ROCM_USE_AITER": "1"}
@@ -104,31 +104,33 @@ AITER_ON = {"VLLM_ROCM_USE_AITER": "1"}
     ],
 )
 def test_a_variable_that_keeps_the_fast_path_off_is_a_problem(name: str, env: dict[str, str], remedy: str) -> None:
-    check = found(name, **env)
+    check = run_check(name, **env)
     assert (check.status, remedy in check.detail + check.remedy) == ("problem" if remedy else "ok", True)
 
 
 PLUGINS_WITH_BLANKS = ("other, aiter_mla", " aiter_mla", "aiter_mla ", "aiter_mla\n", "aiter_mla,other ", "aiter_mla")
 
 
-def vllms_plugins(allowed: str) -> list[str]:
-    """Return what vLLM itself makes of the variable."""
+def plugins_of_vllm(allowed: str) -> list[str]:
+    """Return the plugins that vLLM itself reads from the variable."""
     from vllm import envs
 
     with mock.patch.dict(os.environ, {"VLLM_PLUGINS": allowed}):
-        found: list[str] = envs.environment_variables["VLLM_PLUGINS"]()
-    return found
+        names: list[str] = envs.environment_variables["VLLM_PLUGINS"]()
+    return names
 
 
 @pytest.mark.parametrize("allowed", PLUGINS_WITH_BLANKS)
 def test_plugins_with_blanks_are_read_as_vllm_reads_them(allowed: str) -> None:
-    loads = "aiter_mla" in vllms_plugins(allowed)
+    loads = "aiter_mla" in plugins_of_vllm(allowed)
     assert status("plugin", VLLM_PLUGINS=allowed) == ("ok" if loads else "problem")
 
 
 @pytest.mark.mutation
 def test_mutation_plugins_with_blanks_that_are_stripped_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.offline, "plugins", lambda allowed: [name.strip() for name in allowed.split(",")])
+    monkeypatch.setattr(
+        checks.vllm_options, "allowed_plugins", lambda allowed: [name.strip() for name in allowed.split(",")]
+    )
     assert status("plugin", VLLM_PLUGINS="other, aiter_mla") == "ok"
     with pytest.raises(AssertionError, match="'ok' == 'problem'"):
         test_plugins_with_blanks_are_read_as_vllm_reads_them("other, aiter_mla")
@@ -143,33 +145,33 @@ def test_field_without_rocm_the_switches_of_aiter_are_no_problem(monkeypatch: py
 
 @pytest.mark.parametrize("value", ["2", "true", "no"])
 def test_a_switch_is_read_as_vllm_reads_it(value: str) -> None:
-    """Of these two vLLM makes a number; any but 0 is on, and with a word it does not start."""
+    """vLLM reads these two as numbers. All but 0 are on, and it does not start with a word."""
     for name in ("VLLM_MLA_DISABLE", "VLLM_BATCH_INVARIANT"):
         assert status("switches", **AITER_ON, **{name: value}) == "problem"
         assert status("switches", **AITER_ON, **{name: "0"}) == "ok"
 
 
-def points(monkeypatch: pytest.MonkeyPatch, *installed: EntryPoint) -> None:
-    chosen = lambda group: [point for point in installed if point.group == group]  # noqa: E731
-    monkeypatch.setattr(importlib.metadata, "entry_points", chosen)
+def install_entry_points(monkeypatch: pytest.MonkeyPatch, *installed: EntryPoint) -> None:
+    of_group = lambda group: [point for point in installed if point.group == group]  # noqa: E731
+    monkeypatch.setattr(importlib.metadata, "entry_points", of_group)
 
 
 def test_atom_is_a_problem_unless_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    points(monkeypatch, EntryPoint("atom", "atom.plugin.register:register", checks.PLATFORM))
+    install_entry_points(monkeypatch, EntryPoint("atom", "atom.plugin.register:register", checks.PLATFORM))
     assert (status("atom"), status("atom", ATOM_DISABLE_VLLM_PLUGIN="1")) == ("problem", "ok")
-    points(monkeypatch)
+    install_entry_points(monkeypatch)
     assert status("atom") == "ok"
 
 
 def test_the_plugins_entry_point_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = EntryPoint("aiter_mla", "vllm_aiter_mla.plugin:register", checks.GENERAL)
     other = EntryPoint("else", "someone.else:register", checks.GENERAL)
-    points(monkeypatch, other)
+    install_entry_points(monkeypatch, other)
     assert status("plugin") == "problem"
-    points(monkeypatch, ours, other)
-    plugin = found("plugin")
+    install_entry_points(monkeypatch, ours, other)
+    plugin = run_check("plugin")
     assert (plugin.status, plugin.detail.endswith(": else")) == ("ok", True)
-    points(monkeypatch, ours, EntryPoint("aiter_mla", "copy:register", checks.GENERAL))
+    install_entry_points(monkeypatch, ours, EntryPoint("aiter_mla", "copy:register", checks.GENERAL))
     assert status("plugin") == "warning"
 
 
@@ -201,7 +203,7 @@ def test_aiter_is_judged_by_its_files(
 ) -> None:
     monkeypatch.setattr(checks, "rocm_version", lambda: rocm)
     monkeypatch.setattr(locate, "locate_aiter", lambda: locate.AiterInstall(*install))
-    check = found("aiter")
+    check = run_check("aiter")
     assert check.status == expected
     assert ("not installed" in check.detail) == ("not installed" in str(install[0]))
 
@@ -219,14 +221,14 @@ def test_a_triton_that_cannot_be_imported_is_not_called_absent(
     monkeypatch: pytest.MonkeyPatch, error: ImportError, absent: bool
 ) -> None:
     monkeypatch.setattr(checks, "import_module", raising(error))
-    check = found("triton")
+    check = run_check("triton")
     assert check.status == "warning"
     assert ("not installed" in check.detail, str(error) in check.detail) == (absent, not absent)
 
 
 @pytest.mark.parametrize("build", ["", "CUDA 13.0"])
 def test_a_torch_without_rocm_beside_a_card_is_a_problem(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
-    let_import(monkeypatch, built_for(build))
+    let_import(monkeypatch, stub_torch(build))
     monkeypatch.setattr(checks, "gpu_arch", lambda: "gfx942")
     assert status("torch") == "problem"
 
@@ -234,10 +236,10 @@ def test_a_torch_without_rocm_beside_a_card_is_a_problem(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("torch_module", "rocm_file", "statuses"),
     [
-        (built_for("ROCm 7.0.51831"), None, ("ok", "ok")),
-        (built_for("ROCm 6.4.1"), None, ("ok", "problem")),
-        (built_for("CUDA 13.0"), None, ("warning", "unknown")),
-        (built_for(""), None, ("warning", "unknown")),
+        (stub_torch("ROCm 7.0.51831"), None, ("ok", "ok")),
+        (stub_torch("ROCm 6.4.1"), None, ("ok", "problem")),
+        (stub_torch("CUDA 13.0"), None, ("warning", "unknown")),
+        (stub_torch(""), None, ("warning", "unknown")),
         (ModuleNotFoundError("No module named 'torch'"), "7.1.0", ("problem", "ok")),
     ],
 )
@@ -259,11 +261,11 @@ def test_torch_and_rocm(
 def test_the_card_is_read_from_the_driver_if_torch_sees_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, versions: tuple[int, ...], expected: str, arch: str
 ) -> None:
-    let_import(monkeypatch, built_for(""))
+    let_import(monkeypatch, stub_torch(""))
     monkeypatch.setattr(checks, "KFD_NODES", tmp_path)
     for node, version in enumerate(versions):
         (tmp_path / str(node)).mkdir()
         text = f"cpu_cores_count 0\ngfx_target_version {version}\n"
         (tmp_path / str(node) / "properties").write_text(text)
-    gpu = found("gpu")
+    gpu = run_check("gpu")
     assert (gpu.status, gpu.detail.startswith(arch)) == (expected, True), gpu

@@ -18,7 +18,7 @@ from vllm_aiter_mla.commands import machine as command
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.check.context import CheckOptions, Context
 from vllm_aiter_mla.commands.check.run import exit_status
-from vllm_aiter_mla.commands.machine import Check, Env, name_of, run_checks
+from vllm_aiter_mla.commands.machine import CheckResult, Env, check_name, run_checks
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.kernels.aiter.op import OP, REQUIRED
 
@@ -81,7 +81,7 @@ def test_the_look_at_this_machine_never_imports_aiter(tmp_path: Path) -> None:
 def test_aiter_can_be_imported_again_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated_aiter(tmp_path, tmp_path / "imported")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with command.aiter_not_importable(), pytest.raises(ImportError, match="compiler"):
+    with command.forbid_aiter_import(), pytest.raises(ImportError, match="compiler"):
         import aiter
     try:
         import aiter
@@ -108,7 +108,7 @@ def test_one_line_per_check_and_a_summary(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_names_of_the_checks_are_those_that_scripts_know() -> None:
     names = "torch rocm gpu triton hip-python vllm plugin surface patches aiter code-objects verified atom switches"
-    assert sorted(map(name_of, command.CHECKS)) == sorted(names.split())
+    assert sorted(map(check_name, command.CHECKS)) == sorted(names.split())
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_the_names_of_the_checks_are_those_that_scripts_know() -> None:
 def test_a_problem_outweighs_an_unknown(
     monkeypatch: pytest.MonkeyPatch, statuses: tuple[Any, ...], status: int
 ) -> None:
-    monkeypatch.setattr(command, "run_checks", lambda *_: tuple(Check(one, "", name=one) for one in statuses))
+    monkeypatch.setattr(command, "run_checks", lambda *_: tuple(CheckResult(one, "", name=one) for one in statuses))
     in_process.install(monkeypatch)
     step = steps.look_at_machine(Context(CheckOptions(only=("machine",))))
     assert exit_status([step], on_cpu=False, require_all=True) == status
@@ -126,7 +126,7 @@ def test_a_problem_outweighs_an_unknown(
 
 @pytest.mark.parametrize("error", [RuntimeError("broken\nbox"), SystemExit(3), ImportError("no")])
 def test_a_check_that_fails_is_unknown_and_stops_no_other(error: BaseException) -> None:
-    def failing(_: Env) -> Check:
+    def failing(_: Env) -> CheckResult:
         raise error
 
     first, second = run_checks([failing, command.checks.switches], {})

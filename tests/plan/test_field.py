@@ -20,9 +20,9 @@ from vllm_aiter_mla.commands import outputs, serve_options
 from vllm_aiter_mla.commands.check.record import Step
 from vllm_aiter_mla.commands.check.run import exit_status
 from vllm_aiter_mla.commands.check.steps import STEPS
-from vllm_aiter_mla.commands.compat import offline
+from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.commands.main import COMMANDS, app
-from vllm_aiter_mla.commands.plan import ask, issues, model, printout
+from vllm_aiter_mla.commands.plan import issues, model, planner, printout
 from vllm_aiter_mla.commands.plan.record import NotKnownError
 from vllm_aiter_mla.settings import FLAG_FIELD
 
@@ -52,7 +52,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Any:
         made = (plans.plan_of("gfx942", (), source, tuple(arguments))[0] for arguments in asked)
         return tuple(map(issues.with_known_issues, made))
 
-    monkeypatch.setattr(ask, "ask_for_plans", made_plans)
+    monkeypatch.setattr(planner, "make_plans", made_plans)
 
     def run(*line: str) -> tuple[int, str]:
         done = CliRunner().invoke(app, ["check", line[0], "--only", "plan", *line[1:]])
@@ -133,12 +133,12 @@ def test_field_decode_without_full_graphs_is_a_known_issue(typed: Any, options: 
 
 @slow
 def test_field_f6_vllm_plans_with_its_remedy() -> None:
-    plan = plans.planned(*R1, arch="gfx942", env=(f"{offline.CUSTOM_AR}=0",))
-    assert (plan["outcome"], plan["environment"][offline.CUSTOM_AR]) == ("engaged", ["0", "--env"])
+    plan = plans.planned(*R1, arch="gfx942", env=(f"{vllm_options.CUSTOM_AR}=0",))
+    assert (plan["outcome"], plan["environment"][vllm_options.CUSTOM_AR]) == ("engaged", ["0", "--env"])
 
 
 def test_field_f6_its_remedy_ends_the_warning() -> None:
-    variable = f"{offline.CUSTOM_AR}=0"
+    variable = f"{vllm_options.CUSTOM_AR}=0"
     for env in ((), (variable,)):
         found = [one.id for one in issues.with_known_issues(plans.made_up(*env)).known_issues]
         assert ("aiter#4888" in found) is (env == ())
@@ -146,7 +146,7 @@ def test_field_f6_its_remedy_ends_the_warning() -> None:
 
 def test_field_a_variable_that_no_plan_knows_is_passed_on_with_a_note() -> None:
     typed = ("VLLM_ROCM_USE_AITER_MHA=0", "VLLM_ROCM_USE_AITR=1")
-    variables = model.environment(typed, {})
+    variables = model.plan_variables(typed, {})
     assert [variables[one.partition("=")[0]] for one in typed] == [("0", "--env"), ("1", "--env")]
     plan = plans.made_up(*typed)
     assert [note.partition(" ")[0] for note in plan.assumptions if "passed on" in note] == [typed[0]]
@@ -154,18 +154,18 @@ def test_field_a_variable_that_no_plan_knows_is_passed_on_with_a_note() -> None:
 
 
 def test_field_o10_every_option_of_vllm_is_a_name_that_a_command_takes_at_once() -> None:
-    groups = [set(action.option_strings) - {"-h"} for action in offline.serve_parser()._actions]
-    assert [group for group in groups if group and not group & serve_options.names()] == []
+    groups = [set(action.option_strings) - {"-h"} for action in vllm_options.serve_parser()._actions]
+    assert [group for group in groups if group and not group & serve_options.vllm_option_names()] == []
     for name in {name for group in groups for name in group}:
-        serve_options.check([name, name.replace("-", "_").replace("__", "--", 1), f"{name}=1"])
+        serve_options.check_names([name, name.replace("-", "_").replace("__", "--", 1), f"{name}=1"])
 
 
 @pytest.mark.parametrize("word", ["--no-enable-expert-parallel", "--disable-expert-parallel", "--enable-log-stats"])
 def test_field_o10_a_switch_is_turned_round_as_vllms_parser_does(word: str) -> None:
     """vLLM 0.33 takes ``--disable-X`` for each ``--enable-X``, and the other way round."""
-    serve_options.check([word])
+    serve_options.check_names([word])
     with pytest.raises(ValueError, match="did you mean"):
-        serve_options.check([word + "e"])
+        serve_options.check_names([word + "e"])
 
 
 @pytest.mark.parametrize(
@@ -175,8 +175,8 @@ def test_field_o10_a_switch_is_turned_round_as_vllms_parser_does(word: str) -> N
 )  # fmt: skip
 def test_field_o10_a_misspelt_option_is_named_with_the_right_one_before_vllm_is_imported(word: str, meant: str) -> None:
     with pytest.raises(ValueError, match=f"did you mean {meant}"):
-        serve_options.check(["-tp", "8", word])
-    serve_options.check(["--", word])
+        serve_options.check_names(["-tp", "8", word])
+    serve_options.check_names(["--", word])
 
 
 def test_field_o13_no_summary_is_cut() -> None:
@@ -273,8 +273,8 @@ def test_field_recipes_engage(
         (tmp_path / "config.json").write_text(json.dumps(NOT_BUNDLED[name]))
         name = str(tmp_path)
     # Variables that no plan depends on are only passed on, and each set of them would take a process.
-    read = [one for one in variables if one.partition("=")[0] in offline.VARIABLES and not one.endswith("AITER=1")]
-    plan, _ = plans.plan_of(arch, (*DEFAULTS[default], *read), model.find(name), options)
+    read = [one for one in variables if one.partition("=")[0] in vllm_options.VARIABLES and not one.endswith("AITER=1")]
+    plan, _ = plans.plan_of(arch, (*DEFAULTS[default], *read), model.find_config(name), options)
     assert (plan.outcome, plan.reasons, plan.arch) == ("engaged", (), arch)
     assert "aiter#4181" not in {issue.id for issue in issues.with_known_issues(plan).known_issues}
 
@@ -283,13 +283,13 @@ def test_field_recipes_engage(
 @pytest.mark.parametrize("default", DEFAULTS)
 def test_field_recipes_engage_or_the_remedy_is_the_variable_to_set(default: str) -> None:
     """Without the variable of its recipe GLM-4.7-Flash is the row that fails, and both remedies name it."""
-    plan, _ = plans.plan_of("gfx950", DEFAULTS[default], model.find("zai-org/GLM-4.7-Flash"), ())
+    plan, _ = plans.plan_of("gfx950", DEFAULTS[default], model.find_config("zai-org/GLM-4.7-Flash"), ())
     by_id = {issue.id: issue for issue in issues.with_known_issues(plan).known_issues}
     if default == "0.33":
         assert (plan.outcome, "aiter#4181" in by_id) == ("engaged", False)
         return
     assert [reason.code for reason in plan.reasons] == ["mxfp4_width"]
-    variable = f"{offline.FP4_BMM}=0"
+    variable = f"{vllm_options.FP4_BMM}=0"
     assert (variable in REMEDIES["mxfp4_width"], by_id["aiter#4181"].remedy) == (True, variable)
 
 
@@ -325,7 +325,7 @@ def test_field_48_a_config_without_its_class_is_read_and_vllm_is_not_blamed(
 def test_field_53_a_library_that_a_models_class_lacks_is_no_refusal_of_vllms() -> None:
     """vLLM only logs what went wrong while it looked at the class."""
     with pytest.raises(NotKnownError, match="vLLM lacks a_library on this machine"):
-        plans.plan_of("gfx942", (), model.find("deepseek-r1"), (), "the model's class needs a library")
+        plans.plan_of("gfx942", (), model.find_config("deepseek-r1"), (), "the model's class needs a library")
 
 
 @slow
@@ -365,14 +365,14 @@ def test_field_a_misspelt_variable_is_said_on_top() -> None:
     assert text.count("WARNING") == 1, "another library's variable is only passed on"
 
 
-@pytest.mark.parametrize("option", serve_options.GONE)
+@pytest.mark.parametrize("option", serve_options.OLD_OPTIONS)
 def test_field_42_an_option_of_an_earlier_vllm_is_answered_with_what_to_do(option: str) -> None:
-    assert option not in serve_options.names(), "this release has it"
+    assert option not in serve_options.vllm_option_names(), "this release has it"
     with pytest.raises(ValueError, match="no such option: ") as raised:
-        serve_options.check([option, "1"])
+        serve_options.check_names([option, "1"])
     named = re.findall(r"--?[a-z][\w-]+", str(raised.value).partition(": no such option: ")[2])
-    assert [one for one in named if one != "-cc" and one not in serve_options.names()] == []
-    serve_options.check(named)
+    assert [one for one in named if one != "-cc" and one not in serve_options.vllm_option_names()] == []
+    serve_options.check_names(named)
 
 
 @pytest.mark.parametrize(
@@ -382,10 +382,10 @@ def test_field_42_an_option_of_an_earlier_vllm_is_answered_with_what_to_do(optio
 )  # fmt: skip
 def test_field_42_no_hint_turns_a_switch_round(word: str) -> None:
     with pytest.raises(ValueError, match="did you mean") as raised:
-        serve_options.check([word])
+        serve_options.check_names([word])
     meant = str(raised.value).partition("did you mean ")[2]
-    assert meant.startswith(serve_options.OFF) is word.startswith(serve_options.OFF)
-    serve_options.check([meant.rstrip("?")])
+    assert meant.startswith(serve_options.OFF_PREFIXES) is word.startswith(serve_options.OFF_PREFIXES)
+    serve_options.check_names([meant.rstrip("?")])
 
 
 def test_field_42_an_option_is_left_to_a_vllm_whose_release_cannot_be_read(
@@ -394,12 +394,12 @@ def test_field_42_an_option_is_left_to_a_vllm_whose_release_cannot_be_read(
     """Sources that nobody has built have no ``_version.py``; from 0.33 on vLLM takes this option."""
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine/arg_utils.py").write_text('"--enable-log-requests"')
-    monkeypatch.setattr(serve_options, "_sources", lambda: tmp_path)
-    monkeypatch.setattr(serve_options, "names", serve_options.names.__wrapped__)
-    serve_options.check(["--disable-log-requests"])
+    monkeypatch.setattr(serve_options, "_vllm_folder", lambda: tmp_path)
+    monkeypatch.setattr(serve_options, "vllm_option_names", serve_options.vllm_option_names.__wrapped__)
+    serve_options.check_names(["--disable-log-requests"])
     (tmp_path / "_version.py").write_text("version = '0.32.0'")
     with pytest.raises(ValueError, match="no such option"):
-        serve_options.check(["--disable-log-requests"])
+        serve_options.check_names(["--disable-log-requests"])
 
 
 def test_field_no_remedy_sends_a_reader_of_the_plan_to_the_plan() -> None:
@@ -456,8 +456,8 @@ def test_field_a_public_command_is_planned_right(tmp_path: Path, source: str) ->
     if name in made:
         (tmp_path / "config.json").write_text(json.dumps(made[name]))
         name = str(tmp_path)
-    serve_options.check(line)
-    plan = issues.with_known_issues(plans.plan_of(arch, env, model.find(name), line)[0])
+    serve_options.check_names(line)
+    plan = issues.with_known_issues(plans.plan_of(arch, env, model.find_config(name), line)[0])
     assert {reason.code for reason in plan.reasons} == codes, plan.reasons
     assert (f"{plan.layers.engaged}/{plan.layers.mla}", plan.heads_per_rank) == (engaged, heads)
     assert [issue.id for issue in plan.known_issues] == known
@@ -483,8 +483,8 @@ def test_field_a_public_command_for_an_earlier_vllm_is_answered_with_what_to_cha
 
 
 def test_field_a_variable_of_an_earlier_vllm_is_answered_with_what_replaces_it() -> None:
-    for name, meant in serve_options.GONE_VARIABLES.items():
-        assert not offline.has_variable(name), "this release has it"
+    for name, meant in serve_options.OLD_VARIABLES.items():
+        assert not vllm_options.has_variable(name), "this release has it"
         (warning,) = plans.made_up(f"{name}=1").warnings
         assert warning.endswith(meant)
 
@@ -493,5 +493,5 @@ def test_field_a_variable_of_an_earlier_vllm_is_answered_with_what_replaces_it()
 def test_field_29304_a_connector_that_hangs_is_said() -> None:
     pytest.importorskip("msgpack", reason="vLLM's MoRIIO needs it")
     line = ("-tp", "1", "-dp", "8", "--enable-expert-parallel", "--block-size", "1", "--kv-transfer-config", MORIIO)
-    plan = issues.with_known_issues(plans.plan_of("gfx942", (), model.find("deepseek-v3"), line)[0])
+    plan = issues.with_known_issues(plans.plan_of("gfx942", (), model.find_config("deepseek-v3"), line)[0])
     assert ("vllm#45749" in {issue.id for issue in plan.known_issues}, plan.outcome) == (True, "engaged")

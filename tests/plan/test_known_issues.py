@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import plans
-from vllm_aiter_mla.commands.compat.offline import CUSTOM_AR
+from vllm_aiter_mla.commands.compat.vllm_options import CUSTOM_AR
 from vllm_aiter_mla.commands.plan import issues
 from vllm_aiter_mla.commands.plan.record import Plan
 
@@ -93,7 +93,7 @@ def test_field_known_issues_each_is_met_by_a_shape_and_missed_by_one_for_each_fi
             if last and one
         }
     assert [name for name, found in missed.items() if found] == []
-    known = {*issues.FIELDS, *BOUNDS, "id", "link", "effect", "state", "remedy"}
+    known = {*issues.CONDITIONS, *BOUNDS, "id", "link", "effect", "state", "remedy"}
     assert set(issue) <= known, "a field that nobody reads"
 
 
@@ -143,12 +143,12 @@ def test_field_known_issues_of_a_shape_are_these(shape: dict[str, Any], concerne
 
 
 @pytest.mark.mutation
-@pytest.mark.parametrize("field", issues.FIELDS)
+@pytest.mark.parametrize("field", issues.CONDITIONS)
 def test_mutation_known_issues_whose_field_nobody_reads_are_caught(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     concerned = next(
         issue for issue in ISSUES.values() if field in (*otherwise(issue), *(("v",) if "v" in issue else ()))
     )
-    monkeypatch.setitem(issues.FIELDS, field, lambda *_: True)
+    monkeypatch.setitem(issues.CONDITIONS, field, lambda *_: True)
     with pytest.raises(AssertionError, match=field):
         test_field_known_issues_each_is_met_by_a_shape_and_missed_by_one_for_each_field(concerned)
 
@@ -167,7 +167,7 @@ DEV_BUILDS: dict[str, dict[tuple[str | None, str | None], bool]] = {
 
 @pytest.mark.parametrize("build", DEV_BUILDS)
 def test_dev_builds_have_the_known_issues_of_their_release_until_it_is_out(build: str) -> None:
-    assert {bounds: issues._within(bounds, build) for bounds in DEV_BUILDS[build]} == DEV_BUILDS[build]
+    assert {bounds: issues._is_within(bounds, build) for bounds in DEV_BUILDS[build]} == DEV_BUILDS[build]
 
 
 @pytest.mark.mutation
@@ -181,7 +181,7 @@ def test_mutation_dev_builds_ordered_by_their_numbers_alone_are_caught(monkeypat
     def numbers(release: str | None) -> tuple[int, ...]:
         return tuple(map(int, re.findall(r"\d+", (release or "").partition("+")[0])))
 
-    monkeypatch.setattr(issues, "_within", within)
+    monkeypatch.setattr(issues, "_is_within", within)
     for candidate in ("0.32.0rc1", "0.32.0.dev7+g1234abc", "0.1.dev1+g1234abc"):
         with pytest.raises(AssertionError, match="False"):
             test_dev_builds_have_the_known_issues_of_their_release_until_it_is_out(candidate)

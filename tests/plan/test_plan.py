@@ -17,9 +17,9 @@ from tests.support.plans import codes, planned
 from tests.support.progress import without_progress
 from vllm_aiter_mla import admission, files
 from vllm_aiter_mla.commands import outputs
-from vllm_aiter_mla.commands.compat import offline
+from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.commands.plan import ask, model, printout
+from vllm_aiter_mla.commands.plan import model, planner, printout
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 from vllm_aiter_mla.verify import cases
@@ -43,7 +43,7 @@ def some_slow(rows, quick):
 @pytest.fixture
 def shared(monkeypatch):
     """Let the command ask the process that answers for all tests, whatever the card."""
-    monkeypatch.setattr(ask, "ask_for_plans", plans.ask)
+    monkeypatch.setattr(planner, "make_plans", plans.ask)
 
 
 def invoke(*arguments):
@@ -461,7 +461,7 @@ def test_a_wrong_option_is_one_line(arguments, named):
 
 def test_a_parser_that_prints_its_help_and_ends_has_planned_nothing():
     with pytest.raises(ValueError, match="vllm serve --help=all"):
-        offline.serve_options(["deepseek-r1", "-h"])
+        vllm_options.parse_serve_options(["deepseek-r1", "-h"])
 
 
 @pytest.mark.parametrize(
@@ -618,6 +618,6 @@ def test_control_characters_of_a_config_do_not_reach_the_terminal(tmp_path, name
 
 @pytest.mark.parametrize("arguments", [(), ("--kv-cache-dtype", "fp8", "-tp", "8")], ids=["default", "fp8"])
 def test_records_of_real_plans_are_read_by_report_as_they_were_made(arguments, tmp_path):
-    made, _ = plans.plan_of(plans.ARCH, (), model.find("deepseek-r1"), arguments)
+    made, _ = plans.plan_of(plans.ARCH, (), model.find_config("deepseek-r1"), arguments)
     files.write(tmp_path / "plan.json", made)
     assert files.read(Plan, tmp_path / "plan.json") == made

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tests.support import plans
 from tests.support.pages import ROOT
 from vllm_aiter_mla import admission
-from vllm_aiter_mla.commands.compat import offline
-from vllm_aiter_mla.commands.plan import answer, build, kernels, model
+from vllm_aiter_mla.commands.compat import vllm_options
+from vllm_aiter_mla.commands.plan import build, kernels, model, vllm_facts
 from vllm_aiter_mla.commands.plan.record import NotKnownError
 from vllm_aiter_mla.kernels import formulas
 from vllm_aiter_mla.kernels.platform import Platform
@@ -41,10 +41,10 @@ LAYER = admission.LayerView(
 
 
 def test_a_view_with_everything_wrong_gives_every_reason_of_admission():
-    found = [skip.code for skip in build.engine_reasons(plans.made_up_answer(PASSES, **vars(ENGINE)))]
+    found = [skip.code for skip in build.engine_reasons(plans.simulated_facts(PASSES, **vars(ENGINE)))]
     # Each of these is a view of its own: a mode that breakable graphs did not set, another attention with AITER on, MLA
     # that a variable switched off, and a model without a class in vLLM.
-    others = {"compilation_mode", "attention_backend", "mla_disabled", "no_vllm_class", *build.UNKNOWN}
+    others = {"compilation_mode", "attention_backend", "mla_disabled", "no_vllm_class", *build.UNKNOWN_CODES}
     assert sorted(found) == sorted(set(admission.LEVELS["engine"]) - others)
     layer = [skip.code for skip in admission.layer_skips(LAYER)]
     shared = {"capability", "sparse_mla", "dcp", "pcp", "hisparse", "kv_cache_dtype"}
@@ -55,26 +55,26 @@ def test_a_view_with_everything_wrong_gives_every_reason_of_admission():
 @pytest.mark.parametrize("eager", [True, False])
 def test_a_mode_that_eager_execution_sets_is_no_reason_of_its_own(ops, eager):
     view = admission.ConfigView(mode="NONE", splitting_ops=ops, hisparse=True, enforce_eager=eager)
-    found = [skip.code for skip in build.engine_reasons(plans.made_up_answer(PASSES, **vars(view)))]
+    found = [skip.code for skip in build.engine_reasons(plans.simulated_facts(PASSES, **vars(view)))]
     assert found == ["hisparse", "enforce_eager" if eager else "compilation_mode", "graph_partition"]
 
 
 @pytest.mark.parametrize("default", [True, False])
 def test_a_switch_is_read_by_the_installed_vllms_own_reader(default: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8BMM is on in 0.30 to 0.32 and off in 0.33."""
-    name = offline.FP8_BMM
+    name = vllm_options.FP8_BMM
     read = lambda: bool(int(os.environ.get(name, str(int(default)))))  # noqa: E731
     variables = vllm.envs.environment_variables | {name: read}
     monkeypatch.setattr(vllm.envs, "environment_variables", variables)
     monkeypatch.delenv(name, raising=False)
-    assert offline.switches()[name] is default
+    assert vllm_options.switch_states()[name] is default
     monkeypatch.setenv(name, str(int(not default)))
-    assert offline.switches()[name] is not default
+    assert vllm_options.switch_states()[name] is not default
     monkeypatch.setenv(name, "maybe")
     with pytest.raises(ValueError, match=f"{name}=maybe"):
-        offline.switches()
+        vllm_options.switch_states()
     del variables[name]
-    assert offline.switches()[name] is False
+    assert vllm_options.switch_states()[name] is False
 
 
 VIEW = admission.LayerView(num_heads=2, model_dtype="bfloat16")
@@ -82,7 +82,7 @@ VIEW = admission.LayerView(num_heads=2, model_dtype="bfloat16")
 
 @pytest.mark.parametrize("limit", [2, 200, 256, 1024])
 def test_kernel_spans_cover_the_decode_limit_without_gaps(limit):
-    decision, spans = kernels.planned("gfx942", Settings(), VIEW, "plain", 16, limit)
+    decision, spans = kernels.decide_kernels("gfx942", Settings(), VIEW, "plain", 16, limit)
     assert (spans[0].first, spans[-1].last) == (1, limit)
     for before, after in pairwise(spans):
         assert after.first == before.last + 1
@@ -90,7 +90,7 @@ def test_kernel_spans_cover_the_decode_limit_without_gaps(limit):
 
 
 def test_two_heads_per_rank_leave_aiter_from_256_tokens_on():
-    small, large, *larger = kernels.planned("gfx942", Settings(), VIEW, "plain", 16, 1024)[1]
+    small, large, *larger = kernels.decide_kernels("gfx942", Settings(), VIEW, "plain", 16, 1024)[1]
     assert (small.kernel, small.detail, small.last) == ("aiter", "its per-head kernel", 255)
     assert (large.kernel, large.first, large.passed_over[0].kernel) == ("triton", 256, "aiter")
     assert {span.kernel for span in larger} == {"triton"}, "on larger tiles"
@@ -99,7 +99,7 @@ def test_two_heads_per_rank_leave_aiter_from_256_tokens_on():
 @pytest.mark.parametrize("kernel", ["auto", "aiter", "aiter-opt", "triton", "vllm"])
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_a_plan_asks_the_servers_candidates_in_the_servers_order(kernel, arch):
-    planned, _ = kernels.planned(arch, Settings(kernel=kernel), replace(VIEW, num_heads=16), "plain", 16, 64)
+    planned, _ = kernels.decide_kernels(arch, Settings(kernel=kernel), replace(VIEW, num_heads=16), "plain", 16, 64)
     names = {*(span.kernel for span in planned.kernels), *(other.kernel for other in planned.passed_over)}
     assert names == {*candidates(Settings(kernel=kernel), Platform(arch))}
 
@@ -149,8 +149,8 @@ def test_examples_carry_what_they_rest_on():
     for name, entry in bundled.items():
         assert entry["example"]["basis"]
         assert isinstance(entry["example"]["assumed"], list)
-        assert model.find(name).source == "bundled example"
-        assert model.find(entry["example"]["hub_name"]).config == model.find(name).config
+        assert model.find_config(name).source == "bundled example"
+        assert model.find_config(entry["example"]["hub_name"]).config == model.find_config(name).config
     assert "base" not in json.dumps([entry["config"] for entry in bundled.values()])
 
 
@@ -163,26 +163,28 @@ def test_a_hub_name_is_read_from_the_local_cache(monkeypatch, tmp_path):
     (tmp_path / "models--some--model" / "refs").mkdir()
     (tmp_path / "models--some--model" / "refs" / "main").write_text("0" * 40)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    found = model.find("some/model")
+    found = model.find_config("some/model")
     assert (found.source, found.config) == ("local Hugging Face cache", snapshot / "config.json")
 
 
 def test_a_cache_that_cannot_be_searched_is_not_called_empty(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(__spec__=None))
     with pytest.raises(LookupError, match="ImportError: cannot import name 'try_to_load_from_cache'") as caught:
-        model.find("some/model")
+        model.find_config("some/model")
     assert "not in the local" not in str(caught.value)
 
 
 def test_what_serves_does_not_import_what_is_made_up():
     package = ROOT / "vllm_aiter_mla"
-    makers = ("rocm_config", "pretend_rocm")
+    makers = ("rocm_config", "simulate_rocm")
     found = {
         path.relative_to(package).as_posix()
         for path in package.rglob("*.py")
         if any(name in path.read_text() for name in makers)
     }
-    assert found == {f"commands/{name}.py" for name in ("plan/answer", "plan/build", "plan/card", "plan/child")}
+    assert found == {
+        f"commands/{name}.py" for name in ("plan/build", "plan/child", "plan/simulated_card", "plan/vllm_facts")
+    }
 
 
 def test_a_library_that_is_missing_is_not_known_and_no_wrong_option():
@@ -190,13 +192,13 @@ def test_a_library_that_is_missing_is_not_known_and_no_wrong_option():
     try:
         import_module("a_library_that_nobody_has")
     except ImportError as error:
-        told = answer._our_error(error, ["--option"], before_parsing=True)
+        told = vllm_facts._user_error(error, ["--option"], before_parsing=True)
     assert isinstance(told, NotKnownError)
     assert "a_library_that_nobody_has" in str(told)
 
 
 def test_a_file_that_an_option_names_and_that_is_not_there_is_a_wrong_option():
-    told = answer._our_error(FileNotFoundError(2, "No such file", "no.yaml"), [], before_parsing=True)
+    told = vllm_facts._user_error(FileNotFoundError(2, "No such file", "no.yaml"), [], before_parsing=True)
     assert not isinstance(told, NotKnownError)
     assert "no.yaml" in str(told)
 
@@ -206,7 +208,7 @@ def test_a_module_that_an_option_names_and_that_is_not_there_is_a_wrong_option()
         try:
             raise ModuleNotFoundError("No module named 'mine'", name="mine")
         except ModuleNotFoundError as error:
-            return answer._our_error(error, arguments, before_parsing=True)
+            return vllm_facts._user_error(error, arguments, before_parsing=True)
 
     assert not isinstance(told(["-cc", '{"pass": "mine.ours"}']), NotKnownError)
     for other in ('{"backend": "mine_high"}', '{"backend": "to.mine"}', "--nothing"):
@@ -217,7 +219,7 @@ def test_an_error_of_another_library_whose_errors_are_no_method_is_a_wrong_optio
     class OtherError(Exception):
         errors = ("one", "another")
 
-    told = answer._our_error(OtherError("no such layer"), (), before_parsing=True)
+    told = vllm_facts._user_error(OtherError("no such layer"), (), before_parsing=True)
     assert (type(told), str(told)) == (ValueError, "no such layer")
 
 
@@ -231,11 +233,11 @@ def test_in_eager_mode_vllms_fusion_does_not_run_and_fp8_takes_a_launch_more():
 
 def test_a_newer_release_of_a_bundled_example_is_answered_with_its_name():
     with pytest.raises(LookupError, match=r"Did you mean deepseek-v3\?"):
-        model.find("deepseek-ai/DeepSeek-V3.1")
+        model.find_config("deepseek-ai/DeepSeek-V3.1")
 
 
 def test_aiter_that_is_off_comes_before_what_vllm_raises_without_it():
-    answered = plans.made_up_answer(uses_aiter=False, attention="not known (ValueError: block size 1)")
+    answered = plans.simulated_facts(uses_aiter=False, attention="not known (ValueError: block size 1)")
     skip = admission.Skip("not_known", "ValueError")
     first, second = build.engine_reasons(replace(answered, skip=skip))
     assert (first.code, second.code) == ("aiter_off", "not_known")
@@ -244,7 +246,7 @@ def test_aiter_that_is_off_comes_before_what_vllm_raises_without_it():
 
 def test_a_key_that_is_almost_the_plugins_own_is_said(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    _, given = answer.planned_args(
+    _, given = vllm_facts.parse_options(
         tmp_path, ["--additional-config", json.dumps({"aiter-mla": {"enabled": True}, "another": {}})]
     )
     notes = " ".join(given.notes)
@@ -260,17 +262,17 @@ def test_a_key_that_is_almost_the_plugins_own_is_said(tmp_path):
     ],
 )
 def test_a_number_that_no_engine_comes_near_is_named_as_it_is_typed(number, named):
-    made, too_many = plans.made_up_answer(), 2**40
+    made, too_many = plans.simulated_facts(), 2**40
     if number == "max_token_num":
-        made = plans.made_up_answer(Settings(max_token_num=too_many))
+        made = plans.simulated_facts(Settings(max_token_num=too_many))
     else:
         options = replace(made.engine.options, **{number: too_many})
         made = replace(made, engine=replace(made.engine, options=options))
     with pytest.raises(ValueError, match=f"{named}[^ ]* {too_many}: "):
-        build.record_of(made, plans.VLLM, {})
+        build.make_plan(made, plans.VLLM, {})
 
 
 def test_a_plan_over_a_card_that_is_made_up_says_what_vllm_looks_through():
-    (said,) = (text for text in plans.made_up().assumptions if "made up" in text)
+    (said,) = (text for text in plans.made_up().assumptions if "simulated" in text)
     assert "amdsmi" in said
     assert "no ROCm" not in said

@@ -21,12 +21,12 @@ from vllm_aiter_mla.commands.check.engine.child import drive_engine
 from vllm_aiter_mla.commands.check.kernels.child import verify_back_end
 from vllm_aiter_mla.commands.check.record import CheckRun
 from vllm_aiter_mla.commands.check.timing.child import time_kernels
-from vllm_aiter_mla.commands.plan.ask import plan_in_child
+from vllm_aiter_mla.commands.plan.planner import make_plans_in_child
 
 pytestmark = [pytest.mark.rehearsal, pytest.mark.slow, pytest.mark.wide]
 MARK = "REHEARSED_SIGNAL"
 RUNS = {
-    "plan": (plan_in_child, 3, faults.plans_take_minutes),
+    "plan": (make_plans_in_child, 3, faults.plans_take_minutes),
     "kernels": (verify_back_end, 3, faults.aiter_compiles_for_minutes),
     "timing": (time_kernels, 3, faults.aiter_compiles_for_minutes),
     "engine": (drive_engine, 6, faults.aiter_compiles_for_minutes),

@@ -51,8 +51,8 @@ def environment(inductor: Path, mutation: str = "", ranks: int = 1) -> dict[str,
 def context(folder: Path) -> Context:
     """Return what the demo asks of ``check``: a DeepSeek of two layers, which is written to ``folder``."""
     save_config(TinyDeepseek(num_hidden_layers=2).config(), folder)
-    variables = model.environment((), os.environ)
-    return Context(CheckOptions(model.find(str(folder)), ARGUMENTS, "gfx942", variables, on_cpu=True))
+    variables = model.plan_variables((), os.environ)
+    return Context(CheckOptions(model.find_config(str(folder)), ARGUMENTS, "gfx942", variables, on_cpu=True))
 
 
 def with_arguments(asked: Context, *arguments: str) -> Context:

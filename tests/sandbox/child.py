@@ -22,7 +22,7 @@ from typing import Any
 from tests.sandbox import model, plugin
 from tests.sandbox.engine import Request, runs_on_ray
 from tests.sandbox.spec import EngineResult, EngineSpec, load, save
-from vllm_aiter_mla.commands.compat.engine import RANDOM_FORMAT, generate
+from vllm_aiter_mla.commands.compat.engine import RANDOM_LOAD_FORMAT, generate
 
 # 16 requests of 512 tokens in 4 layers take 38 MB of bf16 rows.
 GPU_KV_BYTES = 256 << 20
@@ -193,7 +193,7 @@ def on_device(spec: EngineSpec) -> dict[str, Any]:
 
 def speculative(spec: EngineSpec, folder: Path) -> dict[str, Any]:
     """The ``speculative_config``, and how weights are loaded. Without a draft model the model's own layer drafts."""
-    found: dict[str, Any] = {"load_format": RANDOM_FORMAT} if spec.vllm.config else {}
+    found: dict[str, Any] = {"load_format": RANDOM_LOAD_FORMAT} if spec.vllm.config else {}
     if spec.vllm.drafts:
         draft: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": spec.vllm.drafts}
         if spec.vllm.draft_config:

@@ -19,13 +19,13 @@ from unittest import mock
 
 from vllm_aiter_mla import gate
 from vllm_aiter_mla.admission import Skip
-from vllm_aiter_mla.commands.compat import offline, rocm_config
-from vllm_aiter_mla.commands.plan import answer, build, child
+from vllm_aiter_mla.commands.compat import rocm_config, vllm_options
+from vllm_aiter_mla.commands.plan import build, child, vllm_facts
 from vllm_aiter_mla.commands.plan.record import Plan
 
 decisions: list[Any] = []
-apply, facts, finished = gate.apply, answer.engine_facts, rocm_config.finished_config
-layers = rocm_config.mla_layers
+apply, facts, finished = gate.apply, vllm_facts.engine_facts, rocm_config.create_engine_config
+layers = rocm_config.build_mla_layers
 
 
 def _unquantised(config: Any) -> Any:
@@ -33,7 +33,7 @@ def _unquantised(config: Any) -> Any:
     return config
 
 
-def _with_limit(engine: answer.EngineFacts, limit: int) -> answer.EngineFacts:
+def _with_limit(engine: vllm_facts.EngineFacts, limit: int) -> vllm_facts.EngineFacts:
     assert engine.gate is not None
     return replace(engine, gate=replace(engine.gate, limit=limit))
 
@@ -67,12 +67,12 @@ def _whose_class_needs_a_library(args: Any) -> Any:
 
 
 BUGS = {
-    "the model's class needs a library": (rocm_config, "finished_config", _whose_class_needs_a_library),
-    "nothing is quantised": (rocm_config, "finished_config", lambda args: _unquantised(finished(args))),
-    "the limit is not the gate's": (answer, "engine_facts", lambda *given: _with_limit(facts(*given), 1)),
-    "vLLM has another forward": (rocm_config, "finished_config", _over_another_forward),
-    "vLLM has another rotary embedding": (rocm_config, "mla_layers", _of_another_rotation),
-    "plan asks no wrapper": (rocm_config, "mla_layers", _without_their_wrappers),
+    "the model's class needs a library": (rocm_config, "create_engine_config", _whose_class_needs_a_library),
+    "nothing is quantised": (rocm_config, "create_engine_config", lambda args: _unquantised(finished(args))),
+    "the limit is not the gate's": (vllm_facts, "engine_facts", lambda *given: _with_limit(facts(*given), 1)),
+    "vLLM has another forward": (rocm_config, "create_engine_config", _over_another_forward),
+    "vLLM has another rotary embedding": (rocm_config, "build_mla_layers", _of_another_rotation),
+    "plan asks no wrapper": (rocm_config, "build_mla_layers", _without_their_wrappers),
 }
 
 
@@ -83,29 +83,29 @@ def applied(config: Any) -> Any:
     return found
 
 
-def planned(request: dict[str, Any], vllm: answer.LoadedVllm) -> tuple[Plan, dict[str, Any]]:
+def planned(request: dict[str, Any], vllm: vllm_facts.LoadedVllm) -> tuple[Plan, dict[str, Any]]:
     """Return the plan with the gate's decision."""
     bug = BUGS.get(request.pop("bug"))
     with mock.patch.object(*bug) if bug else nullcontext():
         variables = {name: (value, origin) for name, (value, origin) in request["variables"].items()}
         vllm = with_variables(vllm, {name: value for name, (value, _) in variables.items()})
-        made = answer.ask_vllm(Path(request["folder"]), request["arguments"])
-        found = build.record_of(made, vllm, variables)
+        made = vllm_facts.collect_facts(Path(request["folder"]), request["arguments"])
+        found = build.make_plan(made, vllm, variables)
     last = decisions[-1] if decisions else None
     skip = last.code if isinstance(last, Skip) else None
     return found, {"limit": getattr(last, "limit", None), "skip": skip}
 
 
-def with_variables(vllm: answer.LoadedVllm, variables: dict[str, str]) -> answer.LoadedVllm:
+def with_variables(vllm: vllm_facts.LoadedVllm, variables: dict[str, str]) -> vllm_facts.LoadedVllm:
     """Set environment variables in this fork, and return what vLLM reads of them. It keeps AITER's only."""
     from vllm._aiter_ops import rocm_aiter_ops
 
     os.environ.update(variables)
     rocm_aiter_ops.refresh_env_variables()
-    return replace(vllm, switches=offline.switches())
+    return replace(vllm, switches=vllm_options.switch_states())
 
 
-def answered(request: dict[str, Any], vllm: answer.LoadedVllm) -> Any:
+def answered(request: dict[str, Any], vllm: vllm_facts.LoadedVllm) -> Any:
     """Return ``planned``, or the error that it raised."""
     try:
         return planned(request, vllm)
@@ -119,8 +119,8 @@ def main(arch: str) -> None:
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # vLLM logs to stdout
     gate.apply = applied
-    vllm = answer.load_vllm(arch)
-    child.warm()
+    vllm = vllm_facts.load_vllm(arch)
+    child.preload()
     for line in sys.stdin:
         pickle.dump(child.call_in_fork(partial(answered, json.loads(line), vllm)), out)
         out.flush()

@@ -13,11 +13,10 @@ from typing import Any
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import ConfigView, LayerView
-from vllm_aiter_mla.commands.compat import offline, rocm_config
-from vllm_aiter_mla.commands.plan import ask as plan_ask
-from vllm_aiter_mla.commands.plan import build, model
-from vllm_aiter_mla.commands.plan.answer import Answer, EngineFacts, LoadedVllm, UserOptions
+from vllm_aiter_mla.commands.compat import rocm_config, vllm_options
+from vllm_aiter_mla.commands.plan import build, model, planner
 from vllm_aiter_mla.commands.plan.record import Model, Options, Plan
+from vllm_aiter_mla.commands.plan.vllm_facts import EngineFacts, LoadedVllm, UserOptions, VllmFacts
 from vllm_aiter_mla.compat.config import GraphSizes
 from vllm_aiter_mla.settings import Settings
 
@@ -31,7 +30,7 @@ class Worker:
 
     def __init__(self, arch: str, env: tuple[str, ...]) -> None:
         self._cache = tempfile.TemporaryDirectory()
-        variables = plan_ask.child_environment(model.environment(env, {}), self._cache.name)
+        variables = planner.child_environment(model.plan_variables(env, {}), self._cache.name)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.plan_child", arch], stderr=subprocess.DEVNULL,
             # vLLM sets its logging up for each config, and nobody reads it.
@@ -46,14 +45,14 @@ class Worker:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with source.folder() as folder:
-            variables = model.environment(env, {})
+            variables = model.plan_variables(env, {})
             request = {"folder": str(folder), "arguments": arguments, "variables": variables, "bug": bug}
             self._process.stdin.write(f"{json.dumps(request)}\n".encode())
             self._process.stdin.flush()
             found, decision = pickle.load(self._process.stdout)
         if isinstance(found, Exception):
             raise found
-        return plan_ask.with_source(found, source), decision
+        return planner.with_source(found, source), decision
 
     def close(self) -> None:
         self._process.kill()
@@ -77,12 +76,12 @@ def plan_of(
 @functools.cache
 def planned(name: str, *arguments: str, arch: str = ARCH, env: tuple[str, ...] = ENV, bug: str = "") -> dict[str, Any]:
     """The plan of the model ``name`` as the step ``plan`` has it in JSON."""
-    plan, decision = plan_of(arch, env, model.find(name), arguments, bug)
+    plan, decision = plan_of(arch, env, model.find_config(name), arguments, bug)
     return {**json.loads(files.to_json(plan)), "decision": decision}
 
 
 def ask(source: model.Source, asked: Any, arch: str, variables: Any, verbose: bool) -> tuple[Plan, ...]:
-    """Answer for ``ask.ask_for_plans`` of the step by the process of all tests, whatever the card and the variables."""
+    """Replace ``planner.make_plans`` by the process of all tests, whatever the card and the variables."""
     return tuple(plan_of(ARCH, ENV, source, tuple(arguments))[0] for arguments in asked)
 
 
@@ -91,12 +90,12 @@ def parsed(plan: dict[str, Any]) -> Plan:
     return files.record_from(Plan, Path("plan"), plan)
 
 
-VLLM = LoadedVllm("gfx942", True, "0.32.0", dict.fromkeys(offline.VARIABLES, True))
-"""What ``answer.load_vllm`` may return."""
+VLLM = LoadedVllm("gfx942", True, "0.32.0", dict.fromkeys(vllm_options.VARIABLES, True))
+"""What ``vllm_facts.load_vllm`` may return."""
 
 
-def made_up_answer(settings: Settings = Settings(), **changes: Any) -> Answer:  # noqa: B008  frozen
-    """An answer of vLLM's about 61 layers, where the gate declines; ``changes`` are fields of the engine's view."""
+def simulated_facts(settings: Settings = Settings(), **changes: Any) -> VllmFacts:  # noqa: B008  frozen
+    """Return facts about 61 layers where the gate declines; ``changes`` are fields of the engine's view."""
     view, facts = replace(ConfigView(), **changes), Model("DeepseekV3ForCausalLM", True, "bfloat16", 61, 4096, 61)
     options = Options(
         tp=8, pp=1, dp=1, max_num_seqs=256, max_num_batched_tokens=16384, block_size=16, num_drafts=0,
@@ -106,12 +105,12 @@ def made_up_answer(settings: Settings = Settings(), **changes: Any) -> Answer:  
     sizes = [1, 2, 256, 512]
     engine = EngineFacts(None, view, options, ((1, 4681), (4682, 16384)), GraphSizes(sizes[:-1], sizes))
     kind = rocm_config.LayerKind(LayerView(model_dtype="bfloat16"), "fp8", "Fp8LinearMethod", "", True, False)
-    return Answer(UserOptions(settings, None, None, []), facts, engine, [(kind, 61)])
+    return VllmFacts(UserOptions(settings, None, None, []), facts, engine, [(kind, 61)])
 
 
 def made_up(*env: str, **changes: Any) -> Plan:
-    """The plan of ``made_up_answer(**changes)`` under the variables ``env``."""
-    return build.record_of(made_up_answer(**changes), VLLM, model.environment(env, {}))
+    """The plan of ``simulated_facts(**changes)`` under the variables ``env``."""
+    return build.make_plan(simulated_facts(**changes), VLLM, model.plan_variables(env, {}))
 
 
 def codes(plan: dict[str, Any]) -> list[str]:

@@ -34,14 +34,14 @@ def main(bug: str = "") -> None:
     with mock.patch.object(typer, "Option", _with_a_short_option(typer.Option)) if bug else contextlib.nullcontext():
         run = entry_point().load()
     from vllm_aiter_mla.commands.check import steps
-    from vllm_aiter_mla.commands.plan import ask
+    from vllm_aiter_mla.commands.plan import planner
 
     def plans(source: Any, asked: Any, *_: Any) -> Any:
         reached.append(list(asked[0]))
         raise ValueError("asked")
 
     steps.STEPS = {"plan": steps.StepSpec(steps.plan_model, needs=())}  # the others do not read the command line
-    ask.ask_for_plans = plans
+    planner.make_plans = plans
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # a line may name a file to write
         for line in sys.stdin:
             reached: list[list[str]] = []

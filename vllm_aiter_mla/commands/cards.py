@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AMD's cards: their architectures, and the names under which they are sold."""
+"""AMD's cards: their architectures and product names."""
 
 from enum import StrEnum
 
 
 class Arch(StrEnum):
-    """The cards that a plan can be made for, each by its architecture or by the name under which it is sold."""
+    """The cards that a plan can be made for, each by its architecture or by its product name."""
 
     architecture: str
 
@@ -27,7 +27,7 @@ class Arch(StrEnum):
 ARCHITECTURES = tuple(dict.fromkeys(card.architecture for card in Arch))
 
 
-def sold_as(architecture: str) -> str:
-    """Return the names under which cards of an architecture are sold, as in "MI300X, MI325X"."""
+def product_names(architecture: str) -> str:
+    """Return the product names of an architecture's cards, such as "MI300X, MI325X"."""
     names = (card.value for card in Arch if card.architecture == architecture)
     return ", ".join(name.upper() for name in names if name != architecture)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of ``vllm serve`` by their names, read from vLLM's sources: a misspelt one ends a command at once.
+"""Check names of options of ``vllm serve`` against vLLM's sources, so that a misspelt one ends a command at once.
 
-vLLM's own parser has the last word. Importing it takes ten seconds.
+vLLM's own parser checks them again later. Its import takes ten seconds.
 """
 
 import re
@@ -12,14 +12,14 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-SOURCES = ("engine/arg_utils.py", "entrypoints/**/cli_args.py")
-OPPOSITES = (("--no-", "--"), ("--disable-", "--enable-"), ("--enable-", "--disable-"))
-"""Prefixes by which vLLM's parser makes the opposite of a switch; the last two from 0.33 on."""
-OFF = ("--no-", "--disable-")
-SIMILAR = 0.75
-"""Least likeness of two names, as difflib counts it. An option that is like no other is left to vLLM's parser."""
-DROP = "vLLM no longer has it, drop it"
-GONE = {
+SOURCE_PATTERNS = ("engine/arg_utils.py", "entrypoints/**/cli_args.py")
+OPPOSITE_PREFIXES = (("--no-", "--"), ("--disable-", "--enable-"), ("--enable-", "--disable-"))
+"""Prefixes of an option and of its opposite in vLLM's parser. The last two pairs exist from 0.33 on."""
+OFF_PREFIXES = ("--no-", "--disable-")
+MIN_SIMILARITY = 0.75
+"""The lowest ratio of difflib at which two names are similar. vLLM's parser reports all other unknown options."""
+DROP_HINT = "vLLM no longer has it, drop it"
+OLD_OPTIONS = {
     "--disable-log-requests": "vLLM no longer logs requests by default, drop it",
     "--enable-reasoning": "vLLM no longer has it, --reasoning-parser is enough",
     "--cuda-graph-sizes": "it is now --cudagraph-capture-sizes",
@@ -42,17 +42,17 @@ GONE = {
         ("--num-scheduler-steps", "--multi-step-stream-outputs", "--use-v2-block-manager", "--swap-space",
          "--preemption-mode", "--scheduler-delay-factor", "--num-lookahead-slots", "--disable-async-output-proc",
          "--worker-use-ray", "--engine-use-ray", "--max-num-partial-prefills", "--calculate-kv-scales",
-         "--disable-frontend-multiprocessing", "--quantization-param-path", "--enable-lora-bias"), DROP,
+         "--disable-frontend-multiprocessing", "--quantization-param-path", "--enable-lora-bias"), DROP_HINT,
     ),
 }  # fmt: skip
-"""Options of earlier releases, which scripts still have. A release that has one of them takes it."""
-GONE_FIELDS = {
+"""Options of earlier releases that scripts may still have. An installed release that has such an option accepts it."""
+OLD_FIELDS = {
     "full_cuda_graph": "cudagraph_mode", "use_cudagraph": "cudagraph_mode", "level": "mode", "use_inductor": "mode",
     "enable_fusion": "fuse_norm_quant", "enable_attn_fusion": "fuse_attn_quant", "enable_noop": "eliminate_noops",
     "enable_fi_allreduce_fusion": "fuse_allreduce_rms",
 }  # fmt: skip
-"""Fields of --compilation-config and its pass_config in earlier releases, by what replaces them."""
-GONE_VARIABLES = {
+"""Fields of --compilation-config and its pass_config in earlier releases, with their replacements."""
+OLD_VARIABLES = {
     "VLLM_ATTENTION_BACKEND": "it is now --attention-backend",
     "VLLM_ALL2ALL_BACKEND": "it is now --all2all-backend",
     "VLLM_MM_ENCODER_ATTN_BACKEND": "it is now --mm-encoder-attn-backend",
@@ -60,76 +60,93 @@ GONE_VARIABLES = {
     "VLLM_MORIIO_CONNECTOR_READ_MODE": "it is now read_mode in kv_connector_extra_config",
     **dict.fromkeys(("VLLM_USE_V1", "VLLM_USE_TRITON_FLASH_ATTN", "VLLM_ROCM_USE_AITER_PAGED_ATTN"), "drop it"),
 }  # fmt: skip
-"""Variables of earlier releases."""
-SIMILAR_VARIABLE = 0.85
-TURNED_BY_DISABLE = (0, 33)
-"""The release from which ``--disable-X`` is the opposite of ``--enable-X``."""
+"""Environment variables of earlier releases, with hints."""
+MIN_VARIABLE_SIMILARITY = 0.85
+MIN_RELEASE_OF_DISABLE = (0, 33)
+"""The first release in which ``--disable-X`` is the opposite of ``--enable-X``."""
 
 
-def check(words: Sequence[str], own: Iterable[str] = ()) -> None:
-    """Check the names of the options among the words after MODEL, up to "--"; ``own`` are the command's own options.
+def check_names(words: Sequence[str], command_options: Iterable[str] = ()) -> None:
+    """Check the names of the options in ``words``, which follow MODEL, up to "--". Without vLLM do nothing.
+
+    ``command_options`` are the options of the command itself.
 
     Raises:
-        ValueError: an option is neither vLLM's nor the command's, and is one of ``GONE`` or looks like one that there
-            is; names both. Nothing is said where vLLM is not installed.
+        ValueError: an option belongs neither to vLLM nor to the command, and is in ``OLD_OPTIONS`` or is similar to an
+            existing option. The message names both.
     """
     before_end = words[: words.index("--")] if "--" in words else words
     long_options = [word for word in before_end if word.startswith("--")]
-    if not long_options or not names():  # without vLLM each of its options would look like one of the command's own
+    # Without vLLM's names each of its options would look like a misspelt option of the command.
+    if not long_options or not vllm_option_names():
         return
-    known = {*names(), *own}
+    valid_names = {*vllm_option_names(), *command_options}
     for word in long_options:
         typed = word.partition("=")[0]
         option = typed.partition(".")[0].replace("_", "-")
-        if not re.match(r"--[a-z]", option) or any(name.startswith(option) for name in known):
+        if not re.match(r"--[a-z]", option) or any(name.startswith(option) for name in valid_names):
             continue
-        is_opposite = any(option.startswith(to) and of + option.removeprefix(to) in known for to, of in OPPOSITES)
-        if option in GONE and not (is_opposite and _release() >= TURNED_BY_DISABLE):
-            raise ValueError(f"{typed}: no such option: {GONE[option]}")
+        is_opposite = any(
+            option.startswith(opposite) and prefix + option.removeprefix(opposite) in valid_names
+            for opposite, prefix in OPPOSITE_PREFIXES
+        )
+        if option in OLD_OPTIONS and not (is_opposite and _vllm_release() >= MIN_RELEASE_OF_DISABLE):
+            raise ValueError(f"{typed}: no such option: {OLD_OPTIONS[option]}")
         if is_opposite:
             continue
-        if similar := get_close_matches(option, sorted(_of_the_same_kind(option, known)), 1, SIMILAR):
+        candidates = sorted(_options_of_same_polarity(option, valid_names))
+        if similar := get_close_matches(option, candidates, 1, MIN_SIMILARITY):
             raise ValueError(f"{typed}: no such option; did you mean {similar[0]}?")
 
 
-def _of_the_same_kind(option: str, known: Iterable[str]) -> set[str]:
-    """Return the options that switch something off if ``option`` does, and else the others."""
-    opposites = {to + name.removeprefix(of) for name in known for to, of in OPPOSITES if name.startswith(of)}
-    return {name for name in {*known, *opposites} - GONE.keys() if name.startswith(OFF) == option.startswith(OFF)}
+def _options_of_same_polarity(option: str, valid_names: Iterable[str]) -> set[str]:
+    """Return the options of the same polarity: those that switch something off, or those that do not."""
+    opposites = {
+        opposite + name.removeprefix(prefix)
+        for name in valid_names
+        for opposite, prefix in OPPOSITE_PREFIXES
+        if name.startswith(prefix)
+    }
+    return {
+        name
+        for name in {*valid_names, *opposites} - OLD_OPTIONS.keys()
+        if name.startswith(OFF_PREFIXES) == option.startswith(OFF_PREFIXES)
+    }
 
 
 @cache
-def names() -> frozenset[str]:
-    """Return the names of vLLM's options, and some more: each literal of its sources that begins with a dash, and
-    each field of a class. The set is empty where vLLM is not installed.
+def vllm_option_names() -> frozenset[str]:
+    """Return the names of vLLM's options, and a few other words. The set is empty if vLLM is not installed.
+
+    They are the literals in vLLM's sources that begin with a dash, and the fields of classes.
     """
-    root, names = _sources(), set[str]()
-    if root is None:
+    folder, names = _vllm_folder(), set[str]()
+    if folder is None:
         return frozenset()
-    for path in (path for pattern in SOURCES for path in root.glob(pattern)):
+    for path in (path for pattern in SOURCE_PATTERNS for path in folder.glob(pattern)):
         text = path.read_text(encoding="utf-8")
         names.update(re.findall(r"[\"'](--?[a-z][\w-]*)[\"']", text))
         names.update("--" + field.replace("_", "-") for field in re.findall(r"^    ([a-z]\w*):", text, re.MULTILINE))
     return frozenset(names)
 
 
-def _sources() -> Path | None:
-    """Return the folder of the installed vLLM, without importing it; None if it is not installed."""
+def _vllm_folder() -> Path | None:
+    """Return the folder of the installed vLLM without importing it, or None if it is not installed."""
     spec = find_spec("vllm")
     return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
 
 
-def _release() -> tuple[int, ...]:
-    """Return the first two numbers of the installed vLLM's release; a high one where they cannot be read."""
-    root, text = _sources(), ""
-    if root is not None:
-        with suppress(OSError):  # sources that nobody has built have no such file
-            text = (root / "_version.py").read_text(encoding="utf-8")
+def _vllm_release() -> tuple[int, ...]:
+    """Return the first two numbers of the installed vLLM's release. If they cannot be read, return a high one."""
+    folder, text = _vllm_folder(), ""
+    if folder is not None:
+        with suppress(OSError):  # only built sources have this file
+            text = (folder / "_version.py").read_text(encoding="utf-8")
     version = re.search(r"version = ['\"](\d+)\.(\d+)", text)
     return tuple(map(int, version.groups())) if version else (2**9,)
 
 
-def renamed_fields(message: str) -> str:
-    """Return an end for a message of pydantic's: what replaces the fields of an earlier release that it refuses."""
+def renamed_field_hints(message: str) -> str:
+    """Return the end of a message of pydantic that rejects fields of an earlier release: their replacements."""
     fields = re.findall(r"(\w+):? (?:Unexpected keyword argument|Extra inputs are not permitted)", message)
-    return "".join(f"; {field} is now {GONE_FIELDS[field]}" for field in fields if field in GONE_FIELDS)
+    return "".join(f"; {field} is now {OLD_FIELDS[field]}" for field in fields if field in OLD_FIELDS)

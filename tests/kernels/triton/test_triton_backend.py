@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from tests.support.bare_layer import bare_layer
 from tools import aot
-from vllm_aiter_mla.commands.plan.kernels import PlannedBackends
+from vllm_aiter_mla.commands.plan.kernels import PlanBackends
 from vllm_aiter_mla.kernels import absorb
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.device import card
@@ -76,7 +76,7 @@ def test_a_triton_that_cannot_be_imported_is_a_reason_with_its_error(monkeypatch
     named = {"triton": lambda *_: TritonBackend()}
     points, offers = backends.Backends(Settings(kernel="triton"), Platform("gfx942"), named).offers(shape, 512)
     assert offers["triton"].declines == dict.fromkeys(points, reason), "a start asks every back end"
-    _, planned = PlannedBackends("gfx942", Settings()).offers(shape, 512)
+    _, planned = PlanBackends("gfx942", Settings()).offers(shape, 512)
     assert not planned["triton"].declines, "plan looks at no Triton of this machine"
 
 

@@ -30,7 +30,7 @@ from vllm_aiter_mla.commands.check.options import (
     parameters,
 )
 from vllm_aiter_mla.commands.check.run import Run, exit_status
-from vllm_aiter_mla.commands.plan.model import deployments, environment, examples, find
+from vllm_aiter_mla.commands.plan.model import examples, find_config, plan_variables, split_deployments
 from vllm_aiter_mla.commands.report import renderer
 
 
@@ -158,10 +158,10 @@ def check(
             list_cases(outputs.Stdout(highlight=False))
             return
         check_options = CheckOptions(
-            source=None if model is None else find(model),
+            source=None if model is None else find_config(model),
             arguments=tuple(context.args),
             arch=arch.architecture if arch else None,
-            variables=environment(env or [], os.environ),
+            variables=plan_variables(env or [], os.environ),
             on_cpu=device is Device.cpu,
             strict=strict,
             verbose=verbose,
@@ -204,7 +204,7 @@ def _check_words(model: str | None, context: typer.Context, chosen: Sequence[str
             vLLM's options; an option is misspelt; or several deployments are asked for and more than their plans.
     """
     arguments, own = context.args, [name for option in context.command.params for name in option.opts]
-    serve_options.check([*([model] if model else []), *arguments], own)
+    serve_options.check_names([*([model] if model else []), *arguments], own)
     if model is None:
         if arguments:
             raise WrongOptionError(f"{arguments[0]}: an option of vLLM's needs MODEL, which comes first")
@@ -216,7 +216,7 @@ def _check_words(model: str | None, context: typer.Context, chosen: Sequence[str
         if option == "--model":
             other = value if equals else next(iter(arguments[index + 1 : index + 2]), "")
             raise WrongOptionError(f"--model {other} and MODEL {model}: give the model once, as MODEL")
-    sizes, _ = deployments(arguments)
+    sizes, _ = split_deployments(arguments)
     if len(sizes) > 1 and tuple(chosen) != ("plan",):
         raise WrongOptionError(f"-tp {','.join(sizes)}: several sizes work only with --only plan")
 

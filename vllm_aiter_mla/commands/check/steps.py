@@ -19,8 +19,8 @@ from vllm_aiter_mla.commands.check.engine.steps import (
 from vllm_aiter_mla.commands.check.kernels.step import verify_kernels
 from vllm_aiter_mla.commands.check.record import Status, Step
 from vllm_aiter_mla.commands.check.timing.step import time_kernels
-from vllm_aiter_mla.commands.plan import ask, model
-from vllm_aiter_mla.commands.plan.issues import why_no_shape
+from vllm_aiter_mla.commands.plan import model, planner
+from vllm_aiter_mla.commands.plan.issues import no_shape_reason
 from vllm_aiter_mla.commands.plan.record import NotKnownError, Plan
 
 NO_PLAN = "there is no plan"
@@ -33,12 +33,12 @@ def look_at_machine(context: Context) -> Step:
     The checks run in a process of their own: with vLLM loaded this one would take seconds to end at a signal.
     """
     env = context.options.environment(assumed=False)
-    checks = process.call(machine.examine, env, environment=env)
+    checks = process.call(machine.check_machine, env, environment=env)
     by_name = "machine" in context.options.only
     counts = Counter(check.status for check in checks)
     detail = ", ".join(f"{counts[name]} {name}" for name in ("ok", "warning", "problem", "unknown"))
     problems = tuple(f"{check.name}: {check.detail} -> {check.remedy}" for check in checks if check.status == "problem")
-    lines = tuple(machine.lines(checks)) if by_name else problems
+    lines = tuple(machine.check_lines(checks)) if by_name else problems
     unknown = by_name and counts["unknown"]
     return Step("failed" if problems else "unknown" if unknown else "passed", detail, lines, checks)
 
@@ -53,9 +53,9 @@ def plan_model(context: Context) -> Step:
     """
     options = context.options
     assert options.source is not None, "there is a model"
-    sizes, deployments = model.deployments(options.arguments)
+    sizes, deployments = model.split_deployments(options.arguments)
     try:
-        plans = ask.ask_for_plans(options.source, deployments, options.arch, options.variables, options.verbose)
+        plans = planner.make_plans(options.source, deployments, options.arch, options.variables, options.verbose)
     except ValueError as error:
         raise WrongOptionError(str(error)) from error
     except NotKnownError as error:
@@ -138,7 +138,7 @@ def chosen(only: Sequence[str], with_model: bool) -> tuple[str, ...]:
 
 def why_without_a_shape(plan: Plan | None) -> str | None:
     """Return why a step that needs a layer's shape cannot run, or None."""
-    return NO_PLAN if plan is None else why_no_shape(plan)
+    return NO_PLAN if plan is None else no_shape_reason(plan)
 
 
 def ran_what_a_card_can(ended: Sequence[Step]) -> bool:

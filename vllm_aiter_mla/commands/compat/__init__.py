@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only the commands ask of vLLM: its options and variables, layers without weights, an engine of their own."""
+"""vLLM for the commands: its options and variables, layers without weights, and an engine in this process."""

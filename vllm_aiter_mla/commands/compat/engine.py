@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine of vLLM in this process: random weights, requests as serving brings them, what a decode step launches."""
+"""One engine of vLLM in this process: random weights, requests as in serving, and the launches of a decode step."""
 
 import hashlib
 import time
@@ -11,32 +11,32 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_aiter_mla.commands.compat import offline
+from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.kernels.device import card
 
-RANDOM_FORMAT = "aiter_mla_random"
-"""A ``load_format`` of vLLM's; ``register_random_weights`` makes it known."""
+RANDOM_LOAD_FORMAT = "aiter_mla_random"
+"""A ``load_format`` that ``register_random_weights`` adds to vLLM."""
 
-DEPLOYMENT = frozenset({
+DEPLOYMENT_OPTIONS = frozenset({
     "nnodes", "node_rank", "master_addr", "master_port", "distributed_executor_backend", "ray_workers_use_nsight",
     "all2all_backend", "enable_dbo", "ubatch_size", "enable_eplb", "eplb_config", "enable_elastic_ep",
     "elastic_ep_max_dp_size", "enable_fault_tolerance", "fault_tolerance_config", "kv_transfer_config",
     "kv_events_config", "kv_offloading_size", "kv_offloading_backend", "ec_transfer_config", "ec_manager_config",
     "weight_transfer_config", "otlp_traces_endpoint", "collect_detailed_traces", "tokens_only", "worker_extension_cls",
 })  # fmt: skip
-"""Options that need other machines, other engines or a front end, and one that this engine sets itself. The options of
-data parallelism are left out too, by their prefix."""
-MOST_DECODED = 64
-"""Tokens that a request of ``decoding`` generates at most: each step takes one, or more with drafts."""
+"""Options that need other machines, other engines or a front end, and one that this module sets. The options of data
+parallelism are reset too, by their prefix."""
+MAX_DECODED_TOKENS = 64
+"""The most tokens that a request of ``decode_batch`` generates: one in each step, or more with drafts."""
 
 
 class Prompt(NamedTuple):
-    """What a user sends to an engine."""
+    """A request to an engine."""
 
     id: str
     tokens: list[int]
     new_tokens: int  # how many to generate
-    arrival: int  # the engine's step at which it arrives
+    arrival: int  # the engine's step at which the request arrives
 
 
 TokenLogprobs = tuple[int, dict[int, float]]
@@ -45,21 +45,21 @@ TokenLogprobs = tuple[int, dict[int, float]]
 
 @cache
 def register_random_weights() -> None:
-    """Let vLLM know ``RANDOM_FORMAT``: a model without a checkpoint, the same in every process."""
+    """Add ``RANDOM_LOAD_FORMAT`` to vLLM: weights without a checkpoint, the same in every process."""
     from vllm.model_executor.model_loader import DummyModelLoader, register_model_loader
 
-    @register_model_loader(RANDOM_FORMAT)
+    @register_model_loader(RANDOM_LOAD_FORMAT)
     class RandomWeights(DummyModelLoader):
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             for name, tensor in model.state_dict().items():
-                fill(name, tensor)
+                draw_weight(name, tensor)
 
 
-def fill(name: str, tensor: torch.Tensor) -> None:
-    """Draw one weight, the same in every process: a norm around 1, a matrix that keeps its input's size.
+def draw_weight(name: str, tensor: torch.Tensor) -> None:
+    """Draw one weight, the same in every process. A norm is around 1, and a matrix keeps the size of its input.
 
-    The output of ``lm_head`` is three times as wide, so that greedy tokens vary; queries and latents twice. The values
-    of vLLM's own "dummy" format are at most 1e-3: every comparison of tokens would pass.
+    The output of ``lm_head`` is three times as wide, so that greedy tokens vary. Queries and latents are twice as wide.
+    vLLM's own "dummy" format has values of at most 1e-3, with which every comparison of tokens would pass.
     """
     if not tensor.is_floating_point():
         return
@@ -67,45 +67,46 @@ def fill(name: str, tensor: torch.Tensor) -> None:
         tensor.fill_(2.0**-6)
         return
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
-    drawn = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+    values = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
     if tensor.dim() < 2:
-        drawn = 0.1 * drawn + (0.0 if "bias" in name else 1.0)
+        values = 0.1 * values + (0.0 if "bias" in name else 1.0)
     elif "embed" not in name:
         gain = 3.0 if "lm_head" in name else 2.0 if "self_attn" in name else 1.0
-        drawn *= gain / tensor.shape[-1] ** 0.5
-    tensor.copy_(drawn)
+        values *= gain / tensor.shape[-1] ** 0.5
+    tensor.copy_(values)
 
 
-def leave_out(parsed: Any) -> list[str]:
-    """Set back the options that one engine in this process cannot honour: of ``DEPLOYMENT``, a server, a tokenizer.
+def reset_unsupported_options(parsed: Any) -> list[str]:
+    """Reset the options that one engine in this process cannot honour, and return those that the user had set.
 
-    Returns:
-        The options that had another value, as typed.
+    These are ``DEPLOYMENT_OPTIONS``, and the options of a server and of a tokenizer. The names returned are as typed.
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    known = {field.name for field in fields(EngineArgs)} | {"model_tag"}
-    others = DEPLOYMENT | set(offline.TOKENIZER_OPTIONS)
-    return offline.reset(parsed, lambda name: name.startswith("data_parallel_") or name in others or name not in known)
+    engine_options = {field.name for field in fields(EngineArgs)} | {"model_tag"}
+    unsupported = DEPLOYMENT_OPTIONS | set(vllm_options.TOKENIZER_OPTIONS)
+    return vllm_options.reset_options(
+        parsed, lambda name: name.startswith("data_parallel_") or name in unsupported or name not in engine_options
+    )
 
 
-def with_layers(args: Any, layers: int) -> dict[str, Any]:
-    """Return the ``hf_overrides`` of ``EngineArgs``, with so many layers in the part of the config that has them."""
+def hf_overrides_for_layers(args: Any, layers: int) -> dict[str, Any]:
+    """Return ``hf_overrides`` of ``EngineArgs`` that set the number of layers, in the text part of the config."""
     from vllm.transformers_utils.config import get_config, get_hf_text_config
 
     config = get_config(
         args.hf_config_path or args.model, args.trust_remote_code, args.revision, args.code_revision, args.config_format
     )
-    text, overrides = get_hf_text_config(config), dict(args.hf_overrides or {})
-    count = {text.attribute_map.get("num_hidden_layers", "num_hidden_layers"): layers}
-    part = next((name for name, value in vars(config).items() if value is text), None)
-    return overrides | (count if part is None else {part: overrides.get(part, {}) | count})
+    text_config, overrides = get_hf_text_config(config), dict(args.hf_overrides or {})
+    layer_count = {text_config.attribute_map.get("num_hidden_layers", "num_hidden_layers"): layers}
+    part = next((name for name, value in vars(config).items() if value is text_config), None)
+    return overrides | (layer_count if part is None else {part: overrides.get(part, {}) | layer_count})
 
 
-def start(parsed: Any, random_layers: int | None) -> Any:
-    """Start vLLM's ``LLMEngine`` from parsed options of ``vllm serve``, with the defaults that a server has.
+def start_engine(parsed: Any, random_layers: int | None) -> Any:
+    """Start vLLM's ``LLMEngine`` from parsed options of ``vllm serve``, with a server's defaults.
 
-    It draws the weights of ``random_layers`` layers; None loads the checkpoint.
+    The model has ``random_layers`` layers with random weights. If that is None, the checkpoint is loaded.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -116,16 +117,16 @@ def start(parsed: Any, random_layers: int | None) -> Any:
     args.worker_extension_cls = f"{KernelCounter.__module__}.{KernelCounter.__qualname__}"
     if random_layers is not None:
         register_random_weights()
-        args.load_format, args.hf_overrides = RANDOM_FORMAT, with_layers(args, random_layers)
+        args.load_format, args.hf_overrides = RANDOM_LOAD_FORMAT, hf_overrides_for_layers(args, random_layers)
     return LLMEngine.from_engine_args(args, usage_context=UsageContext.OPENAI_API_SERVER)
 
 
 def generate(engine: Any, prompts: Sequence[Prompt]) -> list[list[TokenLogprobs]]:
-    """Drive the engine through prompts, greedily; return tokens and top-5 log-probabilities of each."""
+    """Run the engine on prompts, with greedy sampling. Return the tokens of each, with top-5 log-probabilities."""
     from vllm import SamplingParams
 
     waiting = sorted(prompts, key=lambda prompt: prompt.arrival)
-    done: dict[str, list[TokenLogprobs]] = {}
+    completions: dict[str, list[TokenLogprobs]] = {}
     step = 0
     while waiting or engine.has_unfinished_requests():
         while waiting and (waiting[0].arrival <= step or not engine.has_unfinished_requests()):
@@ -137,29 +138,29 @@ def generate(engine: Any, prompts: Sequence[Prompt]) -> list[list[TokenLogprobs]
         for output in engine.step():
             if output.finished:
                 completion = output.outputs[0]
-                probs = [{id_: entry.logprob for id_, entry in of.items()} for of in completion.logprobs]
-                done[output.request_id] = list(zip(completion.token_ids, probs, strict=True))
+                probs = [{id_: entry.logprob for id_, entry in token.items()} for token in completion.logprobs]
+                completions[output.request_id] = list(zip(completion.token_ids, probs, strict=True))
         step += 1
-    return [done[prompt.id] for prompt in prompts]
+    return [completions[prompt.id] for prompt in prompts]
 
 
 def prompt_logprobs(engine: Any, texts: Sequence[list[int]]) -> list[list[float]]:
-    """Return the log-probability of each token of a text but the first, as prefill computes it."""
+    """Return the log-probability in prefill of each token of a text except the first."""
     return [
         [probs[token].logprob for token, probs in zip(text[1:], output.prompt_logprobs[1:], strict=True)]
         for text, output in zip(texts, _prefill(engine, texts, prompt_logprobs=0), strict=True)
     ]
 
 
-def seconds_of_prefill(engine: Any, texts: Sequence[list[int]]) -> float:
-    """Return the seconds until each of the texts, which arrive together, has its first token."""
+def prefill_seconds(engine: Any, texts: Sequence[list[int]]) -> float:
+    """Return the seconds until each of these texts has its first token. They arrive together."""
     begin = time.perf_counter()
     _prefill(engine, texts)
     return time.perf_counter() - begin
 
 
 def _prefill(engine: Any, texts: Sequence[list[int]], **sampling: Any) -> list[Any]:
-    """Return vLLM's output for each text and one more token. Requests that run before go on meanwhile."""
+    """Return vLLM's output for each text, with one new token. Requests that already run continue."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, **sampling)
@@ -174,45 +175,45 @@ def _prefill(engine: Any, texts: Sequence[list[int]], **sampling: Any) -> list[A
 
 
 @contextmanager
-def decoding(engine: Any, prompts: Sequence[Prompt]) -> Iterator[None]:
-    """Let these prompts decode during a block, for at most ``MOST_DECODED`` tokens each; then end them.
+def decode_batch(engine: Any, prompts: Sequence[Prompt]) -> Iterator[None]:
+    """Let these prompts decode during a block, for at most ``MAX_DECODED_TOKENS`` tokens each, and end them after it.
 
-    The block begins once every request that runs at the same time has its first token: no step in it has a prefill row.
-    If a request ends before that, the budget of tokens is too small for such a step, and the block begins at once.
+    The block starts when every request of the batch has its first token, so that no step in it has a prefill row. If
+    a request ends before that, the token budget is too small for such a step, and the block starts at once.
     """
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=MOST_DECODED, ignore_eos=True, detokenize=False)
-    names = [f"decoding-{prompt.id}" for prompt in prompts]
-    for name, prompt in zip(names, prompts, strict=True):
-        engine.add_request(name, {"prompt_token_ids": prompt.tokens}, params)
-    at_once = min(len(names), engine.vllm_config.scheduler_config.max_num_seqs)
-    begun, ended = set[str](), False
-    while len(begun) < at_once and not ended:  # a small budget spreads the prompts over many steps
+    params = SamplingParams(temperature=0, max_tokens=MAX_DECODED_TOKENS, ignore_eos=True, detokenize=False)
+    request_ids = [f"decoding-{prompt.id}" for prompt in prompts]
+    for request_id, prompt in zip(request_ids, prompts, strict=True):
+        engine.add_request(request_id, {"prompt_token_ids": prompt.tokens}, params)
+    max_running = min(len(request_ids), engine.vllm_config.scheduler_config.max_num_seqs)
+    started_ids, has_ended = set[str](), False
+    while len(started_ids) < max_running and not has_ended:  # a small token budget spreads prompts over many steps
         for output in engine.step():
-            begun.add(output.request_id)
-            ended |= output.finished
+            started_ids.add(output.request_id)
+            has_ended |= output.finished
     yield
-    engine.abort_request(names)
+    engine.abort_request(request_ids)
     while engine.has_unfinished_requests():
         engine.step()
 
 
 class KernelCounter:
-    """What vLLM adds to its workers (``worker_extension_cls``), so that kernels are counted where they are launched."""
+    """An extension of vLLM's workers (``worker_extension_cls``) that counts kernels where they are launched."""
 
     def start_counting(self) -> None:
-        """Start to count."""
+        """Start counting."""
         self._stop = card().count_kernels()
 
     def stop_counting(self) -> int:
-        """Return how many kernels ran on this worker's GPU; 0 on a CPU."""
+        """Stop counting, and return the number of kernels on this worker's GPU. On a CPU it is 0."""
         return self._stop()
 
 
-def launches_of_a_step(engine: Any, prompts: Sequence[Prompt]) -> int:
-    """Return how many kernels one decode step of these prompts launches on the first rank; 0 on a CPU."""
-    with decoding(engine, prompts):
+def count_decode_launches(engine: Any, prompts: Sequence[Prompt]) -> int:
+    """Run one decode step of these prompts. Return the number of kernels on the first rank, which is 0 on a CPU."""
+    with decode_batch(engine, prompts):
         engine.collective_rpc("start_counting")
         engine.step()
         counts = engine.collective_rpc("stop_counting")

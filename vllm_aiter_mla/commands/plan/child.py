@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that makes the plans of one model for several deployments: it imports vLLM once.
+"""Make the plans of one model for several deployments, in a process that imports vLLM once.
 
-vLLM keeps much of a config, so each plan of several is made in a fork of its own.
+vLLM caches parts of a config, so several plans are each made in a fork.
 """
 
 import gc
@@ -15,77 +15,80 @@ from typing import TypeVar
 
 from vllm_aiter_mla.admission import LayerView
 from vllm_aiter_mla.commands.compat import rocm_config
-from vllm_aiter_mla.commands.plan import answer, build, kernels
+from vllm_aiter_mla.commands.plan import build, kernels, vllm_facts
 from vllm_aiter_mla.commands.plan.model import Variables
-from vllm_aiter_mla.commands.plan.record import PASSED_ON, Plan
+from vllm_aiter_mla.commands.plan.record import FORWARDED_ERRORS, Plan
 from vllm_aiter_mla.settings import Settings
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
-def plan_each(folder: Path, deployments: Sequence[Sequence[str]], arch: str | None, variables: Variables) -> list[Plan]:
+def make_plans(
+    folder: Path, deployments: Sequence[Sequence[str]], arch: str | None, variables: Variables
+) -> list[Plan]:
     """Return a plan for the options of each deployment.
 
     Raises:
-        NotKnownError, ValueError: as ``ask.ask_for_plans`` raises it.
-        RuntimeError: likewise; no other error is raised, so that the caller's process can raise each.
+        NotKnownError, ValueError: as ``planner.make_plans`` raises it.
+        RuntimeError: vLLM raised something else. The caller's process can raise all of these errors.
     """
     try:
-        vllm = answer.load_vllm(arch)
+        vllm = vllm_facts.load_vllm(arch)
 
-        def plan(arguments: Sequence[str]) -> Plan:
-            return build.record_of(answer.ask_vllm(folder, arguments), vllm, variables)
+        def plan_deployment(arguments: Sequence[str]) -> Plan:
+            return build.make_plan(vllm_facts.collect_facts(folder, arguments), vllm, variables)
 
         if len(deployments) == 1:
-            return [plan(deployments[0])]
-        with suppress(Exception):  # it only saves time
-            warm()
-        return [call_in_fork(partial(plan, arguments)) for arguments in deployments]
+            return [plan_deployment(deployments[0])]
+        with suppress(Exception):  # a plan works without it, only slower
+            preload()
+        return [call_in_fork(partial(plan_deployment, arguments)) for arguments in deployments]
     except Exception as error:
         raise picklable_error(error) from error
 
 
 def picklable_error(error: BaseException) -> Exception:
-    """Return an error that stands for another one and that another process can raise."""
-    if isinstance(error, PASSED_ON) and type(error) in PASSED_ON:  # a class that is derived from one may not be there
+    """Return an error with the same message that another process can raise."""
+    # The other process may lack a derived class, so only these classes themselves are sent.
+    if isinstance(error, FORWARDED_ERRORS) and type(error) in FORWARDED_ERRORS:
         return error
     return ValueError(str(error)) if isinstance(error, ValueError) else RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def warm() -> None:
-    """Import what most plans need, so that no fork does."""
-    rocm_config.import_what_plans_need()
-    kernels.planned("gfx950", Settings(), LayerView(model_dtype="bfloat16"), "plain", 16, 1024)
-    gc.freeze()  # a fork then neither copies nor looks through what is imported
+def preload() -> None:
+    """Import what most plans need, so that no fork imports it."""
+    rocm_config.preload_vllm()
+    kernels.decide_kernels("gfx950", Settings(), LayerView(model_dtype="bfloat16"), "plain", 16, 1024)
+    gc.freeze()  # forks then neither copy nor scan the imported modules
 
 
-def call_in_fork(make: Callable[[], Made]) -> Made:
-    """Return what ``make`` returns in a fork of this process, or raise its error.
+def call_in_fork(function: Callable[[], Result]) -> Result:
+    """Call ``function`` in a fork of this process. Return its result, or raise its error.
 
     Raises:
-        RuntimeError: the fork ended without either.
+        RuntimeError: the fork ended without a result or an error.
     """
-    reads, writes = os.pipe()
-    if (child := os.fork()) == 0:
-        with suppress(BaseException), os.fdopen(writes, "wb") as out:
-            pickle.dump(_returned_or_raised(make), out)
+    read_end, write_end = os.pipe()
+    if (child_pid := os.fork()) == 0:
+        with suppress(BaseException), os.fdopen(write_end, "wb") as out:
+            pickle.dump(_result_or_error(function), out)
         os._exit(0)
-    os.close(writes)
-    with os.fdopen(reads, "rb") as read:
-        pickled = read.read()
-    os.waitpid(child, 0)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as pipe:
+        payload = pipe.read()
+    os.waitpid(child_pid, 0)
     try:
-        returned, error = pickle.loads(pickled)
+        result, error = pickle.loads(payload)
     except (EOFError, pickle.UnpicklingError):
-        raise RuntimeError("vLLM ended without an answer; --verbose shows its log") from None
+        raise RuntimeError("vLLM ended without a plan; --verbose shows its log") from None
     if error is not None:
         raise error
-    return returned
+    return result
 
 
-def _returned_or_raised(make: Callable[[], Made]) -> tuple[Made | None, Exception | None]:
-    """Return what ``make`` returns and None, or None and its error."""
+def _result_or_error(function: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    """Return the result of ``function`` and None, or None and its error."""
     try:
-        return make(), None
+        return function(), None
     except Exception as error:
         return None, picklable_error(error)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known faults of what runs beside the plugin: AITER's kernels and collectives, vLLM's graphs, sleep and connectors.
-``check`` says which ones concern a shape.
+"""Known issues of other code in the server: AITER's kernels and collectives, vLLM's graphs, sleep mode and connectors.
+
+A plan lists those that concern its shape and its versions.
 """
 
 import json
@@ -19,15 +20,15 @@ KNOWN_ISSUES = Path(__file__).parent / "known_issues.json"
 
 def with_known_issues(plan: Plan) -> Plan:
     """Return the plan with the known issues that concern it."""
-    known = json.loads(KNOWN_ISSUES.read_text(encoding="utf-8")) if why_no_shape(plan) is None else ()
-    concerned = (issue for issue in known if applies(issue, plan))
+    entries = json.loads(KNOWN_ISSUES.read_text(encoding="utf-8")) if no_shape_reason(plan) is None else ()
+    matching = (issue for issue in entries if applies(issue, plan))
     return replace(plan, known_issues=tuple(
-        KnownIssue(**{name: issue[name] for name in ("id", "effect", "state", "remedy", "link")}) for issue in concerned
+        KnownIssue(**{name: issue[name] for name in ("id", "effect", "state", "remedy", "link")}) for issue in matching
     ))  # fmt: skip
 
 
-def why_no_shape(plan: Plan) -> str | None:
-    """Return why no layer's shape was planned, or None if one was: without it known issues cannot be looked up."""
+def no_shape_reason(plan: Plan) -> str | None:
+    """Return why the plan has no layer shape, or None if it has one. Known issues are looked up by shape."""
     if plan.model.kinds:
         return None if plan.absorb_weight else "the format of the absorb weights is not known"
     is_without_mla = not plan.layers.mla and plan.outcome != "unknown"
@@ -35,21 +36,21 @@ def why_no_shape(plan: Plan) -> str | None:
 
 
 def applies(issue: Mapping[str, Any], plan: Plan) -> bool:
-    """Return whether a known issue is of the shape that was planned; what is not known counts as concerned.
+    """Return whether a known issue concerns a plan. A condition on an unknown fact counts as met.
 
-    So does an AITER that is not installed here, or does not tell its release.
+    AITER's release is unknown if AITER is not installed here, or if its release cannot be read.
     """
     options = plan.options
     numbers = {"heads": plan.heads_per_rank, "rows": 1 + (options.num_drafts or 0), "tp": options.tp}
     if any(not issue[name][0] <= value <= issue[name][1] for name, value in numbers.items() if name in issue):
         return False
     releases = {"vllm": plan.vllm, "aiter": files.stamp("plan").aiter}
-    if any(not _within(issue[name], release) for name, release in releases.items() if name in issue):
+    if any(not _is_within(issue[name], release) for name, release in releases.items() if name in issue):
         return False
-    return all(FIELDS[name](issue[name], plan) for name in issue if name in FIELDS)
+    return all(CONDITIONS[name](issue[name], plan) for name in issue if name in CONDITIONS)
 
 
-FIELDS: dict[str, Callable[[Any, Plan], bool]] = {
+CONDITIONS: dict[str, Callable[[Any, Plan], bool]] = {
     "arch": lambda cards, plan: plan.arch in cards,
     "cache": lambda cache, plan: cache in ("any", "fp8" if plan.has_fp8_cache else "16 bits"),
     "switch": lambda name, plan: plan.environment[name][0].lower() in ("1", "true"),
@@ -60,31 +61,32 @@ FIELDS: dict[str, Callable[[Any, Plan], bool]] = {
     "dtype": lambda dtype, plan: plan.options.dtype == dtype,
     "backend": lambda names, plan: plan.options.attention in ("", *names),
     "connector": lambda name, plan: name in plan.options.connectors,
-    "layerwise": lambda wanted, plan: plan.options.layerwise is wanted,
+    "layerwise": lambda expected, plan: plan.options.layerwise is expected,
     "sleep": lambda _, plan: plan.options.sleep,
 }
-"""What an entry may say besides its bounds. "nope": a width that is no power of two. "graphs": no full graphs.
-"backend": vLLM's attention back ends that call the kernel. "layerwise": whether a connector takes them."""
+"""Conditions of an issue besides its bounds, by key. "nope": a width that is not a power of two. "graphs": no full
+graphs. "backend": vLLM's attention back ends that call the kernel. "layerwise": whether a connector prevents full
+graphs."""
 
 
-def _within(bounds: tuple[str | None, str | None], release: str | None) -> bool:
-    """Return whether a release lies from the first bound to before the second; an unknown one does.
+def _is_within(bounds: tuple[str | None, str | None], release: str | None) -> bool:
+    """Return whether a release is at or after the first bound, and before the second. An unknown release is.
 
     A build before a release has that release's faults, and perhaps not yet its fixes.
     """
-    version = _version(release)
+    version = _release_version(release)
     if version is None:
         return True
-    first, before = map(_version, bounds)
+    start, end = map(_release_version, bounds)
     latest = version
     if version.is_prerelease:
         post = "" if version.post is None else f".post{version.post}"
         latest = max(version, Version(f"{version.base_version}{post}"))
-    return (first is None or first <= latest) and (before is None or version < before)
+    return (start is None or start <= latest) and (end is None or version < end)
 
 
-def _version(release: str | None) -> Version | None:
-    """Return a release without its local part, None if it is not known, as of a build from a shallow checkout."""
+def _release_version(release: str | None) -> Version | None:
+    """Return a release without its local part, or None. A build from a shallow checkout has no release, for example."""
     try:
         version = Version((release or "").partition("+")[0])
     except InvalidVersion:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find a model's config, and read what the command line says about its deployment."""
+"""Find a model's config, and read its deployments and variables from the command line."""
 
 import json
 import tempfile
@@ -10,24 +10,24 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla.commands.compat.offline import USE_AITER, VARIABLES
+from vllm_aiter_mla.commands.compat.vllm_options import USE_AITER, VARIABLES
 
 EXAMPLES = Path(__file__).parent / "models"
-CONFIGS = ("config.json", "params.json")
-"""Names of a model's config: the second is Mistral's."""
+CONFIG_NAMES = ("config.json", "params.json")
+"""File names of a model's config. The second is Mistral's."""
 Variables = Mapping[str, tuple[str, str]]
 """Value and origin ("--env", "environment" or "default") of each environment variable that is set for the plan."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A config that was found."""
+    """A model's config and its origin."""
 
     name: str  # as the user gave it
     source: str  # where the config is, in words
     config: Path | dict[str, Any]  # the config's file, or a bundled example's config
-    basis: str = ""  # for a bundled example, what its fields rest on; else empty
-    assumed: tuple[str, ...] = ()  # for a bundled example, what is assumed in it
+    basis: str = ""  # where the fields of a bundled example come from; else empty
+    assumed: tuple[str, ...] = ()  # assumptions of a bundled example
 
     def _read(self) -> dict[str, Any]:
         if not isinstance(self.config, Path):
@@ -42,13 +42,13 @@ class Source:
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """Give a folder with the config as ``config.json`` or Mistral's ``params.json``, and the files around it.
+        """Yield a folder with ``config.json`` or Mistral's ``params.json``, and the files next to it.
 
         Raises:
             ValueError: the file is not a JSON object.
         """
         config = self._read()
-        if isinstance(self.config, Path) and self.config.name in CONFIGS:
+        if isinstance(self.config, Path) and self.config.name in CONFIG_NAMES:
             yield self.config.parent
             return
         with tempfile.TemporaryDirectory() as folder:
@@ -57,66 +57,68 @@ class Source:
 
 
 def examples() -> dict[str, dict[str, Any]]:
-    """Return the bundled examples by name, each with ``example`` (what it rests on) and ``config``.
+    """Return the bundled examples by name. Each has ``config`` and ``example``, which describes where it comes from.
 
-    A config, or a part of one, that names a ``base`` takes its other fields from the example of that name.
+    If a config, or a part of one, names a ``base``, its other fields come from the example of that name.
     """
     entries = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(EXAMPLES.glob("*.json"))}
 
-    def whole(part: Any) -> Any:
+    def expand(part: Any) -> Any:
         if not isinstance(part, dict):
             return part
-        own = {name: whole(value) for name, value in part.items() if name != "base"}
-        return {**whole(entries[part["base"]]["config"]), **own} if "base" in part else own
+        fields = {name: expand(value) for name, value in part.items() if name != "base"}
+        return {**expand(entries[part["base"]]["config"]), **fields} if "base" in part else fields
 
-    return {name: entry | {"config": whole(entry["config"])} for name, entry in entries.items()}
+    return {name: entry | {"config": expand(entry["config"])} for name, entry in entries.items()}
 
 
-def find(name: str) -> Source:
+def find_config(name: str) -> Source:
     """Return the config of ``name``: a folder or file, a bundled example, or a hub name in the local cache.
 
+    Nothing is downloaded.
+
     Raises:
-        LookupError: it is none of these; nothing is downloaded.
+        LookupError: ``name`` is none of these.
     """
-    local = _local_file(name)
-    if local is not None:
-        return Source(name, f"file {local}", local)
+    local_file = _local_file(name)
+    if local_file is not None:
+        return Source(name, f"file {local_file}", local_file)
     bundled = examples()
     if name.lower() in bundled:
         return _from_example(name, bundled[name.lower()])
     try:
         return Source(name, "local Hugging Face cache", cached_config(name))
     except LookupError as error:
-        why_not_cached = str(error)
+        cache_reason = str(error)
     for entry in bundled.values():
         if entry["example"]["hub_name"].lower() == name.lower():
             return _from_example(name, entry)
-    tail = name.rpartition("/")[2].lower()
-    # A release in between has the sizes of the one that its name begins with: DeepSeek-V3.1 those of deepseek-v3.
-    begins = sorted((known for known in bundled if tail.startswith(known)), key=len)
-    similar = begins[-1:] or get_close_matches(tail, bundled, 1)
-    meant = f"Did you mean {similar[0]}?" if similar else f"Or one of: {', '.join(bundled)}"
+    base_name = name.rpartition("/")[2].lower()
+    # A minor release has the sizes of the release that its name begins with: DeepSeek-V3.1 those of deepseek-v3.
+    prefixes = sorted((example for example in bundled if base_name.startswith(example)), key=len)
+    similar = prefixes[-1:] or get_close_matches(base_name, bundled, 1)
+    hint = f"Did you mean {similar[0]}?" if similar else f"Or one of: {', '.join(bundled)}"
     raise LookupError(
-        f"{name}: no such folder or file, no bundled example of that name, and {why_not_cached}; "
-        f"nothing is downloaded. Give the path of a config.json. {meant}"
+        f"{name}: no such folder or file, no bundled example of that name, and {cache_reason}; "
+        f"nothing is downloaded. Give the path of a config.json. {hint}"
     )
 
 
 def _from_example(name: str, entry: dict[str, Any]) -> Source:
-    about = entry["example"]
-    return Source(name, "bundled example", entry["config"], about["basis"], tuple(about["assumed"]))
+    example = entry["example"]
+    return Source(name, "bundled example", entry["config"], example["basis"], tuple(example["assumed"]))
 
 
 def _local_file(name: str) -> Path | None:
     try:
         path = Path(name).expanduser()
-        candidates = (*(path / config for config in CONFIGS), path)
+        candidates = (*(path / config for config in CONFIG_NAMES), path)
         file = next((candidate for candidate in candidates if candidate.is_file()), None)
         is_folder = path.is_dir()
     except (OSError, RuntimeError):  # too long for a path, or ~ of an unknown user
         return None
     if file is None and is_folder:
-        raise LookupError(f"{name} is a folder without a {' or a '.join(CONFIGS)}")
+        raise LookupError(f"{name} is a folder without a {' or a '.join(CONFIG_NAMES)}")
     return file
 
 
@@ -124,7 +126,7 @@ def cached_config(name: str, revision: str | None = None) -> Path:
     """Return the config of a hub name in the local Hugging Face cache.
 
     Raises:
-        LookupError: the cache has none, or could not be searched; the message says which.
+        LookupError: the cache has none, or cannot be searched. The message says which.
     """
     try:
         from huggingface_hub import try_to_load_from_cache
@@ -132,7 +134,7 @@ def cached_config(name: str, revision: str | None = None) -> Path:
         problem = f"the local Hugging Face cache was not searched ({type(error).__name__}: {error})"
         raise LookupError(problem) from error
     try:
-        cached = [try_to_load_from_cache(name, config, revision=revision) for config in CONFIGS]
+        cached = [try_to_load_from_cache(name, config, revision=revision) for config in CONFIG_NAMES]
         file = next((path for path in cached if isinstance(path, str)), None)
     except Exception:  # the name is not a repository name
         file = None
@@ -141,11 +143,11 @@ def cached_config(name: str, revision: str | None = None) -> Path:
     return Path(file)
 
 
-def environment(entries: Sequence[str], environ: Mapping[str, str]) -> Variables:
-    """Return the variables of the plan, from the ``entries`` of --env and this process's environment.
+def plan_variables(entries: Sequence[str], environ: Mapping[str, str]) -> Variables:
+    """Return the variables of a plan, from the ``entries`` of --env and from the environment.
 
-    VLLM_ROCM_USE_AITER is 1 where it is unset: nothing can engage without it. A variable of --env that no plan depends
-    on is passed on to vLLM too.
+    If VLLM_ROCM_USE_AITER is unset, it is 1, because no layer engages without it. --env may name any variable: vLLM
+    gets it, even if no plan depends on it.
 
     Raises:
         ValueError: an entry has no name or no ``=``.
@@ -161,22 +163,22 @@ def environment(entries: Sequence[str], environ: Mapping[str, str]) -> Variables
     return variables
 
 
-TP = ("-tp", "--tensor-parallel-size")
+TP_OPTIONS = ("-tp", "--tensor-parallel-size")
 
 
-def deployments(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Return the sizes of tensor parallelism that are asked for, and the options of ``vllm serve`` for each.
+def split_deployments(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Return the sizes of tensor parallelism in ``-tp``, and the options of ``vllm serve`` for each.
 
-    ``-tp 1,2,4,8`` asks for four; vLLM's own options ask for one, whose size is given as it is.
+    ``-tp 1,2,4,8`` has four. Without a list there is one deployment, with the options as given and "" as its size.
     """
-    for index, word in reversed([*enumerate(arguments)]):  # of an option that is given twice vLLM takes the last
+    for index, word in reversed([*enumerate(arguments)]):  # if an option is given twice, vLLM uses the last
         option, equals, value = word.partition("=")
-        if option.replace("_", "-") not in TP:
+        if option.replace("_", "-") not in TP_OPTIONS:
             continue
-        rest = 1 if equals else 2
+        word_count = 1 if equals else 2
         value = value if equals else next(iter(arguments[index + 1 : index + 2]), "")
         sizes = [size.strip() for size in value.split(",")]
-        if len(sizes) > 1 and all(map(str.isdecimal, sizes)):  # otherwise vLLM says what is wrong
-            return sizes, [(*arguments[:index], option, size, *arguments[index + rest :]) for size in sizes]
+        if len(sizes) > 1 and all(map(str.isdecimal, sizes)):  # vLLM reports an error in other values
+            return sizes, [(*arguments[:index], option, size, *arguments[index + word_count :]) for size in sizes]
         break
     return [""], [tuple(arguments)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a plan, which the step ``plan`` has in JSON.
+"""The record of a plan, which the step ``plan`` writes to JSON.
 
-Imports no torch. ``schemas.json`` says what the fields mean.
+This module imports no torch. ``schemas.json`` describes the fields.
 """
 
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from vllm_aiter_mla.settings import Settings
 
 
 class NotKnownError(RuntimeError):
-    """There is no plan, because vLLM could not be asked on this machine: no option is wrong."""
+    """There is no plan, because vLLM fails on this machine. No option is wrong."""
 
 
-PASSED_ON = (NotKnownError, ValueError, RuntimeError)
-"""Errors that reach the caller of the process that plans as they are."""
+FORWARDED_ERRORS = (NotKnownError, ValueError, RuntimeError)
+"""Errors that the child process sends to its parent unchanged."""
 
 
 def is_fp8_cache(kv_cache_dtype: str) -> bool:
-    """Return whether a KV cache of this type holds fp8; the type is in vLLM's words, as in "fp8_e4m3"."""
+    """Return whether a KV cache of this type holds fp8. The type has vLLM's name, such as "fp8_e4m3"."""
     return kv_cache_dtype.startswith("fp8")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Layers of one kind, with their heads over all ranks."""
+    """Layers of one kind, with the heads of all ranks."""
 
     count: int
     heads: int
@@ -44,7 +44,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Model:
-    """What was planned for; the last four fields say where its config comes from, as ``model.Source`` does."""
+    """The model of a plan. The last four fields are the origin of its config, as in ``model.Source``."""
 
     architecture: str
     is_mla: bool
@@ -62,7 +62,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Options:
-    """What the options became."""
+    """The options of a plan, from vLLM's finished config."""
 
     tp: int
     pp: int
@@ -80,7 +80,7 @@ class Options:
     settings: Settings
     attention: str = ""  # vLLM's back end
     connectors: tuple[str, ...] = ()  # of KV transfer, by name
-    layerwise: bool = False  # a connector takes the full graphs
+    layerwise: bool = False  # a connector prevents full graphs
     sleep: bool = False  # --enable-sleep-mode
 
 
@@ -95,7 +95,7 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Captures:
-    """Captured sizes in tokens, up to the decode limit and above it; ``full``: those inside of full graphs."""
+    """Captured sizes in tokens, inside and outside the decode limit. ``full``: those inside that have full graphs."""
 
     inside: tuple[int, ...]
     outside: tuple[int, ...]
@@ -114,16 +114,16 @@ class Layers:
 
 
 @dataclass(frozen=True)
-class PlannedSpan(Span):
+class PlanSpan(Span):
     """Token counts at which one variant of a kernel would run."""
 
     detail: str  # the variant, in words
-    passed_over: tuple[RejectedKernel, ...]  # kernels that come before it in the static order
+    passed_over: tuple[RejectedKernel, ...]  # kernels that precede this one in the static order
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one path costs: of a layer, and of a step."""
+    """Launches and bytes of one path, in one layer and in a step."""
 
     launches: tuple[Launch, ...]
     launches_per_step: int
@@ -142,7 +142,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class KnownIssue:
-    """A known fault of what runs beside the plugin, for this shape and these versions."""
+    """A known issue of other code in the server that concerns a plan."""
 
     id: str
     effect: str
@@ -153,7 +153,7 @@ class KnownIssue:
 
 @dataclass(frozen=True)
 class Plan:
-    """What would engage."""
+    """A plan: which layers would engage, with which kernels, or why not."""
 
     plugin: str
     vllm: str
@@ -172,14 +172,14 @@ class Plan:
     outcome: str
     layers: Layers
     reasons: tuple[Skip, ...]
-    kernels: tuple[PlannedSpan, ...] | None
+    kernels: tuple[PlanSpan, ...] | None
     figures: Figures | None
     assumptions: tuple[str, ...]
-    known_issues: tuple[KnownIssue, ...] = ()  # none without a known shape
-    warnings: tuple[str, ...] = ()  # what was probably typed by mistake
+    known_issues: tuple[KnownIssue, ...] = ()  # empty if the shape is not known
+    warnings: tuple[str, ...] = ()  # about input that is probably a typing mistake
     evidence: files.Stamp = files.stamp_field("plan")
 
     @property
     def has_fp8_cache(self) -> bool:
-        """Whether the KV cache that was planned is in fp8."""
+        """Whether the KV cache is in fp8."""
         return is_fp8_cache(self.options.kv_cache_dtype)

@@ -9,7 +9,7 @@ from typing import Any
 from vllm_aiter_mla.commands.check.engine.record import ABOVE, MIXED, PREFILLS, EngineAnswer, Side
 from vllm_aiter_mla.commands.compat import engine as compat_engine
 from vllm_aiter_mla.commands.compat.engine import Prompt
-from vllm_aiter_mla.commands.compat.offline import load_plugins, serve_options
+from vllm_aiter_mla.commands.compat.vllm_options import load_plugins, parse_serve_options
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
 
 DECODING_REQUESTS = 4
@@ -77,22 +77,22 @@ def drive_engine(options: EngineOptions) -> EngineAnswer:
         texts = [prompt.tokens + [token for token, _ in tokens] for prompt, tokens in pairs]
         prefilled[name] = compat_engine.prompt_logprobs(engine, texts)
     logprobs_of_prompts, seconds = _with_prefill_rows(engine, options.limit)
-    launches = compat_engine.launches_of_a_step(engine, SCENARIOS["concurrent"])
+    launches = compat_engine.count_decode_launches(engine, SCENARIOS["concurrent"])
     return EngineAnswer(generated, prefilled, logprobs_of_prompts, seconds, launches, tuple(left_out))
 
 
 def _start(options: EngineOptions) -> tuple[Any, list[str]]:
     """Start vLLM's engine with the flag as ``options.side`` says; return it, and the options that it cannot honour."""
     load_plugins()
-    parsed = serve_options([options.folder, *options.arguments])
+    parsed = parse_serve_options([options.folder, *options.arguments])
     setattr(parsed.compilation_config.pass_config, FLAG_FIELD, options.side == "on")
     additional = parsed.additional_config or {}
     # ``enabled`` in the plugin's own config is another spelling of the flag.
     own = {name: value for name, value in additional.get(NAMESPACE, {}).items() if name != "enabled"}
     parsed.additional_config = {**additional, NAMESPACE: own}
-    left_out = compat_engine.leave_out(parsed)
+    left_out = compat_engine.reset_unsupported_options(parsed)
     parsed.model = options.folder
-    return compat_engine.start(parsed, options.random_layers), left_out
+    return compat_engine.start_engine(parsed, options.random_layers), left_out
 
 
 def _with_prefill_rows(engine: Any, limit: int) -> tuple[dict[str, list[list[list[float]]]], dict[str, list[float]]]:
@@ -113,7 +113,7 @@ def _with_prefill_rows(engine: Any, limit: int) -> tuple[dict[str, list[list[lis
             [prompt.tokens for prompt in random_prompts(8 + turn, lengths[name], 1)] for turn in range(1 + TIMED_STEPS)
         ]
         compared, *timed = batches
-        with compat_engine.decoding(engine, others):
+        with compat_engine.decode_batch(engine, others):
             logprobs[name] = [compat_engine.prompt_logprobs(engine, compared) for _ in range(2)]
-            seconds[name] = [compat_engine.seconds_of_prefill(engine, batch) for batch in timed if batch]
+            seconds[name] = [compat_engine.prefill_seconds(engine, batch) for batch in timed if batch]
     return logprobs, seconds

@@ -17,7 +17,7 @@ from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check.options import Weights
 from vllm_aiter_mla.commands.check.timing import rivals
 from vllm_aiter_mla.commands.check.timing.record import TYPES_OF_16_BITS, VLLM, Measurement, Row, row_of
-from vllm_aiter_mla.commands.compat.offline import load_plugins
+from vllm_aiter_mla.commands.compat.vllm_options import load_plugins
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.kernels import stopwatch

@@ -11,7 +11,7 @@ from pathlib import Path
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check.timing.child import TimingRequest
-from vllm_aiter_mla.commands.compat.offline import load_plugins
+from vllm_aiter_mla.commands.compat.vllm_options import load_plugins
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.decided import Span, Spans, kernel_at
 from vllm_aiter_mla.kernels import stopwatch

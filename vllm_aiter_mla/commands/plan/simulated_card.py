@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An AMD card that is not here: what vLLM's own ``RocmPlatform`` asks of a machine, made up for this process.
+"""Simulate an AMD card for vLLM's own ``RocmPlatform``, in this process.
 
-Nothing is made up where torch is built for ROCm and ``amdsmi`` is there: vLLM finds AMD's cards through it. Elsewhere
-this is:
+Nothing is simulated if torch is built for ROCm and ``amdsmi`` is there, because vLLM finds AMD cards through
+``amdsmi``. On other machines these are simulated:
 
-1. packages of a ROCm image, ``_PACKAGES``: vLLM asks whether they are there, and imports names of them;
-2. ``amdsmi``, the driver's library: eight linked cards, their architecture and their memory;
-3. ``torch.version.hip`` and what torch says of a card, its streams and its events;
-4. vLLM's compiled modules, and the few ops that are looked up by name at import: all would switch NVIDIA's paths on;
-5. Triton is there: without it vLLM takes its older model runner; and so is the allocator that sleep mode needs.
+1. packages of a ROCm image, ``_PACKAGES``: vLLM checks for them and imports names from them;
+2. ``amdsmi``, the driver's library, with eight linked cards, their architecture and their memory;
+3. ``torch.version.hip``, and torch's properties of a card, its streams and its events;
+4. vLLM's compiled modules, which would switch on NVIDIA's paths, and the few ops that imports look up by name;
+5. Triton, without which vLLM uses its older model runner, and the allocator that sleep mode needs.
 
-A package that vLLM asks for and that is missing in 1 may change the answer without an error.
+If vLLM checks for a package that is missing from 1, the facts may change without an error.
 """
 
 import importlib.abc
@@ -23,22 +23,22 @@ from unittest import mock
 
 from vllm_aiter_mla.commands.compat import rocm_config
 
-# The driver's device id and the memory in GiB of the smallest card of each architecture.
+# Device id and memory in GiB of each architecture's smallest card.
 CARDS = {"gfx942": ("0x74a1", 192), "gfx950": ("0x75a0", 288)}
 _PACKAGES = ("aiter", "quark", "flash_attn", "timm", "amdsmi")
 _EXTENSIONS = ("vllm._C", "vllm._C_stable_libtorch", "vllm._rocm_C", "vllm._moe_C")
-_libraries: list[Any] = []  # of the process, as torch's registry of ops is, which drops a library's ops with it
+_op_libraries: list[Any] = []  # torch drops the ops of a library when the library is freed
 
 
 class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules in which every name is a callable; vLLM imports such names and calls few of them."""
+    """Modules in which every name is a callable. vLLM imports names from them, and calls few."""
 
     def __init__(self, *names: str) -> None:
         self._names = names
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        known = any(name == stub or name.startswith(f"{stub}.") for stub in self._names)
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if known else None
+        is_stub = any(name == stub or name.startswith(f"{stub}.") for stub in self._names)
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_stub else None
 
     def exec_module(self, module: ModuleType) -> None:
         vars(module)["__getattr__"] = self._attribute
@@ -52,13 +52,13 @@ class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return mock.MagicMock(__signature__=inspect.Signature([causal]))
 
 
-def pretend_rocm(arch: str) -> None:
-    """Make vLLM's own ROCm platform the current one, with eight cards of ``arch``, before its modules are imported."""
+def simulate_rocm(arch: str) -> None:
+    """Make vLLM's own ROCm platform the current one, with eight cards of ``arch``, before vLLM imports its modules."""
     import torch
 
     device, gib = CARDS[arch]
     rocm_config.import_vllm()
-    pretend_modules(*_PACKAGES, *_EXTENSIONS)
+    simulate_modules(*_PACKAGES, *_EXTENSIONS)
     import amdsmi
 
     asic = {"target_graphics_version": arch, "device_id": device, "market_name": "AMD Instinct"}
@@ -67,18 +67,18 @@ def pretend_rocm(arch: str) -> None:
         amdsmi_get_processor_handles=lambda: list(range(8)),
         amdsmi_get_gpu_asic_info=lambda handle: asic,
         amdsmi_get_gpu_memory_total=lambda handle, kind: gib << 30,
-        amdsmi_topo_get_link_type=lambda one, other: {"hops": 1, "type": 2},  # XGMI
+        amdsmi_topo_get_link_type=lambda first, second: {"hops": 1, "type": 2},  # XGMI
     )
     torch.version.hip = "7.0.1"
-    pretend_cards((9, 4), gib, gcnArchName=f"{arch}:sramecc+:xnack-", warp_size=64)
+    simulate_cards((9, 4), gib, gcnArchName=f"{arch}:sramecc+:xnack-", warp_size=64)
     torch.cuda.Stream = torch.cuda.Event = type(  # type: ignore[assignment, misc]
-        "Unused", (), {"__init__": lambda self, *given, **named: None}
+        "Unused", (), {"__init__": lambda self, *args, **kwargs: None}
     )
-    rocm_config.take_rocm_platform(device_count=8)
+    rocm_config.use_rocm_platform(device_count=8)
 
 
-def pretend_cards(capability: tuple[int, int], gib: int, **properties: Any) -> None:
-    """Let torch answer for eight cards without a driver."""
+def simulate_cards(capability: tuple[int, int], gib: int, **properties: Any) -> None:
+    """Let torch report eight cards without a driver."""
     import torch
 
     major, minor = capability
@@ -90,13 +90,13 @@ def pretend_cards(capability: tuple[int, int], gib: int, **properties: Any) -> N
     torch.cuda.device_count = lambda: 8
 
 
-def pretend_modules(*names: str) -> None:
-    """Put stubs in the places of modules, and define the ops of vLLM that fusions name when imported."""
+def simulate_modules(*names: str) -> None:
+    """Replace modules by stubs, and define the ops of vLLM that its fusions look up at import."""
     import torch
 
     sys.meta_path.insert(0, _Stubs(*names))
     library = torch.library.Library("_C", "FRAGMENT")
-    _libraries.append(library)
+    _op_libraries.append(library)
     rotary = "Tensor positions, Tensor! query, Tensor!? key, int head_size, Tensor cos_sin_cache, bool is_neox"
     library.define(f"rotary_embedding({rotary}, int rope_dim_offset=0, bool inverse=False) -> ()")
     library.define("silu_and_mul(Tensor! result, Tensor input) -> ()")

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make the plans of a model with vLLM, in a separate process."""
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from vllm_aiter_mla.commands import process
+from vllm_aiter_mla.commands.plan import issues
+from vllm_aiter_mla.commands.plan.model import Source, Variables
+from vllm_aiter_mla.commands.plan.record import FORWARDED_ERRORS, Plan
+from vllm_aiter_mla.settings import NAMESPACE
+
+# The child makes no connection and leaves no file.
+CHILD_VARIABLES = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                   "PYTHONSAFEPATH": "1"}  # fmt: skip
+
+
+def make_plans(
+    source: Source, deployments: Sequence[Sequence[str]], arch: str | None, variables: Variables, verbose: bool
+) -> tuple[Plan, ...]:
+    """Return a plan of ``source`` for each deployment, which is a list of options of ``vllm serve``.
+
+    ``arch`` is the architecture to plan for. None stands for that of this machine.
+
+    Raises:
+        ModuleNotFoundError: torch or vLLM is not installed.
+        ValueError: the source is not a config, or vLLM rejects the model or an option.
+        NotKnownError: vLLM fails on this machine, with no wrong option.
+        RuntimeError: vLLM ended, or raised something else.
+    """
+    for package in ("torch", "vllm"):
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+    with process.workspace(), source.folder() as folder, tempfile.TemporaryDirectory() as cache:
+        try:
+            plans = process.call(
+                make_plans_in_child, folder, deployments, arch, variables,
+                environment=child_environment(variables, cache),
+                log=2 if verbose else subprocess.DEVNULL,  # 2 is stderr
+                raises=FORWARDED_ERRORS,
+            )  # fmt: skip
+        except process.EndedError as error:
+            raise RuntimeError(f"vLLM {error.how}; --verbose shows its log") from error
+    return tuple(issues.with_known_issues(with_source(plan, source)) for plan in plans)
+
+
+def with_source(plan: Plan, source: Source) -> Plan:
+    """Return the plan with the origin of its config. The child does not know it."""
+    origin = {name: getattr(source, name) for name in ("name", "source", "basis", "assumed")}
+    return replace(plan, model=replace(plan.model, **origin))
+
+
+def make_plans_in_child(
+    folder: Path, deployments: Sequence[Sequence[str]], arch: str | None, variables: Variables
+) -> list[Plan]:
+    """Call ``child.make_plans`` in the process that ``make_plans`` starts. Only there is torch imported."""
+    from vllm_aiter_mla.commands.plan import child
+
+    return child.make_plans(folder, deployments, arch, variables)
+
+
+def child_environment(variables: Variables, cache: str) -> dict[str, str]:
+    """Return the child's environment, with the plan's variables, and with ``cache`` as the folder of vLLM's cache."""
+    environ = {**os.environ, **{name: value for name, (value, _) in variables.items()}, **CHILD_VARIABLES}
+    if "VLLM_PLUGINS" in environ:  # an allow-list, which may not name the plugin
+        environ["VLLM_PLUGINS"] += f",{NAMESPACE}"
+    return environ | {"VLLM_CACHE_ROOT": cache}
