@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_aiter_mla import admission
-from vllm_aiter_mla.admission import ConfigView, Engage, LayerView, Skip, config_skips, decide_engine, layer_skips
+from vllm_aiter_mla.admission import ConfigView, Engagement, LayerView, Skip, config_skips, decide_engine, layer_skips
 from vllm_aiter_mla.settings import DebugSettings, Kernel, Settings
 
 KV_UPDATE_OP, MLA_ATTENTION_OP = admission.KV_UPDATE_OP, admission.MLA_ATTENTION_OP
@@ -131,24 +131,24 @@ def test_an_engine_with_a_whole_graph_and_a_writable_cache_gets_the_passes(facts
 def test_the_module_must_know_vllms_forwards_and_its_skip_names_partition(settings):
     skip = decide_engine(ConfigView(splitting_ops=CUT, unknown_forward=UNKNOWN), settings)
     assert isinstance(skip, Skip)
-    assert (skip.code, admission.PARTITION in str(skip)) == ("unknown_forward", True)
+    assert (skip.code, admission.PARTITION_OPTION in str(skip)) == ("unknown_forward", True)
 
 
 @pytest.mark.parametrize(
     ("facts", "settings", "wanted"),
     [
         ({"splitting_ops": CUT, "endpoints": (2048,)}, AUTO,
-         Engage(16, "module", (*CUT, *admission.ATTENTION_OPS), (2048,))),
+         Engagement(16, "module", (*CUT, *admission.ATTENTION_OPS), (2048,))),
         ({"splitting_ops": (MLA_ATTENTION_OP,), "use_inductor_graph_partition": True, "endpoints": (100, 2048)}, AUTO,
-         Engage(16, "passes", (MLA_ATTENTION_OP, *admission.ATTENTION_OPS), (16, 100, 2048))),
-        ({"splitting_ops": (), "endpoints": (2048,)}, AUTO, Engage(16, "passes", (), (16, 2048))),
+         Engagement(16, "passes", (MLA_ATTENTION_OP, *admission.ATTENTION_OPS), (16, 100, 2048))),
+        ({"splitting_ops": (), "endpoints": (2048,)}, AUTO, Engagement(16, "passes", (), (16, 2048))),
         # vLLM drops an end that no batch exceeds, and ends below 2.
-        ({"endpoints": (16,), "max_num_batched_tokens": 16}, PASSES, Engage(16, "passes", (), (16,))),
-        ({"splitting_ops": (), "mode": "NONE"}, AUTO, Engage(16, "module", (), ())),
+        ({"endpoints": (16,), "max_num_batched_tokens": 16}, PASSES, Engagement(16, "passes", (), (16,))),
+        ({"splitting_ops": (), "mode": "NONE"}, AUTO, Engagement(16, "module", (), ())),
         ({"splitting_ops": (KV_UPDATE_OP,)}, MODULE,
-         Engage(16, "module", (KV_UPDATE_OP, *admission.ATTENTION_OPS), ())),
+         Engagement(16, "module", (KV_UPDATE_OP, *admission.ATTENTION_OPS), ())),
         ({"splitting_ops": (*CUT, *admission.ATTENTION_OPS)}, AUTO,
-         Engage(16, "module", (*CUT, *admission.ATTENTION_OPS), ())),
+         Engagement(16, "module", (*CUT, *admission.ATTENTION_OPS), ())),
     ],
 )  # fmt: skip
 def test_what_the_gate_writes_is_vllms_own_and_the_least_of_ours(facts, settings, wanted):
@@ -158,7 +158,7 @@ def test_what_the_gate_writes_is_vllms_own_and_the_least_of_ours(facts, settings
 
 def test_a_release_outside_the_window_may_be_tried():
     untested = replace(AUTO, debug=DebugSettings(untested_vllm=True))
-    assert isinstance(decide_engine(ConfigView(in_window=False), untested), Engage)
+    assert isinstance(decide_engine(ConfigView(in_window=False), untested), Engagement)
 
 
 PLATFORM_SKIPS = [facts for facts, code, _ in CONFIG_SKIPS if code in ("platform", "aiter_off", "attention_backend")]
@@ -169,7 +169,7 @@ PLATFORM_SKIPS = [facts for facts, code, _ in CONFIG_SKIPS if code in ("platform
 def test_platform_skip_holds_for_every_kernel_but_those_for_tests_by_name(facts, kernel):
     view = replace(ConfigView(), **facts)
     assert (config_skips(view, replace(AUTO, kernel=kernel)) == []) == (kernel in ("triton", "reference"))
-    assert admission.why_not_platform(view) is not None
+    assert admission.platform_skip(view) is not None
 
 
 def test_platform_skip_spares_aiters_attention_that_the_user_named_while_aiter_is_off():
@@ -199,7 +199,7 @@ def test_only_reasons_about_a_graph_depend_on_the_integration(facts, code):
     view = replace(ConfigView(), **facts)
     if code in GRAPH_ONLY or "fused_op" in facts:
         assert decide_engine(view, AUTO).integration == "module"
-        assert (admission.why_not_passes(view) or NONE).code == code
+        assert (admission.passes_skip(view) or NONE).code == code
         return
     for settings in (AUTO, PASSES, MODULE):
         assert first(config_skips(view, settings)).code == code
@@ -207,7 +207,7 @@ def test_only_reasons_about_a_graph_depend_on_the_integration(facts, code):
 
 def test_every_registered_code_can_be_reached():
     engine, layer = {code for _, code, _ in CONFIG_SKIPS}, {code for _, code in LAYER_SKIPS}
-    engines, layers = set(admission.LEVELS["engine"]), set(admission.LEVELS["layer"])
+    engines, layers = set(admission.CODES_BY_LEVEL["engine"]), set(admission.CODES_BY_LEVEL["layer"])
     assert engine == engines - {"not_known", "config_class"}, "which a plan alone gives"
     assert layers <= layer <= engines | layers | {"unknown_forward"}
 
@@ -237,6 +237,6 @@ def test_the_limit_is_sequences_times_one_plus_drafts(seqs, drafted, override, l
 @given(counts, drafts, st.integers(1, 10**6))
 def test_every_decode_step_lies_inside_the_limit(seqs, drafted, override):
     limit = admission.decode_limit(seqs, drafted)
-    assert all(admission.within_limit(running * (1 + drafted), limit) for running in (1, seqs))
-    assert not admission.within_limit(limit + 1, limit)
-    assert admission.decode_limit(seqs, drafted, override) == max(override, admission.SMALLEST_LIMIT)
+    assert all(admission.is_within_limit(running * (1 + drafted), limit) for running in (1, seqs))
+    assert not admission.is_within_limit(limit + 1, limit)
+    assert admission.decode_limit(seqs, drafted, override) == max(override, admission.MIN_DECODE_LIMIT_TOKENS)

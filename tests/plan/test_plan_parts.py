@@ -45,10 +45,10 @@ def test_a_view_with_everything_wrong_gives_every_reason_of_admission():
     # Each of these is a view of its own: a mode that breakable graphs did not set, another attention with AITER on, MLA
     # that a variable switched off, and a model without a class in vLLM.
     others = {"compilation_mode", "attention_backend", "mla_disabled", "no_vllm_class", *build.UNKNOWN}
-    assert sorted(found) == sorted(set(admission.LEVELS["engine"]) - others)
+    assert sorted(found) == sorted(set(admission.CODES_BY_LEVEL["engine"]) - others)
     layer = [skip.code for skip in admission.layer_skips(LAYER)]
     shared = {"capability", "sparse_mla", "dcp", "pcp", "hisparse", "kv_cache_dtype"}
-    assert sorted(layer) == sorted(set(admission.LEVELS["layer"]) | shared)
+    assert sorted(layer) == sorted(set(admission.CODES_BY_LEVEL["layer"]) | shared)
 
 
 @pytest.mark.parametrize("ops", [(admission.KV_UPDATE_OP,), (admission.MLA_ATTENTION_OP, admission.KV_UPDATE_OP)])
@@ -86,7 +86,9 @@ def test_kernel_spans_cover_the_decode_limit_without_gaps(limit):
     assert (spans[0].first, spans[-1].last) == (1, limit)
     for before, after in pairwise(spans):
         assert after.first == before.last + 1
-    assert {decision.at(tokens) for span in spans for tokens in (span.first, span.last)} == {s.kernel for s in spans}
+    assert {decision.kernel_at(tokens) for span in spans for tokens in (span.first, span.last)} == {
+        s.kernel for s in spans
+    }
 
 
 def test_two_heads_per_rank_leave_aiter_from_256_tokens_on():

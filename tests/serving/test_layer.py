@@ -72,7 +72,7 @@ def two(candidate, monkeypatch, limit=1024, other=None, **spoilt):
 
 
 def kernels(found):
-    return [layer.decision.first_of_ours or None for layer in found]
+    return [layer.decision.our_first_kernel or None for layer in found]
 
 
 def levels(said):
@@ -303,7 +303,7 @@ def test_a_missing_product_does_not_matter_to_a_kernel_that_does_not_call_it(mon
     module = fp8_weight()
     module._vllm_config.model_config.dtype = torch.bfloat16
     monkeypatch.setattr(absorb, "GEMMS", {})
-    assert Layer.of(module).decision.first_of_ours == "reference"
+    assert Layer.of(module).decision.our_first_kernel == "reference"
 
 
 def test_the_cache_key_tells_a_usable_kernel_from_one_that_is_missing_or_failed(monkeypatch, said):

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from vllm_aiter_mla import files
-from vllm_aiter_mla.admission import ConfigView, Engage
+from vllm_aiter_mla.admission import ConfigView, Engagement
 from vllm_aiter_mla.compat import patches, release
-from vllm_aiter_mla.settings import NAMESPACE, Settings, resolve
+from vllm_aiter_mla.settings import NAMESPACE, Settings, resolve_settings
 
 # -- the gate's reads and writes
 
@@ -19,7 +19,7 @@ from vllm_aiter_mla.settings import NAMESPACE, Settings, resolve
 def settings_of(vllm_config: Any) -> Settings:
     """Return the user's options, both spellings merged. Raises ``SettingsError`` naming the option."""
     values = patches.pass_config_values(vllm_config.compilation_config.pass_config)
-    return resolve(values, vllm_config.additional_config)
+    return resolve_settings(values, vllm_config.additional_config)
 
 
 def is_decided(vllm_config: Any) -> bool:
@@ -82,15 +82,15 @@ def read(vllm_config: Any) -> ConfigView:
     )
 
 
-def write(vllm_config: Any, engage: Engage, made: Any) -> None:
+def write(vllm_config: Any, engagement: Engagement, made: Any) -> None:
     """Engage a config: the pass in its slot, our splitting ops, and for the passes one end of a compile range.
 
     Nothing else changes. Containers are new, because another config may hold the same list or dict.
     """
     compilation = vllm_config.compilation_config
     if compilation.splitting_ops is not None:
-        compilation.splitting_ops = list(engage.splitting_ops)
-    compilation.compile_ranges_endpoints = list(engage.endpoints)
+        compilation.splitting_ops = list(engagement.splitting_ops)
+    compilation.compile_ranges_endpoints = list(engagement.endpoints)
     compilation.inductor_compile_config = {**compilation.inductor_compile_config, pass_slot(): made}
 
 

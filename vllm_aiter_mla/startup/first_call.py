@@ -207,7 +207,7 @@ def marked(folder: Path, prefix: str) -> Iterator[None]:
             raise OSError(f"{lock}: nobody could tell that it is held")
         with _ended_by_signals() as received:
             try:
-                files.write(path, FirstCall(status_files.run_name()))
+                files.write(path, FirstCall(status_files.ensure_run_name()))
                 yield
             except SystemExit:
                 keep_marker = not received  # without a signal it was a library that ended the process

@@ -13,7 +13,7 @@ The figures of a layer shape pass through these types:
 - ``kept_figures.KeptFigures``: the file that keeps rounds for the next start.
 - ``ShapeFigures``: the rounds that this start has, new and kept ones.
 - ``decision.Figures``: what the layers of the shape are given once the ranks have agreed.
-- ``status.record.Timed``: what the status says of them, in medians.
+- ``status.record.ShapeTiming``: what the status says of them, in medians.
 """
 
 import logging
@@ -38,7 +38,7 @@ from vllm_aiter_mla.serving.decision import Figures, decide
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.startup import kept_figures
-from vllm_aiter_mla.status.record import Timed
+from vllm_aiter_mla.status.record import ShapeTiming
 
 VLLMS_RUN = "vLLM's own kernels run"
 NO_BASELINE = "vLLM's own kernels cannot be timed here"
@@ -165,7 +165,7 @@ def announce_failed_load(config: Any, settings: Settings) -> None:
 
 def _is_timing_on(config: Any, settings: Settings) -> bool:
     """Return whether to time at all, from facts that every rank of the engine reads alike."""
-    return settings.measures and config.device_config.device_type == card().torch_device
+    return settings.has_timing and config.device_config.device_type == card().torch_device
 
 
 # What this rank does alone.
@@ -342,7 +342,7 @@ def _run_as_agreed(shape: str, group: Sequence[Layer], figures: ShapeFigures, ag
     names = tuple(layer.name for layer in group)
     runs = group[0].decision.kernels or _vllm_spans(max(figures.rounds))
     us, kept_since = stopwatch.medians(figures.rounds), figures.kept_since or ""
-    group[0].engine_status.add_timed(Timed(shape, names, runs, us, kept_since))
+    group[0].engine_status.add_timing(ShapeTiming(shape, names, runs, us, kept_since))
 
 
 def _give_reasons(
