@@ -87,11 +87,12 @@ class Skip:
 class _View:
     """The facts that the rules read of both engines and layers."""
 
-    missing: tuple[str, ...] = ()  # names of vLLM, or of the layer, that the supported versions have and this one lacks
+    # Names of vLLM, or of the layer, that the supported versions have and this one lacks
+    missing_names: tuple[str, ...] = ()
     is_sparse: bool = False
     dcp: int = 1
     pcp: int = 1
-    hisparse: bool = False
+    has_hisparse: bool = False
     kv_cache_dtype: str = "auto"  # as vLLM spells it
     model_dtype: str = ""  # activation dtype without the ``torch.`` prefix; empty if unknown
 
@@ -101,15 +102,15 @@ class ConfigView(_View):
     """The facts of a finished ``VllmConfig`` that the gate decides on. The defaults describe an admitted engine."""
 
     vllm_version: str = ""  # as vLLM prints it
-    in_window: bool = True  # whether that release is supported
+    is_supported_version: bool = True  # whether that release is supported
     failed_steps: tuple[str, ...] = ()  # steps of the plugin's registration that failed, each with its error
-    op_schema: tuple[str, ...] = ()  # how vLLM's MLA ops differ from what the plugin knows, one sentence each
-    fused_op: tuple[str, ...] = ()  # the same for vLLM's fused RoPE + KV write, which only pass 1 calls
+    op_differences: tuple[str, ...] = ()  # how vLLM's MLA ops differ from what the plugin knows, one sentence each
+    fused_op_differences: tuple[str, ...] = ()  # the same for vLLM's fused RoPE + KV write, which only pass 1 calls
     unknown_forward: str = ""  # why the module integration may not replace vLLM's forwards
     user_pass: str = ""  # why the user's custom pass cannot run before ours
-    atom_active: bool = False
+    is_atom_active: bool = False
     is_mla: bool = True
-    mla_disabled: bool = False  # whether vLLM's variable disables MLA; then it is unknown whether the model has MLA
+    is_mla_disabled: bool = False  # whether vLLM's variable disables MLA; then it is unknown whether the model has MLA
     model_impl: str = ""  # the option of that name if vLLM runs Transformers' code of the model, else empty
     enforce_eager: bool = False
     breakable_cudagraph: bool = False
@@ -124,7 +125,7 @@ class ConfigView(_View):
     card: str = "gfx942"  # architecture of an AMD card, else the name of vLLM's platform
     uses_aiter: bool = True  # whether vLLM takes AITER's MLA if the user names no attention back end
     attention: str = AITER_MLA  # the back end that vLLM takes, or why this is not known; read on ROCm only
-    fusion: bool = False  # whether vLLM's own fusion of RoPE and the KV write for MLA is on
+    has_vllm_fusion: bool = False  # whether vLLM's own fusion of RoPE and the KV write for MLA is on
     layers: Sequence[int] = ()  # indices of the model's MLA layers
     # As vLLM's metrics label the engine; None if this cannot be read
     model_name: str | None = None
@@ -148,20 +149,20 @@ class LayerView(_View):
     impl: str = "AiterMLAImpl"  # class name of ``layer.impl``
     # Class names of the implementations that the fast path calls correctly
     known_impls: frozenset[str] = frozenset({"AiterMLAImpl"})
-    own_forward: str = ""  # where an unknown ``forward_impl`` comes from; empty if it is vLLM's own
+    forward_origin: str = ""  # where an unknown ``forward_impl`` comes from; empty if it is vLLM's own
     q_pad_num_heads: int | None = None  # number of heads to which the implementation pads the query, if it does
     has_absorbed_weight: bool = True
-    amx_bmm: bool = False
+    has_amx_bmm: bool = False
     has_rope_kernel: bool = True
     # Dimensions of the bound KV cache; ``None`` while none is bound (compilation runs before)
     kv_cache_ndim: int | None = None
     # Which batches vLLM may capture in full graphs of this attention, a name of its ``AttentionCGSupport``
-    captures: str = "UNIFORM_BATCH"
+    cudagraph_support: str = "UNIFORM_BATCH"
     dcp_q_replicate: bool = False  # whether the query is replicated for decode context parallelism
     graph_dtype: str = ""  # dtype in which the graph computes if it differs from the layer's, else empty
     cos_sin_dtype_matches: bool = True
-    sliding_window: bool = False
-    query_scaled: bool = False  # whether the model scales each row of the rotated query (``llama_4_scaling``)
+    has_sliding_window: bool = False
+    is_query_scaled: bool = False  # whether the model scales each row of the rotated query (``llama_4_scaling``)
     num_heads: int = 16  # N (per rank), P, R, L and V
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64
@@ -186,7 +187,9 @@ SHARED_RULES = (
     Rule("sparse_mla", lambda v: v.is_sparse, "sparse MLA: an indexer picks the KV rows (index_topk in the config)"),
     Rule("dcp", lambda v: v.dcp > 1, "decode_context_parallel_size is {v.dcp}"),
     Rule("pcp", lambda v: v.pcp > 1, "prefill_context_parallel_size is {v.pcp}"),
-    Rule("hisparse", lambda v: v.hisparse, "HiSparse manages the KV rows (attention_config.hisparse_config is set)"),
+    Rule(
+        "hisparse", lambda v: v.has_hisparse, "HiSparse manages the KV rows (attention_config.hisparse_config is set)"
+    ),
     Rule(
         "kv_cache_dtype",
         lambda v: v.kv_cache_dtype not in KV_CACHE_DTYPES,
@@ -203,15 +206,15 @@ SHARED_RULES = (
 ENGINE_RULES = (
     Rule(
         "vllm_version",
-        lambda v: not v.in_window,
+        lambda v: not v.is_supported_version,
         "vLLM {v.vllm_version} is outside the supported window",
     ),
-    Rule("capability", lambda v: v.missing, "this vLLM ({v.vllm_version}) lacks {details}"),
+    Rule("capability", lambda v: v.missing_names, "this vLLM ({v.vllm_version}) lacks {details}"),
     Rule("capability", lambda v: v.failed_steps, "the plugin could not do what it needs: {details}"),
-    Rule("op_schema", lambda v: v.op_schema, "in this vLLM ({v.vllm_version}) {details}"),
-    Rule("atom", lambda v: v.atom_active, "ATOM's plugin owns the model"),
-    Rule("mla_disabled", lambda v: v.mla_disabled, "VLLM_MLA_DISABLE is set"),
-    Rule("not_mla", lambda v: not v.is_mla and not v.mla_disabled, "the model has no MLA that vLLM knows"),
+    Rule("op_schema", lambda v: v.op_differences, "in this vLLM ({v.vllm_version}) {details}"),
+    Rule("atom", lambda v: v.is_atom_active, "ATOM's plugin owns the model"),
+    Rule("mla_disabled", lambda v: v.is_mla_disabled, "VLLM_MLA_DISABLE is set"),
+    Rule("not_mla", lambda v: not v.is_mla and not v.is_mla_disabled, "the model has no MLA that vLLM knows"),
     Rule(
         "transformers_backend",
         lambda v: v.model_impl == "transformers",
@@ -252,7 +255,7 @@ A kernel of ``PORTABLE_KERNELS`` does not need that implementation. After loadin
 implementation again."""
 
 PASSES_RULES = (
-    Rule("op_schema", lambda v: v.fused_op, "in this vLLM ({v.vllm_version}) {details}"),
+    Rule("op_schema", lambda v: v.fused_op_differences, "in this vLLM ({v.vllm_version}) {details}"),
     Rule("enforce_eager", lambda v: v.enforce_eager, "enforce_eager=True leaves no graph"),
     Rule(
         "breakable_cudagraph",
@@ -277,19 +280,25 @@ MODULE_RULES = (Rule("unknown_forward", lambda v: v.unknown_forward, "{v.unknown
 """Rules of the module, which replaces two forwards of vLLM and must know them. Wrappers are checked after loading."""
 
 LAYER_RULES = (
-    Rule("capability", lambda v: v.missing, "the attention layer of this vLLM lacks {details}"),
+    Rule("capability", lambda v: v.missing_names, "the attention layer of this vLLM lacks {details}"),
     *SHARED_RULES,
     Rule("dcp", lambda v: v.dcp_q_replicate and v.dcp <= 1, "the query is replicated for decode context parallelism"),
     Rule("impl", lambda v: v.impl not in v.known_impls, "the attention implementation {v.impl} is not a known one"),
-    Rule("unknown_forward", lambda v: v.own_forward, "forward_impl comes from {v.own_forward}, not from vLLM's layer"),
+    Rule(
+        "unknown_forward",
+        lambda v: v.forward_origin,
+        "forward_impl comes from {v.forward_origin}, not from vLLM's layer",
+    ),
     Rule("q_padding", lambda v: v.q_pad_num_heads, "the query is padded to {v.q_pad_num_heads} heads"),
-    Rule("sliding_window", lambda v: v.sliding_window, "the layer has a sliding window"),
+    Rule("sliding_window", lambda v: v.has_sliding_window, "the layer has a sliding window"),
     # Our kernels would scale before the rotation, and so round other values than vLLM.
     Rule(
-        "query_scaled", lambda v: v.query_scaled, "the model scales its rotated query (llama_4_scaling in its config)"
+        "query_scaled",
+        lambda v: v.is_query_scaled,
+        "the model scales its rotated query (llama_4_scaling in its config)",
     ),
     Rule("no_rope_kernel", lambda v: not v.has_rope_kernel, "vLLM has no concat_and_cache_mla_rope_fused here"),
-    Rule("amx_bmm", lambda v: v.amx_bmm, "the CPU backend packed the absorb weights for AMX"),
+    Rule("amx_bmm", lambda v: v.has_amx_bmm, "the CPU backend packed the absorb weights for AMX"),
     Rule("no_absorbed_weight", lambda v: not v.has_absorbed_weight, "the layer has no W_UK_T, or no W_K and W_K_scale"),
     Rule(
         "kv_cache_ndim", lambda v: v.kv_cache_ndim not in (None, 3), "the cache has {v.kv_cache_ndim} dimensions, not 3"
@@ -297,8 +306,8 @@ LAYER_RULES = (
     Rule(
         # The op chooses its branch when a graph is captured, and a replay cannot change that.
         "captured_prefill",
-        lambda v: v.captures not in DECODE_CAPTURES,
-        "vLLM may capture this attention's prefill rows in full graphs (cudagraph support {v.captures})",
+        lambda v: v.cudagraph_support not in DECODE_CAPTURES,
+        "vLLM may capture this attention's prefill rows in full graphs (cudagraph support {v.cudagraph_support})",
     ),
     Rule(
         # The self-check ran in the layer's own dtype and proves nothing about another dtype.

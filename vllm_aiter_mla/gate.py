@@ -139,7 +139,8 @@ def _engagement_lines(facts: ConfigView, engagement: Engagement, settings: Setti
     platform = f", on a platform that it must be named for ({platform_skip.code})" if platform_skip else ""
     lines = [f"on: decode limit {limit} tokens ({origin}); {integration}; kernel {settings.kernel}{platform}"]
     if engagement.integration == "passes":
-        state = "on: its fused op is taken over" if facts.fusion else "off: RoPE is fused from vLLM's unfused graph"
+        on, off = "on: its fused op is taken over", "off: RoPE is fused from vLLM's unfused graph"
+        state = on if facts.has_vllm_fusion else off
         lines.append(f"vLLM's own {release.VLLMS_FUSION} is {state}")
     elif settings.integration == "auto" and passes_skip and passes_skip.code == "graph_partition":
         lines.append(f"the passes would run with {admission.PARTITION_OPTION}")

@@ -291,7 +291,7 @@ def test_what_became_of_a_layer_has_its_decision_and_no_refusal_once_it_has_run(
     assert layer.state().skip is not None, "no batch has run it, and this is why"
     layer.ran = "triton"
     found = layer.state()
-    assert (found.ran, found.skip, found.decision) == ("triton", None, layer.decision)
+    assert (found.ran_kernel, found.skip, found.decision) == ("triton", None, layer.decision)
 
 
 def test_a_graph_in_another_dtype_than_the_checked_one_is_left_to_vllm():

@@ -204,12 +204,12 @@ def group_by_engine(records: Iterable[RankStatus]) -> dict[tuple[str, str, str],
     }
 
 
-def _belong_to_one_engine(first: RankStatus, other: RankStatus) -> bool:
-    if other.model_name != first.model_name:
+def _belong_to_one_engine(first_record: RankStatus, record: RankStatus) -> bool:
+    if record.model_name != first_record.model_name:
         return False
-    if not first.ranks:  # unknown
+    if not first_record.ranks:  # unknown
         return True
-    return other.ranks in (0, first.ranks) and other.rank < first.rank + first.ranks
+    return record.ranks in (0, first_record.ranks) and record.rank < first_record.rank + first_record.ranks
 
 
 def _number_order(record: RankStatus) -> tuple[str, int, str, int]:
