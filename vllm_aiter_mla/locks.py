@@ -54,7 +54,7 @@ def release(lock: Path) -> None:
 
 
 def is_held(lock: Path) -> bool | None:
-    """Return whether a living process holds a lock file; None if that cannot be told."""
+    """Return whether a living process holds a lock file; None if this is not known."""
     is_locked = _probe(lock, remove=False)
     if is_locked:  # perhaps only by a process that is in ``remove_if_free``
         time.sleep(PROBE_INTERVAL_SECONDS)

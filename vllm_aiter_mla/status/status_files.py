@@ -159,7 +159,7 @@ def read_records(folder: Path, run: str, on_unreadable: Callable[[str], None]) -
 
 
 def is_serving(folder: Path, records: Sequence[RankStatus]) -> bool | None:
-    """Return whether an engine and its front end live; None if that cannot be told.
+    """Return whether an engine and its front end live; None if this is not known.
 
     A script may shut its engine down and live on. If an engine has a rank on another machine (Ray), only the lock of
     the front end is read, because the lock of that rank may mean nothing here.
@@ -174,7 +174,7 @@ def is_serving(folder: Path, records: Sequence[RankStatus]) -> bool | None:
 
 
 def is_engine_alive(folder: Path, records: Sequence[RankStatus]) -> bool | None:
-    """Return whether a process that wrote one of these records still lives; None if that cannot be told."""
+    """Return whether a process that wrote one of these records still lives; None if this is not known."""
     lock_states = [locks.is_held(_engine_lock_path(folder, record)) for record in records]
     return True if True in lock_states else None if None in lock_states else False
 
