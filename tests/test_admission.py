@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_aiter_mla import admission
-from vllm_aiter_mla.admission import ConfigView, Engage, LayerView, Skip, config_skips, decide_engine, layer_skips
+from vllm_aiter_mla.admission import ConfigView, Engagement, LayerView, Skip, config_skips, decide_engine, layer_skips
 from vllm_aiter_mla.settings import DebugSettings, Kernel, Settings
 
 KV_UPDATE_OP, MLA_ATTENTION_OP = admission.KV_UPDATE_OP, admission.MLA_ATTENTION_OP
@@ -26,13 +26,13 @@ CUT = (MLA_ATTENTION_OP, KV_UPDATE_OP)
 """Where vLLM cuts the graph by default."""
 
 CONFIG_SKIPS = [
-    ({"vllm_version": "0.34.0", "in_window": False}, "vllm_version", "0.34.0"),
-    ({"missing": ("Platform.pass_key",)}, "capability", "Platform.pass_key"),
+    ({"vllm_version": "0.34.0", "is_supported_version": False}, "vllm_version", "0.34.0"),
+    ({"missing_names": ("Platform.pass_key",)}, "capability", "Platform.pass_key"),
     ({"failed_steps": ("torch ops: OSError",)}, "capability", "torch ops"),
-    ({"op_schema": ("the op vllm::f differs in window",)}, "op_schema", "window"),
-    ({"atom_active": True}, "atom", "ATOM_DISABLE_VLLM_PLUGIN"),
+    ({"op_differences": ("the op vllm::f differs in window",)}, "op_schema", "window"),
+    ({"is_atom_active": True}, "atom", "ATOM_DISABLE_VLLM_PLUGIN"),
     ({"is_mla": False}, "not_mla", "MLA"),
-    ({"is_mla": False, "mla_disabled": True}, "mla_disabled", "VLLM_MLA_DISABLE"),
+    ({"is_mla": False, "is_mla_disabled": True}, "mla_disabled", "VLLM_MLA_DISABLE"),
     ({"model_impl": "transformers"}, "transformers_backend", "--model-impl vllm"),
     ({"model_impl": "auto"}, "no_vllm_class", "no class of its own"),
     ({"is_sparse": True}, "sparse_mla", "index_topk"),
@@ -41,14 +41,14 @@ CONFIG_SKIPS = [
     ({"uses_aiter": False, "attention": "TRITON_MLA"}, "aiter_off", "VLLM_ROCM_USE_AITER=1"),
     ({"attention": "TRITON_MLA"}, "attention_backend", "--attention-backend"),
     ({"attention": "not known (ValueError: none)"}, "attention_backend", "not known"),
-    ({"fused_op": ("the fused op vllm::f differs in window",)}, "op_schema", "fused op"),
+    ({"fused_op_differences": ("the fused op vllm::f differs in window",)}, "op_schema", "fused op"),
     ({"enforce_eager": True}, "enforce_eager", "enforce_eager"),
     ({"mode": "NONE", "breakable_cudagraph": True}, "breakable_cudagraph", "VLLM_USE_BREAKABLE_CUDAGRAPH"),
     ({"mode": "DYNAMO_TRACE_ONCE"}, "compilation_mode", "compilation_config.mode"),
     ({"backend": "eager"}, "backend", "compilation_config.backend"),
     ({"dcp": 2}, "dcp", "decode_context_parallel_size"),
     ({"pcp": 2}, "pcp", "prefill_context_parallel_size"),
-    ({"hisparse": True}, "hisparse", "hisparse_config"),
+    ({"has_hisparse": True}, "hisparse", "hisparse_config"),
     ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype", "fp8_e5m2"),
     ({"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype", "fp8_ds_mla"),
     ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype", "nvfp4"),
@@ -63,21 +63,21 @@ LAYER_SKIPS = [
     ({"is_sparse": True}, "sparse_mla"),
     ({"impl": "TritonMLAImpl"}, "impl"),
     ({"known_impls": frozenset()}, "impl"),
-    ({"own_forward": "Subclass"}, "unknown_forward"),
+    ({"forward_origin": "Subclass"}, "unknown_forward"),
     ({"q_pad_num_heads": 16}, "q_padding"),
-    ({"sliding_window": True}, "sliding_window"),
-    ({"query_scaled": True}, "query_scaled"),
-    ({"missing": ("use_pcp", "impl.is_sparse")}, "capability"),
-    ({"amx_bmm": True, "has_absorbed_weight": False}, "amx_bmm"),
+    ({"has_sliding_window": True}, "sliding_window"),
+    ({"is_query_scaled": True}, "query_scaled"),
+    ({"missing_names": ("use_pcp", "impl.is_sparse")}, "capability"),
+    ({"has_amx_bmm": True, "has_absorbed_weight": False}, "amx_bmm"),
     ({"has_absorbed_weight": False}, "no_absorbed_weight"),
     ({"has_rope_kernel": False}, "no_rope_kernel"),
     ({"dcp": 4}, "dcp"),
     ({"dcp_q_replicate": True}, "dcp"),
     ({"pcp": 2}, "pcp"),
-    ({"hisparse": True}, "hisparse"),
+    ({"has_hisparse": True}, "hisparse"),
     ({"kv_cache_ndim": 4}, "kv_cache_ndim"),
-    ({"captures": "ALWAYS"}, "captured_prefill"),
-    ({"captures": "OF_TOMORROW"}, "captured_prefill"),
+    ({"cudagraph_support": "ALWAYS"}, "captured_prefill"),
+    ({"cudagraph_support": "OF_TOMORROW"}, "captured_prefill"),
     ({"cos_sin_dtype_matches": False}, "cos_sin_dtype"),
     ({"graph_dtype": "float16"}, "activation_dtype"),
     ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
@@ -131,24 +131,24 @@ def test_an_engine_with_a_whole_graph_and_a_writable_cache_gets_the_passes(facts
 def test_the_module_must_know_vllms_forwards_and_its_skip_names_partition(settings):
     skip = decide_engine(ConfigView(splitting_ops=CUT, unknown_forward=UNKNOWN), settings)
     assert isinstance(skip, Skip)
-    assert (skip.code, admission.PARTITION in str(skip)) == ("unknown_forward", True)
+    assert (skip.code, admission.PARTITION_OPTION in str(skip)) == ("unknown_forward", True)
 
 
 @pytest.mark.parametrize(
     ("facts", "settings", "wanted"),
     [
         ({"splitting_ops": CUT, "endpoints": (2048,)}, AUTO,
-         Engage(16, "module", (*CUT, *admission.ATTENTION_OPS), (2048,))),
+         Engagement(16, "module", (*CUT, *admission.ATTENTION_OPS), (2048,))),
         ({"splitting_ops": (MLA_ATTENTION_OP,), "use_inductor_graph_partition": True, "endpoints": (100, 2048)}, AUTO,
-         Engage(16, "passes", (MLA_ATTENTION_OP, *admission.ATTENTION_OPS), (16, 100, 2048))),
-        ({"splitting_ops": (), "endpoints": (2048,)}, AUTO, Engage(16, "passes", (), (16, 2048))),
+         Engagement(16, "passes", (MLA_ATTENTION_OP, *admission.ATTENTION_OPS), (16, 100, 2048))),
+        ({"splitting_ops": (), "endpoints": (2048,)}, AUTO, Engagement(16, "passes", (), (16, 2048))),
         # vLLM drops an end that no batch exceeds, and ends below 2.
-        ({"endpoints": (16,), "max_num_batched_tokens": 16}, PASSES, Engage(16, "passes", (), (16,))),
-        ({"splitting_ops": (), "mode": "NONE"}, AUTO, Engage(16, "module", (), ())),
+        ({"endpoints": (16,), "max_num_batched_tokens": 16}, PASSES, Engagement(16, "passes", (), (16,))),
+        ({"splitting_ops": (), "mode": "NONE"}, AUTO, Engagement(16, "module", (), ())),
         ({"splitting_ops": (KV_UPDATE_OP,)}, MODULE,
-         Engage(16, "module", (KV_UPDATE_OP, *admission.ATTENTION_OPS), ())),
+         Engagement(16, "module", (KV_UPDATE_OP, *admission.ATTENTION_OPS), ())),
         ({"splitting_ops": (*CUT, *admission.ATTENTION_OPS)}, AUTO,
-         Engage(16, "module", (*CUT, *admission.ATTENTION_OPS), ())),
+         Engagement(16, "module", (*CUT, *admission.ATTENTION_OPS), ())),
     ],
 )  # fmt: skip
 def test_what_the_gate_writes_is_vllms_own_and_the_least_of_ours(facts, settings, wanted):
@@ -158,7 +158,7 @@ def test_what_the_gate_writes_is_vllms_own_and_the_least_of_ours(facts, settings
 
 def test_a_release_outside_the_window_may_be_tried():
     untested = replace(AUTO, debug=DebugSettings(untested_vllm=True))
-    assert isinstance(decide_engine(ConfigView(in_window=False), untested), Engage)
+    assert isinstance(decide_engine(ConfigView(is_supported_version=False), untested), Engagement)
 
 
 PLATFORM_SKIPS = [facts for facts, code, _ in CONFIG_SKIPS if code in ("platform", "aiter_off", "attention_backend")]
@@ -169,7 +169,7 @@ PLATFORM_SKIPS = [facts for facts, code, _ in CONFIG_SKIPS if code in ("platform
 def test_platform_skip_holds_for_every_kernel_but_those_for_tests_by_name(facts, kernel):
     view = replace(ConfigView(), **facts)
     assert (config_skips(view, replace(AUTO, kernel=kernel)) == []) == (kernel in ("triton", "reference"))
-    assert admission.why_not_platform(view) is not None
+    assert admission.platform_skip(view) is not None
 
 
 def test_platform_skip_spares_aiters_attention_that_the_user_named_while_aiter_is_off():
@@ -197,9 +197,9 @@ def test_a_layer_is_admitted(facts):
 @pytest.mark.parametrize(("facts", "code"), [(facts, code) for facts, code, _ in CONFIG_SKIPS])
 def test_only_reasons_about_a_graph_depend_on_the_integration(facts, code):
     view = replace(ConfigView(), **facts)
-    if code in GRAPH_ONLY or "fused_op" in facts:
+    if code in GRAPH_ONLY or "fused_op_differences" in facts:
         assert decide_engine(view, AUTO).integration == "module"
-        assert (admission.why_not_passes(view) or NONE).code == code
+        assert (admission.passes_skip(view) or NONE).code == code
         return
     for settings in (AUTO, PASSES, MODULE):
         assert first(config_skips(view, settings)).code == code
@@ -207,7 +207,7 @@ def test_only_reasons_about_a_graph_depend_on_the_integration(facts, code):
 
 def test_every_registered_code_can_be_reached():
     engine, layer = {code for _, code, _ in CONFIG_SKIPS}, {code for _, code in LAYER_SKIPS}
-    engines, layers = set(admission.LEVELS["engine"]), set(admission.LEVELS["layer"])
+    engines, layers = set(admission.CODES_BY_LEVEL["engine"]), set(admission.CODES_BY_LEVEL["layer"])
     assert engine == engines - {"not_known", "config_class"}, "which a plan alone gives"
     assert layers <= layer <= engines | layers | {"unknown_forward"}
 
@@ -237,6 +237,6 @@ def test_the_limit_is_sequences_times_one_plus_drafts(seqs, drafted, override, l
 @given(counts, drafts, st.integers(1, 10**6))
 def test_every_decode_step_lies_inside_the_limit(seqs, drafted, override):
     limit = admission.decode_limit(seqs, drafted)
-    assert all(admission.within_limit(running * (1 + drafted), limit) for running in (1, seqs))
-    assert not admission.within_limit(limit + 1, limit)
-    assert admission.decode_limit(seqs, drafted, override) == max(override, admission.SMALLEST_LIMIT)
+    assert all(admission.is_within_limit(running * (1 + drafted), limit) for running in (1, seqs))
+    assert not admission.is_within_limit(limit + 1, limit)
+    assert admission.decode_limit(seqs, drafted, override) == max(override, admission.MIN_DECODE_LIMIT_TOKENS)

@@ -33,13 +33,13 @@ def test_a_stamp_names_schema_versions_time_and_host():
     assert timedelta(0) <= now - datetime.fromisoformat(stamp.time) < timedelta(minutes=1)
     vllm = pytest.importorskip("vllm")
     assert stamp.vllm.partition("+")[0] == vllm.__version__.partition("+")[0], "under another distribution's name"
-    assert packages.version("no-such-distribution") is None
+    assert packages.distribution_version("no-such-distribution") is None
     assert packages._distributions("no_such_package") == ()
 
 
 def test_a_stamp_asks_the_vllm_that_is_imported_before_it_searches_every_distribution(monkeypatch):
     """The search takes 0.3 s of each start."""
-    monkeypatch.setattr(packages, "version", lambda *names: None)
+    monkeypatch.setattr(packages, "distribution_version", lambda *names: None)
     monkeypatch.setattr(packages, "_distributions", raising(AssertionError("it searched")))
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="9.9"))
     assert files.stamp("status").vllm == "9.9"
@@ -95,7 +95,7 @@ def killed_while_writing(folder):
     return left
 
 
-@pytest.mark.parametrize(("seconds", "stays"), [(0, True), (2 * status_files.UNFINISHED_S, False)])
+@pytest.mark.parametrize(("seconds", "stays"), [(0, True), (2 * status_files.MAX_UNFINISHED_SECONDS, False)])
 def test_a_file_of_a_process_that_was_killed_while_it_wrote_goes_with_a_later_status(tmp_path, seconds, stays):
     left = killed_while_writing(tmp_path)
     then = time.time() - seconds
@@ -196,7 +196,7 @@ def test_changing_one_source_changes_the_fingerprint(copy):
     assert len(seen) == 1 + len(parts)
 
 
-@pytest.mark.parametrize("part", sorted(packages.NO_GRAPHS))
+@pytest.mark.parametrize("part", sorted(packages.PARTS_WITHOUT_GRAPHS))
 def test_a_change_that_decides_no_graph_and_no_number_keeps_the_fingerprint(copy, part):
     before = packages.fingerprint_of(copy, __version__)
     for new in (copy / part / "new.py", copy / f"{part}.py"):
@@ -221,12 +221,19 @@ def test_a_field_that_is_wrong_is_named_by_its_place_in_the_file(tmp_path):
     record = files.to_plain(record_of(["a", "b"]))
     record["skipped"]["b"] = {"code": "a code", "message": 3}
     with pytest.raises(ValueError, match=r"in\.json: skipped\.b\.message: [^\n]+$"):
-        files.record_from(RankStatus, tmp_path / "in.json", record)
+        files.parse_unstamped(RankStatus, tmp_path / "in.json", record)
 
 
 def test_the_first_distribution_that_is_installed_is_named_with_its_version():
-    assert packages.distribution("no-such-distribution", "pytest", "torch") == f"pytest {pytest.__version__}"
-    assert packages.distribution("no-such-distribution") is None
+    assert packages.installed_distribution("no-such-distribution", "pytest", "torch") == f"pytest {pytest.__version__}"
+    assert packages.installed_distribution("no-such-distribution") is None
+
+
+def test_a_folder_without_metadata_is_no_installed_distribution(tmp_path, monkeypatch):
+    """As an interrupted removal leaves it."""
+    (tmp_path / "no_such_distribution-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert packages.installed_distribution("no-such-distribution") is None
 
 
 @pytest.mark.parametrize(
@@ -239,7 +246,7 @@ def test_the_first_distribution_that_is_installed_is_named_with_its_version():
     ],
 )
 def test_a_package_is_missing_only_if_its_own_import_did_not_find_it(error, package):
-    assert packages.missing(error) == package
+    assert packages.missing_package(error) == package
 
 
 class Kept:
@@ -261,9 +268,9 @@ class Kept:
 @pytest.mark.parametrize(
     ("seconds", "used", "stays"),
     [
-        (files.UNUSED_AFTER_S - 60, False, True),
-        (files.UNUSED_AFTER_S + 60, False, False),
-        (files.UNUSED_AFTER_S + 60, True, True),
+        (files.MAX_UNUSED_SECONDS - 60, False, True),
+        (files.MAX_UNUSED_SECONDS + 60, False, False),
+        (files.MAX_UNUSED_SECONDS + 60, True, True),
     ],
     ids=["not so old", "old", "old, and used by a start"],
 )
@@ -276,19 +283,19 @@ def test_only_files_of_the_same_kind_go(tmp_path):
     other = tmp_path / "tuned-a-card.json"
     other.write_text("{}")
     os.utime(other, (0, 0))
-    Kept(tmp_path).after(2 * files.UNUSED_AFTER_S)
+    Kept(tmp_path).after(2 * files.MAX_UNUSED_SECONDS)
     assert other.exists()
 
 
 def test_a_kept_file_that_cannot_be_removed_costs_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "unlink", raising(PermissionError("planted")))
-    assert Kept(tmp_path).after(2 * files.UNUSED_AFTER_S), "it is there yet, and nothing was raised"
+    assert Kept(tmp_path).after(2 * files.MAX_UNUSED_SECONDS), "it is there yet, and nothing was raised"
 
 
 @pytest.mark.mutation
 def test_mutation_a_reader_that_does_not_note_the_use_is_caught(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "read_kept", files.read)
-    assert not Kept(tmp_path).after(files.UNUSED_AFTER_S + 60, used=True)
+    assert not Kept(tmp_path).after(files.MAX_UNUSED_SECONDS + 60, used=True)
 
 
 def test_a_file_is_closed_before_it_takes_the_place_of_the_old_one(tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ from vllm_aiter_mla.settings import KERNELS, Settings
 from vllm_aiter_mla.startup import first_call
 from vllm_aiter_mla.startup.kept_figures import KeptFigures
 from vllm_aiter_mla.status.line import status_line
-from vllm_aiter_mla.status.record import RankStatus, Timed
+from vllm_aiter_mla.status.record import RankStatus, ShapeTiming
 from vllm_aiter_mla.status.skips import Skips
 from vllm_aiter_mla.verify.results import Verification
 
@@ -47,7 +47,7 @@ def timed(draw):
     counts = draw(COUNTS)
     spans = [Span(before + 1, last, draw(TEXT)) for before, last in zip([0, *counts], counts, strict=False)]
     us = {span.last: {"vllm": draw(NUMBERS), span.kernel: draw(NUMBERS)} for span in spans}
-    return Timed(draw(TEXT), tuple(draw(st.lists(TEXT, max_size=2))), tuple(spans), us, draw(TEXT))
+    return ShapeTiming(draw(TEXT), tuple(draw(st.lists(TEXT, max_size=2))), tuple(spans), us, draw(TEXT))
 
 
 @st.composite
@@ -65,7 +65,7 @@ SETTINGS = st.builds(
 
 def values_of(kind):
     own = {str: TEXT, float: NUMBERS, int: st.integers(), bool: st.booleans(), type(None): st.none(),
-           JsonValue: JSON, Any: JSON, Timed: timed(), Settings: SETTINGS}  # fmt: skip
+           JsonValue: JSON, Any: JSON, ShapeTiming: timed(), Settings: SETTINGS}  # fmt: skip
     if kind in own:
         return own[kind]
     if is_dataclass(kind):
@@ -141,7 +141,7 @@ def test_i16_the_line_of_records_from_a_file_is_that_of_the_record(tmp_path):
     holds()
 
 
-def keys_stay_strings(cls, path, data, part=files.record_from):
+def keys_stay_strings(cls, path, data, part=files.parse_unstamped):
     """What ``json.load`` makes of token counts."""
     found = part(cls, path, data)
     for one in getattr(found, "measured", ()):
@@ -153,7 +153,7 @@ def keys_stay_strings(cls, path, data, part=files.record_from):
 @pytest.mark.parametrize(
     ("name", "plant", "seen"),
     [
-        ("record_from", keys_stay_strings, r"Differing attributes:\s+\['measured'\]"),
+        ("parse_unstamped", keys_stay_strings, r"Differing attributes:\s+\['measured'\]"),
         ("to_plain", lambda value, plain=files.to_plain: json.loads(json.dumps(plain(value)), parse_int=str),
          ": status 5; this version reads status 5"),
         ("schema_of", lambda cls: "skips", ": status 5; this version reads skips "),
@@ -161,7 +161,7 @@ def keys_stay_strings(cls, path, data, part=files.record_from):
 )  # fmt: skip
 def test_mutation_i16_records_that_change_on_the_way_are_caught(tmp_path, monkeypatch, name, plant, seen):
     us = {64: {"triton": 5.0, "vllm": 10.0}}
-    found = replace(record_of(["a"], 64, "fp8", 0), measured=(Timed("s", ("a",), spans((1, 64, "triton")), us),))
+    found = replace(record_of(["a"], 64, "fp8", 0), measured=(ShapeTiming("s", ("a",), spans((1, 64, "triton")), us),))
     assert read_back(tmp_path, found) == found
     monkeypatch.setattr(files, name, plant)
     with pytest.raises((AssertionError, ValueError), match=seen):
@@ -207,6 +207,6 @@ def test_bad_records_are_one_line_that_names_the_file(tmp_path, record, spoil):
 )
 def test_records_that_lack_a_figure_are_not_made(timed):
     whole = {"us": {8: {"vllm": 2.0, "triton": 1.0}}, "chosen": spans((1, 8, "triton"))}
-    Timed("s", (), **whole)
+    ShapeTiming("s", (), **whole)
     with pytest.raises(ValueError):
-        Timed("s", (), **whole | timed)
+        ShapeTiming("s", (), **whole | timed)

@@ -16,7 +16,7 @@ from vllm_aiter_mla.settings import (
     Settings,
     SettingsError,
     near_misses,
-    resolve,
+    resolve_settings,
 )
 
 OFF = {FLAG_FIELD: False, LIMIT_FIELD: None}
@@ -42,7 +42,7 @@ def ours(**options):
     ],
 )
 def test_the_two_spellings_complete_each_other(pass_config, additional, wanted):
-    assert resolve(pass_config, additional) == wanted
+    assert resolve_settings(pass_config, additional) == wanted
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_the_two_spellings_complete_each_other(pass_config, additional, wanted):
 )
 def test_two_options_that_contradict_each_other_are_an_error_that_names_both(pass_config, options, named):
     with pytest.raises(SettingsError, match="contradict") as caught:
-        resolve(pass_config, {"aiter_mla": options})
+        resolve_settings(pass_config, {"aiter_mla": options})
     assert all(name in str(caught.value) for name in named)
 
 
@@ -80,27 +80,32 @@ def test_a_wrong_key_type_or_range_names_the_option_and_the_value(name, value):
     outer, _, inner = name.partition(".")
     in_pass = outer == "pass_config"
     with pytest.raises(SettingsError) as caught:
-        resolve({inner: value}, {}) if in_pass else resolve(OFF, ours(**{outer: {inner: value} if inner else value}))
+        resolve_settings({inner: value}, {}) if in_pass else resolve_settings(
+            OFF, ours(**{outer: {inner: value} if inner else value})
+        )
     assert (name if in_pass else f"additional_config.aiter_mla.{name}") in str(caught.value)
     assert repr(value) in str(caught.value)
 
 
 def test_a_typing_error_is_answered_with_the_nearest_option():
     with pytest.raises(SettingsError, match="did you mean 'enabled'"):
-        resolve(OFF, ours(enabeld=True))
+        resolve_settings(OFF, ours(enabeld=True))
     with pytest.raises(SettingsError, match="did you mean 'rounding'"):
-        resolve(OFF, ours(debug={"roundin": "two"}))
+        resolve_settings(OFF, ours(debug={"roundin": "two"}))
 
 
 @pytest.mark.parametrize("value", [None, True, "on", ["enabled"]])
 def test_options_that_are_not_a_mapping_are_an_error(value):
     with pytest.raises(SettingsError, match=r"additional_config\.aiter_mla: .*mapping"):
-        resolve(OFF, {"aiter_mla": value})
+        resolve_settings(OFF, {"aiter_mla": value})
 
 
 def test_options_without_the_switch_are_reported_as_unused():
-    assert settings.set_options(resolve(OFF, ours(kernel="triton", max_token_num=4))) == ("max_token_num", "kernel")
-    assert settings.set_options(resolve(OFF, {})) == ()
+    assert settings.non_default_options(resolve_settings(OFF, ours(kernel="triton", max_token_num=4))) == (
+        "max_token_num",
+        "kernel",
+    )
+    assert settings.non_default_options(resolve_settings(OFF, {})) == ()
 
 
 def test_settings_survive_pickling_and_cannot_be_changed():
@@ -127,7 +132,7 @@ _settings = st.builds(
 
 @given(_settings)
 def test_additional_config_can_spell_every_setting(wanted):
-    assert resolve(OFF, ours(**{**vars(wanted), "debug": vars(wanted.debug)})) == wanted
+    assert resolve_settings(OFF, ours(**{**vars(wanted), "debug": vars(wanted.debug)})) == wanted
 
 
 _scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.sampled_from(["auto", "", "x"])
@@ -138,7 +143,7 @@ _keys = st.sampled_from(["enabled", "max_token_num", "kernel", "measure", "stric
 @given(st.dictionaries(_keys, _json, max_size=4))
 def test_any_input_is_either_read_or_rejected_by_name(options):
     try:
-        read = resolve(OFF, {"aiter_mla": options})
+        read = resolve_settings(OFF, {"aiter_mla": options})
     except SettingsError as error:
         assert "additional_config.aiter_mla." in str(error)  # noqa: PT017
         return

@@ -97,7 +97,9 @@ def reasons() -> str:
     rule = "|---|---|---|"
     parts = ["The codes of skipped engines and layers", "[Troubleshooting](../troubleshooting.md) has the log lines."]
     for level, title in LEVELS.items():
-        rows = [f"| `{code}` | {cause} | {remedy} |" for code, (cause, remedy) in admission.LEVELS[level].items()]
+        rows = [
+            f"| `{code}` | {cause} | {remedy} |" for code, (cause, remedy) in admission.CODES_BY_LEVEL[level].items()
+        ]
         parts += [f"## {title}", "\n".join(["| code | cause | remedy |", rule, *rows])]
     limits = [f"| `{name}` | {' | '.join(text.split('; ', 1))} |" for name, text in LIMITS.items()]
     parts += ["## Checks of AITER's kernels", "\n".join(["| check | why | remedy |", rule, *limits])]

@@ -3,7 +3,7 @@
 
 A rule is a code, a condition over a plain view, and a sentence. ``compat`` fills the views from vLLM's objects. This
 module imports neither torch nor vLLM. ``passes`` and the choice of a kernel give further reasons, with codes from the
-tables here. A skip is a value: the log, ``check`` and the report print it as it is.
+tables here. The log, ``check`` and the report print a skip unchanged.
 """
 
 import json
@@ -19,38 +19,40 @@ KV_UPDATE_OP = "vllm::unified_mla_kv_cache_update"
 ATTENTION_OPS = ("vllm_aiter_mla::mla_attention_with_prepared_q", "vllm_aiter_mla::mla_attention_with_rope")
 """The plugin's attention ops, after pass 2 and after pass 3, in the spelling of ``splitting_ops``."""
 OVERFLOW = "turns a rotated value beyond fp8's range into NaN, where vLLM's own kernels store the largest value"
-"""What a kernel does that ``kernel=auto`` leaves out, after the kernel's name."""
+"""Why ``kernel=auto`` leaves out a kernel. The text follows the kernel's name."""
 ABORTED = "aborted_before"
 """Code of a kernel in whose first call an earlier start ended."""
 VLLM_FASTER = "vllm_faster"
 """Code of a layer for which vLLM's own kernels were the fastest."""
 INTEGRATIONS = ("passes", "module")
 """What puts the op into a layer: passes over the compiled graph, or the forward of vLLM's MLA wrapper."""
-LEVELS: dict[str, dict[str, tuple[str, str]]] = json.loads(
+CODES_BY_LEVEL: dict[str, dict[str, tuple[str, str]]] = json.loads(
     (Path(__file__).parent / "reasons.json").read_text(encoding="utf-8")
 )
-"""Cause and remedy of each code that a :class:`Skip` may carry, by what it is a reason of: the whole "engine", before
-anything is compiled (some apply to one layer too); a "layer", from its attention module; its "graph", or its wrapper,
-before it first runs; or the "kernel" that could run it. ``make docs`` makes a page of them."""
-REMEDIES = {code: remedy.replace("`", "") for codes in LEVELS.values() for code, (_, remedy) in codes.items()}
-"""What to do about each code: the status line, `status` and `check` all say this."""
-REASONS = frozenset(REMEDIES)
-UNSUPPORTED = frozenset(code for code, remedy in REMEDIES.items() if remedy.startswith("none: "))
-"""Codes of what no setting changes: the model is not taken, and advice for the fast path would be wrong."""
+"""Cause and remedy of each code that a :class:`Skip` may have, by the level that the code skips. An "engine" is skipped
+before anything is compiled (some of these codes apply to one layer too), and a "layer" by its attention module. "graph"
+is the graph or wrapper of a layer, before its first run, and "kernel" a kernel that could run the layer. ``make docs``
+makes a page of these codes."""
+REMEDIES = {code: remedy.replace("`", "") for codes in CODES_BY_LEVEL.values() for code, (_, remedy) in codes.items()}
+"""What to do about each code: the status line, `status` and `check` print these texts."""
+REASON_CODES = frozenset(REMEDIES)
+"""Every code that a :class:`Skip` of this version may have."""
+UNSUPPORTED_CODES = frozenset(code for code, remedy in REMEDIES.items() if remedy.startswith("none: "))
+"""Codes that no setting changes: the plugin does not support the model, so advice for the fast path would be wrong."""
 
 KV_CACHE_DTYPES = frozenset({"auto", "bfloat16", "float16", "fp8", "fp8_e4m3"})
-"""vLLM's names of the caches that the kernels write: the activation dtype, or fp8 e4m3 with one scale per tensor."""
+"""vLLM's names of cache dtypes that the kernels write: the activations' dtype, or fp8 e4m3 with a scale per tensor."""
 DECODE_CAPTURES = frozenset({"NEVER", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH"})
 """Names of vLLM's ``AttentionCGSupport`` whose full graphs hold decode rows only."""
 CARDS = frozenset({"gfx942", "gfx950"})
-"""Architectures that AITER's op is for."""
-ANY_CARD = frozenset({"triton", "reference"})
-"""Kernels that run on other platforms too, if the user names one: for tests and other GPUs."""
+"""Architectures that AITER's op supports."""
+PORTABLE_KERNELS = frozenset({"triton", "reference"})
+"""Kernels that also run on other platforms if the user names one of them: for tests and other GPUs."""
 AITER_MLA = "ROCM_AITER_MLA"
 """vLLM's name of the attention back end that the fast path calls."""
-PARTITION = "-cc.use_inductor_graph_partition=true"
-"""The option with which vLLM compiles a graph that holds whole layers, as it is typed."""
-SMALLEST_LIMIT = 2
+PARTITION_OPTION = "-cc.use_inductor_graph_partition=true"
+"""The option, as a user types it, with which vLLM compiles a graph that holds whole layers."""
+MIN_DECODE_LIMIT_TOKENS = 2
 """vLLM drops compile-range endpoints below 2, so a limit of 1 would never end a range and the passes would never run.
 A server with ``max_num_seqs=1`` gets a decode limit of two tokens."""
 
@@ -59,8 +61,8 @@ A server with ``max_num_seqs=1`` gets a decode limit of two tokens."""
 class Skip:
     """Why an engine or a layer runs vLLM's own code."""
 
-    code: str  # stable name, one of :data:`REASONS`; in a file of another version perhaps none of them
-    message: str  # one line that says what was found; what to do about it is in REMEDIES
+    code: str  # stable name, one of :data:`REASON_CODES`; a file of another version may have another code
+    message: str  # one line that states the cause; REMEDIES says what to do
 
     def __str__(self) -> str:
         return f"{self.reason} -> {self.remedy}"
@@ -72,43 +74,44 @@ class Skip:
 
     @property
     def remedy(self) -> str:
-        """What to do about the code; "" for a code of another version."""
+        """The remedy of the code; "" for a code of another version."""
         return REMEDIES.get(self.code, "")
 
     @property
     def level(self) -> str:
-        """What the code is a reason of: "engine", "layer", "graph" or "kernel"; "" for a code of another version."""
-        return next((level for level, codes in LEVELS.items() if self.code in codes), "")
+        """What the code skips: "engine", "layer", "graph" or "kernel"; "" for a code of another version."""
+        return next((level for level, codes in CODES_BY_LEVEL.items() if self.code in codes), "")
 
 
 @dataclass(frozen=True)
 class _View:
-    """What the rules read of engines and of layers."""
+    """The facts that the rules read of both engines and layers."""
 
-    missing: tuple[str, ...] = ()  # capabilities, or attributes of the layer, that a known vLLM has and this one lacks
+    # Names of vLLM, or of the layer, that the supported versions have and this one lacks
+    missing_names: tuple[str, ...] = ()
     is_sparse: bool = False
     dcp: int = 1
     pcp: int = 1
-    hisparse: bool = False
+    has_hisparse: bool = False
     kv_cache_dtype: str = "auto"  # as vLLM spells it
-    model_dtype: str = ""  # activation dtype without the ``torch.`` prefix; empty when unknown
+    model_dtype: str = ""  # activation dtype without the ``torch.`` prefix; empty if unknown
 
 
 @dataclass(frozen=True)
 class ConfigView(_View):
-    """What the gate decides by, of a finished ``VllmConfig``. The defaults describe an engine that is admitted."""
+    """The facts of a finished ``VllmConfig`` that the gate decides on. The defaults describe an admitted engine."""
 
     vllm_version: str = ""  # as vLLM prints it
-    in_window: bool = True  # whether that release is a supported one
+    is_supported_version: bool = True  # whether that release is supported
     failed_steps: tuple[str, ...] = ()  # steps of the plugin's registration that failed, each with its error
-    op_schema: tuple[str, ...] = ()  # how vLLM's MLA ops differ from what the plugin knows, one sentence each
-    fused_op: tuple[str, ...] = ()  # likewise vLLM's fused RoPE + KV write, which only pass 1 calls
+    op_differences: tuple[str, ...] = ()  # how vLLM's MLA ops differ from what the plugin knows, one sentence each
+    fused_op_differences: tuple[str, ...] = ()  # the same for vLLM's fused RoPE + KV write, which only pass 1 calls
     unknown_forward: str = ""  # why the module integration may not replace vLLM's forwards
     user_pass: str = ""  # why the user's custom pass cannot run before ours
-    atom_active: bool = False
+    is_atom_active: bool = False
     is_mla: bool = True
-    mla_disabled: bool = False  # by vLLM's variable, so that nobody knows whether the model has MLA
-    model_impl: str = ""  # the option, where vLLM runs the model's code of Transformers
+    is_mla_disabled: bool = False  # whether vLLM's variable disables MLA; then it is unknown whether the model has MLA
+    model_impl: str = ""  # the option of that name if vLLM runs Transformers' code of the model, else empty
     enforce_eager: bool = False
     breakable_cudagraph: bool = False
     mode: str = "VLLM_COMPILE"  # name of the compilation mode
@@ -120,46 +123,46 @@ class ConfigView(_View):
     num_drafts: int = 0  # draft tokens of a request in one step
     max_num_batched_tokens: int | None = None
     card: str = "gfx942"  # architecture of an AMD card, else the name of vLLM's platform
-    uses_aiter: bool = True  # vLLM takes AITER's MLA where the user names no attention back end
-    attention: str = AITER_MLA  # the back end that vLLM takes, or why it cannot be told; asked on ROCm only
-    fusion: bool = False  # vLLM's own fusion of RoPE and the KV write for MLA is on
+    uses_aiter: bool = True  # whether vLLM takes AITER's MLA if the user names no attention back end
+    attention: str = AITER_MLA  # the back end that vLLM takes, or why this is not known; read on ROCm only
+    has_vllm_fusion: bool = False  # whether vLLM's own fusion of RoPE and the KV write for MLA is on
     layers: Sequence[int] = ()  # indices of the model's MLA layers
-    # As vLLM's metrics label the engine; None for what cannot be read
+    # As vLLM's metrics label the engine; None if this cannot be read
     model_name: str | None = None
     engine: str | None = None
 
 
 @dataclass(frozen=True)
-class Engage:
-    """What the gate makes of an admitted config."""
+class Engagement:
+    """How the gate engages an admitted engine: what it writes into the config."""
 
     limit: int  # the decode limit in tokens
     integration: str  # one of ``INTEGRATIONS``
-    splitting_ops: tuple[str, ...]  # those of vLLM, and ours where vLLM cuts the graph at attention
+    splitting_ops: tuple[str, ...]  # the ops of vLLM, and ours if vLLM cuts the graph at attention
     endpoints: tuple[int, ...]  # ends of the compile ranges; the passes add the decode limit
 
 
 @dataclass(frozen=True)
 class LayerView(_View):
-    """What the rules read of one attention layer. The defaults describe a layer that is admitted."""
+    """The facts of one attention layer that the rules read. The defaults describe an admitted layer."""
 
     impl: str = "AiterMLAImpl"  # class name of ``layer.impl``
     # Class names of the implementations that the fast path calls correctly
     known_impls: frozenset[str] = frozenset({"AiterMLAImpl"})
-    own_forward: str = ""  # where an unknown ``forward_impl`` comes from; empty if it is vLLM's own
-    q_pad_num_heads: int | None = None  # heads that the implementation pads the query to, ``None`` without padding
+    forward_origin: str = ""  # where an unknown ``forward_impl`` comes from; empty if it is vLLM's own
+    q_pad_num_heads: int | None = None  # number of heads to which the implementation pads the query, if it does
     has_absorbed_weight: bool = True
-    amx_bmm: bool = False
+    has_amx_bmm: bool = False
     has_rope_kernel: bool = True
     # Dimensions of the bound KV cache; ``None`` while none is bound (compilation runs before)
     kv_cache_ndim: int | None = None
-    # What vLLM may capture in full graphs of this attention, a name of its ``AttentionCGSupport``
-    captures: str = "UNIFORM_BATCH"
-    dcp_q_replicate: bool = False  # the query is replicated for decode context parallelism
-    graph_dtype: str = ""  # dtype that the graph computes in if it is not the layer's, else empty
+    # Which batches vLLM may capture in full graphs of this attention, a name of its ``AttentionCGSupport``
+    cudagraph_support: str = "UNIFORM_BATCH"
+    dcp_q_replicate: bool = False  # whether the query is replicated for decode context parallelism
+    graph_dtype: str = ""  # dtype in which the graph computes if it differs from the layer's, else empty
     cos_sin_dtype_matches: bool = True
-    sliding_window: bool = False
-    query_scaled: bool = False  # the model scales the rotated query by a factor per row (``llama_4_scaling``)
+    has_sliding_window: bool = False
+    is_query_scaled: bool = False  # whether the model scales each row of the rotated query (``llama_4_scaling``)
     num_heads: int = 16  # N (per rank), P, R, L and V
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64
@@ -175,16 +178,18 @@ class LayerView(_View):
 class Rule(NamedTuple):
     """One reason to skip."""
 
-    code: str  # one of :data:`REASONS`
-    applies: Callable[[Any], object]  # takes a view; true, or a tuple of what was found, if there is this reason
-    sentence: str  # a format string; ``v`` is the view, ``found`` what was found, joined
+    code: str  # one of :data:`REASON_CODES`
+    condition: Callable[[Any], object]  # takes a view; if true, this reason applies. A tuple holds details as text
+    sentence: str  # a format string; ``v`` is the view, ``details`` the joined texts of the tuple
 
 
 SHARED_RULES = (
     Rule("sparse_mla", lambda v: v.is_sparse, "sparse MLA: an indexer picks the KV rows (index_topk in the config)"),
     Rule("dcp", lambda v: v.dcp > 1, "decode_context_parallel_size is {v.dcp}"),
     Rule("pcp", lambda v: v.pcp > 1, "prefill_context_parallel_size is {v.pcp}"),
-    Rule("hisparse", lambda v: v.hisparse, "HiSparse manages the KV rows (attention_config.hisparse_config is set)"),
+    Rule(
+        "hisparse", lambda v: v.has_hisparse, "HiSparse manages the KV rows (attention_config.hisparse_config is set)"
+    ),
     Rule(
         "kv_cache_dtype",
         lambda v: v.kv_cache_dtype not in KV_CACHE_DTYPES,
@@ -196,20 +201,20 @@ SHARED_RULES = (
         "kv_cache_dtype is {v.kv_cache_dtype!r} but the model computes in {v.model_dtype}",
     ),
 )
-"""Facts that an engine's config and each of its layers state."""
+"""Rules on facts that both an engine's config and each of its layers have."""
 
 ENGINE_RULES = (
     Rule(
         "vllm_version",
-        lambda v: not v.in_window,
+        lambda v: not v.is_supported_version,
         "vLLM {v.vllm_version} is outside the supported window",
     ),
-    Rule("capability", lambda v: v.missing, "this vLLM ({v.vllm_version}) lacks {found}"),
-    Rule("capability", lambda v: v.failed_steps, "the plugin could not do what it needs: {found}"),
-    Rule("op_schema", lambda v: v.op_schema, "in this vLLM ({v.vllm_version}) {found}"),
-    Rule("atom", lambda v: v.atom_active, "ATOM's plugin owns the model"),
-    Rule("mla_disabled", lambda v: v.mla_disabled, "VLLM_MLA_DISABLE is set"),
-    Rule("not_mla", lambda v: not v.is_mla and not v.mla_disabled, "the model has no MLA that vLLM knows"),
+    Rule("capability", lambda v: v.missing_names, "this vLLM ({v.vllm_version}) lacks {details}"),
+    Rule("capability", lambda v: v.failed_steps, "the plugin could not do what it needs: {details}"),
+    Rule("op_schema", lambda v: v.op_differences, "in this vLLM ({v.vllm_version}) {details}"),
+    Rule("atom", lambda v: v.is_atom_active, "ATOM's plugin owns the model"),
+    Rule("mla_disabled", lambda v: v.is_mla_disabled, "VLLM_MLA_DISABLE is set"),
+    Rule("not_mla", lambda v: not v.is_mla and not v.is_mla_disabled, "the model has no MLA that vLLM knows"),
     Rule(
         "transformers_backend",
         lambda v: v.model_impl == "transformers",
@@ -222,10 +227,10 @@ ENGINE_RULES = (
     ),
     *SHARED_RULES,
 )
-"""Whatever puts the op into the layers."""
+"""Rules that hold for both integrations."""
 
 USER_RULES = (Rule("user_pass", lambda v: v.user_pass, "{v.user_pass}"),)
-"""What the user has put into the slot that our pass takes."""
+"""Rules on what the user has put into the slot that our pass takes."""
 
 PLATFORM_RULES = (
     Rule(
@@ -236,7 +241,7 @@ PLATFORM_RULES = (
     Rule(
         "aiter_off",
         lambda v: v.attention != AITER_MLA and not v.uses_aiter and (v.attention.partition(" (")[0],),
-        "vLLM does not use AITER for MLA (its attention is {found})",
+        "vLLM does not use AITER for MLA (its attention is {details})",
     ),
     Rule(
         "attention_backend",
@@ -244,12 +249,13 @@ PLATFORM_RULES = (
         "vLLM's attention is {v.attention}",
     ),
 )
-"""What decides whether layers get the implementation that the fast path calls; a kernel of ``ANY_CARD`` may do without.
+"""Rules on whether layers get the attention implementation that the fast path calls.
 
-A layer's own implementation is looked at again after loading."""
+A kernel of ``PORTABLE_KERNELS`` does not need that implementation. After loading, ``LAYER_RULES`` check each layer's
+implementation again."""
 
 PASSES_RULES = (
-    Rule("op_schema", lambda v: v.fused_op, "in this vLLM ({v.vllm_version}) {found}"),
+    Rule("op_schema", lambda v: v.fused_op_differences, "in this vLLM ({v.vllm_version}) {details}"),
     Rule("enforce_eager", lambda v: v.enforce_eager, "enforce_eager=True leaves no graph"),
     Rule(
         "breakable_cudagraph",
@@ -264,41 +270,47 @@ PASSES_RULES = (
     Rule("backend", lambda v: v.backend != "inductor", "compilation_config.backend is {v.backend!r}, not 'inductor'"),
     Rule(
         "graph_partition",
-        lambda v: not v.use_inductor_graph_partition and _cuts(v.splitting_ops),
-        "vLLM cuts the graph at {found}",
+        lambda v: not v.use_inductor_graph_partition and _split_ops(v.splitting_ops),
+        "vLLM cuts the graph at {details}",
     ),
 )
-"""The passes need a compiled graph in which attention, the KV update and the query projection lie together."""
+"""Rules of the passes, which need a compiled graph that holds attention, the KV update and the query projection."""
 
 MODULE_RULES = (Rule("unknown_forward", lambda v: v.unknown_forward, "{v.unknown_forward}"),)
-"""The module replaces two forwards of vLLM, so it must know them. Each layer's wrapper is looked at after loading."""
+"""Rules of the module, which replaces two forwards of vLLM and must know them. Wrappers are checked after loading."""
 
 LAYER_RULES = (
-    Rule("capability", lambda v: v.missing, "the attention layer of this vLLM lacks {found}"),
+    Rule("capability", lambda v: v.missing_names, "the attention layer of this vLLM lacks {details}"),
     *SHARED_RULES,
     Rule("dcp", lambda v: v.dcp_q_replicate and v.dcp <= 1, "the query is replicated for decode context parallelism"),
     Rule("impl", lambda v: v.impl not in v.known_impls, "the attention implementation {v.impl} is not a known one"),
-    Rule("unknown_forward", lambda v: v.own_forward, "forward_impl comes from {v.own_forward}, not from vLLM's layer"),
-    Rule("q_padding", lambda v: v.q_pad_num_heads, "the query is padded to {v.q_pad_num_heads} heads"),
-    Rule("sliding_window", lambda v: v.sliding_window, "the layer has a sliding window"),
-    # A kernel of ours would scale before it rotates, which rounds elsewhere.
     Rule(
-        "query_scaled", lambda v: v.query_scaled, "the model scales its rotated query (llama_4_scaling in its config)"
+        "unknown_forward",
+        lambda v: v.forward_origin,
+        "forward_impl comes from {v.forward_origin}, not from vLLM's layer",
+    ),
+    Rule("q_padding", lambda v: v.q_pad_num_heads, "the query is padded to {v.q_pad_num_heads} heads"),
+    Rule("sliding_window", lambda v: v.has_sliding_window, "the layer has a sliding window"),
+    # Our kernels would scale before the rotation, and so round other values than vLLM.
+    Rule(
+        "query_scaled",
+        lambda v: v.is_query_scaled,
+        "the model scales its rotated query (llama_4_scaling in its config)",
     ),
     Rule("no_rope_kernel", lambda v: not v.has_rope_kernel, "vLLM has no concat_and_cache_mla_rope_fused here"),
-    Rule("amx_bmm", lambda v: v.amx_bmm, "the CPU backend packed the absorb weights for AMX"),
+    Rule("amx_bmm", lambda v: v.has_amx_bmm, "the CPU backend packed the absorb weights for AMX"),
     Rule("no_absorbed_weight", lambda v: not v.has_absorbed_weight, "the layer has no W_UK_T, or no W_K and W_K_scale"),
     Rule(
         "kv_cache_ndim", lambda v: v.kv_cache_ndim not in (None, 3), "the cache has {v.kv_cache_ndim} dimensions, not 3"
     ),
     Rule(
-        # The op takes its branch when a graph is captured, and a replay cannot change it.
+        # The op chooses its branch when a graph is captured, and a replay cannot change that.
         "captured_prefill",
-        lambda v: v.captures not in DECODE_CAPTURES,
-        "vLLM may capture this attention's prefill rows in full graphs (cudagraph support {v.captures})",
+        lambda v: v.cudagraph_support not in DECODE_CAPTURES,
+        "vLLM may capture this attention's prefill rows in full graphs (cudagraph support {v.cudagraph_support})",
     ),
     Rule(
-        # The self-check ran in the layer's own dtype and proves nothing about another one.
+        # The self-check ran in the layer's own dtype and proves nothing about another dtype.
         "activation_dtype",
         lambda v: v.graph_dtype,
         "the graph computes in {v.graph_dtype}, the layer's weights are for {v.model_dtype}",
@@ -312,49 +324,49 @@ LAYER_RULES = (
 )
 
 
-def decide_engine(facts: ConfigView, settings: Settings) -> Skip | Engage:
-    """Return what the gate makes of an engine whose flag is on, or why the engine runs vLLM's own code. Pure."""
+def decide_engine(facts: ConfigView, settings: Settings) -> Skip | Engagement:
+    """Return how to engage an engine whose flag is on, or why it must be skipped. Pure."""
     skip = next(iter(config_skips(facts, settings)), None)
     if skip is not None:
         return skip
     limit, integration = decode_limit_of(facts, settings), integration_of(facts, settings)
-    added = integration == "passes" and _ends_a_range(limit, facts.max_num_batched_tokens)
-    cut = (MLA_ATTENTION_OP,) if integration == "passes" else (MLA_ATTENTION_OP, KV_UPDATE_OP)
-    cuts = facts.mode == "VLLM_COMPILE" and any(plain_name(op) in cut for op in facts.splitting_ops)
-    ours = [op for op in ATTENTION_OPS if cuts and op not in facts.splitting_ops]
-    endpoints = tuple(sorted({*facts.endpoints, limit})) if added else facts.endpoints
-    return Engage(limit, integration, (*facts.splitting_ops, *ours), endpoints)
+    is_new_endpoint = integration == "passes" and _can_end_range(limit, facts.max_num_batched_tokens)
+    endpoints = tuple(sorted({*facts.endpoints, limit})) if is_new_endpoint else facts.endpoints
+    replaced_ops = (MLA_ATTENTION_OP,) if integration == "passes" else (MLA_ATTENTION_OP, KV_UPDATE_OP)
+    is_split = facts.mode == "VLLM_COMPILE" and any(plain_name(op) in replaced_ops for op in facts.splitting_ops)
+    new_splitting_ops = [op for op in ATTENTION_OPS if is_split and op not in facts.splitting_ops]
+    return Engagement(limit, integration, (*facts.splitting_ops, *new_splitting_ops), endpoints)
 
 
 def config_skips(facts: ConfigView, settings: Settings) -> list[Skip]:
     """Return every reason for which no layer of this engine may take the fast path, in the order of the rules."""
-    untested = settings.debug.untested_vllm
-    engine = tuple(rule for rule in ENGINE_RULES if not (untested and rule.code == "vllm_version"))
-    platform = PLATFORM_RULES * (settings.kernel not in ANY_CARD)
-    by = PASSES_RULES if integration_of(facts, settings) == "passes" else MODULE_RULES
-    return _all((*engine, *platform, *by, *USER_RULES), facts)
+    is_version_check_off = settings.debug.untested_vllm
+    engine_rules = tuple(rule for rule in ENGINE_RULES if not (is_version_check_off and rule.code == "vllm_version"))
+    platform_rules = PLATFORM_RULES * (settings.kernel not in PORTABLE_KERNELS)
+    integration_rules = PASSES_RULES if integration_of(facts, settings) == "passes" else MODULE_RULES
+    return _matching_skips((*engine_rules, *platform_rules, *integration_rules, *USER_RULES), facts)
 
 
 def layer_skips(view: LayerView) -> list[Skip]:
-    """Return every reason for which this layer is left to vLLM, in the order of the rules; no other layer matters."""
-    return _all(LAYER_RULES, view)
+    """Return every reason for which this layer is skipped, in the order of the rules; no other layer matters."""
+    return _matching_skips(LAYER_RULES, view)
 
 
-def why_not_platform(facts: ConfigView) -> Skip | None:
-    """Return why the platform is not one for the fast path, whatever the kernel; ``None`` if it is one."""
-    return next(iter(_all(PLATFORM_RULES, facts)), None)
+def platform_skip(facts: ConfigView) -> Skip | None:
+    """Return why the platform does not have the fast path, whatever the kernel; None if it has."""
+    return next(iter(_matching_skips(PLATFORM_RULES, facts)), None)
 
 
-def why_not_passes(facts: ConfigView) -> Skip | None:
-    """Return why the passes cannot run in this engine, or ``None``."""
-    return next(iter(_all(PASSES_RULES, facts)), None)
+def passes_skip(facts: ConfigView) -> Skip | None:
+    """Return why the passes cannot run in this engine, or None."""
+    return next(iter(_matching_skips(PASSES_RULES, facts)), None)
 
 
 def integration_of(facts: ConfigView, settings: Settings) -> str:
-    """Return what puts the op into an engine's layers; ``auto`` is the passes where the user's options let them run."""
+    """Return the integration of an engine; ``auto`` means the passes if the user's options let them run."""
     if settings.integration != "auto":
         return settings.integration
-    return "passes" if why_not_passes(facts) is None else "module"
+    return "passes" if passes_skip(facts) is None else "module"
 
 
 def plain_name(op: str) -> str:
@@ -366,10 +378,10 @@ def decode_limit(max_num_seqs: int, num_speculative_tokens: int, override: int |
     """Return the decode limit, the largest number of tokens that a decode step can hold.
 
     ``max_num_seqs * (1 + num_speculative_tokens)`` is vLLM's own bound for decode-mode captures: each request
-    brings its newly sampled token and its drafts. ``override`` replaces it. The limit is about speed and memory:
-    a short prompt runs the same compiled range as a decode step, so correctness must not depend on the limit.
+    brings its newly sampled token and its drafts. ``override`` replaces this bound. The limit affects speed and memory.
+    A short prompt runs the same compiled range as a decode step, so correctness must not depend on the limit.
     """
-    return max(override or max_num_seqs * (1 + num_speculative_tokens), SMALLEST_LIMIT)
+    return max(override or max_num_seqs * (1 + num_speculative_tokens), MIN_DECODE_LIMIT_TOKENS)
 
 
 def decode_limit_of(facts: ConfigView, settings: Settings) -> int:
@@ -377,25 +389,26 @@ def decode_limit_of(facts: ConfigView, settings: Settings) -> int:
     return decode_limit(facts.max_num_seqs, facts.num_drafts, settings.max_token_num)
 
 
-def _ends_a_range(limit: int, max_num_batched_tokens: int | None) -> bool:
-    """Return whether vLLM lets a compile range end at ``limit``: it drops 1, and what no batch exceeds."""
+def _can_end_range(limit: int, max_num_batched_tokens: int | None) -> bool:
+    """Return whether vLLM lets a compile range end at ``limit``: it drops 1, and limits that no batch exceeds."""
     return limit > 1 and (max_num_batched_tokens is None or limit < max_num_batched_tokens)
 
 
-def within_limit(range_end: int, limit: int) -> bool:
+def is_within_limit(range_end: int, limit: int) -> bool:
     """Return whether a compile range that ends at ``range_end`` tokens lies within the decode limit."""
     return range_end <= limit
 
 
-def _all(rules: tuple[Rule, ...], view: _View) -> list[Skip]:
+def _matching_skips(rules: tuple[Rule, ...], view: _View) -> list[Skip]:
+    """Return a skip for each rule that applies to a view."""
     skips = []
     for rule in rules:
-        found = rule.applies(view)
-        if found:
-            joined = "; ".join(found) if isinstance(found, tuple) else ""
-            skips.append(Skip(rule.code, rule.sentence.format(v=view, found=joined)))
+        result = rule.condition(view)
+        if result:
+            details = "; ".join(result) if isinstance(result, tuple) else ""
+            skips.append(Skip(rule.code, rule.sentence.format(v=view, details=details)))
     return skips
 
 
-def _cuts(splitting_ops: tuple[str, ...]) -> tuple[str, ...]:
+def _split_ops(splitting_ops: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(op for op in (MLA_ATTENTION_OP, KV_UPDATE_OP) if op in map(plain_name, splitting_ops))

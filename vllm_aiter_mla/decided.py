@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was decided for a layer: which kernel runs at how many tokens, or why none of ours does.
+"""What was decided for a layer: which kernel runs at how many tokens, or why no kernel of ours runs.
 
 ``serving.decision`` decides. Kernels, start-up, status files and plans share these values. Imports no torch.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from vllm_aiter_mla.admission import Skip
 
 VLLM = "vllm"
-"""Name of vLLM's own kernels among the kernels."""
+"""Name of vLLM's own kernels, where kernels are named."""
 
 
 @dataclass(frozen=True)
@@ -28,23 +28,23 @@ class Span:
 
 
 Spans = tuple[Span, ...]
-"""Ascending and without a gap from 1 token on."""
+"""Spans in ascending order, without a gap from 1 token on."""
 
 
 def kernel_at(spans: Sequence[Span], tokens: int) -> str:
-    """Return what runs at ``tokens``, beyond the last span what runs in that; "" without spans."""
+    """Return the kernel of a span at ``tokens``. Beyond the last span, return its kernel; without spans, ""."""
     return next((span.kernel for span in spans if tokens <= span.last), spans[-1].kernel if spans else "")
 
 
 def merge_spans(spans: Iterable[Span]) -> Spans:
-    """Return the spans, neighbours with the same kernel as one."""
-    found: list[Span] = []
+    """Return the spans, with neighbours that have the same kernel merged into one."""
+    merged: list[Span] = []
     for span in spans:
-        if found and found[-1].kernel == span.kernel:
-            found[-1] = replace(found[-1], last=span.last)
+        if merged and merged[-1].kernel == span.kernel:
+            merged[-1] = replace(merged[-1], last=span.last)
         else:
-            found.append(Span(span.first, span.last, span.kernel))
-    return tuple(found)
+            merged.append(Span(span.first, span.last, span.kernel))
+    return tuple(merged)
 
 
 @dataclass(frozen=True)
@@ -53,27 +53,27 @@ class RejectedKernel:
 
     kernel: str
     reason: str
-    aborted: bool = False  # the reason is that an earlier start ended in the kernel's first call
+    aborted: bool = False  # whether the reason is that an earlier start ended in the kernel's first call
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What runs a layer."""
+    """Which kernels run a layer."""
 
-    kernels: Spans  # empty: vLLM's own graph runs at every token count
+    kernels: Spans  # if empty, vLLM's own graph runs at every token count
     skip: Skip | None  # why ``kernels`` is empty
     passed_over: tuple[RejectedKernel, ...]  # each candidate that runs at no token count
 
-    def at(self, tokens: int) -> str:
-        """Return what runs at ``tokens``; beyond the last span what runs in that."""
+    def kernel_at(self, tokens: int) -> str:
+        """Return the kernel that runs the layer at ``tokens``. Beyond the last span, return its kernel."""
         return kernel_at(self.kernels, tokens) or VLLM
 
     @property
     def our_kernels(self) -> tuple[str, ...]:
-        """The kernels of ours that run at some token count, by token count."""
+        """The kernels of ours that run at some token count, in the order of their token counts."""
         return tuple(dict.fromkeys(span.kernel for span in self.kernels if span.kernel != VLLM))
 
     @property
-    def first_of_ours(self) -> str:
-        """The first kernel of ours that runs at some token count, or ""."""
+    def our_first_kernel(self) -> str:
+        """The first of ``our_kernels``, or ""."""
         return next(iter(self.our_kernels), "")

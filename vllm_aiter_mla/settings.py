@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plugin's options: one frozen record, read from two spellings and checked before an engine starts.
 
-Spelling one is two fields of vLLM's ``pass_config``. Spelling two is ``additional_config={"aiter_mla": {...}}``::
+The first spelling is two fields of vLLM's ``pass_config``. The second is ``additional_config={"aiter_mla": {...}}``::
 
     pass_config.fuse_aiter_qk_rope_kvcache_mla              bool, default false
     pass_config.aiter_qk_rope_kvcache_fusion_max_token_num  int > 0, default unset
     additional_config.aiter_mla.enabled | max_token_num | integration | kernel | measure | strict | debug
 
-In ``additional_config`` a key that is present counts as given, except ``max_token_num: null``. vLLM fills every field
-of ``pass_config``, so there the flag counts as given only if it is true, and the limit only if it is not ``None``.
-Two given values that differ are an error. This module imports neither torch nor vLLM.
+The user has given each key that is present in ``additional_config``, except ``max_token_num: null``. vLLM fills every
+field of ``pass_config``. So there the user has given the flag only if it is true, and the limit only if it is not
+``None``. Two given values that differ are an error. This module imports neither torch nor vLLM.
 """
 
 import difflib
@@ -22,14 +22,15 @@ from pydantic import ConfigDict, Field, StrictBool, TypeAdapter, ValidationError
 
 NAMESPACE = "aiter_mla"
 """Key of the plugin's mapping inside ``additional_config``, and name of the plugin's entry point."""
-OPTIONS = f"additional_config.{NAMESPACE}"
-STRICT_OPTION = f"{OPTIONS}.strict=true"
-"""How an error names the option that made it an error."""
+OPTION_PREFIX = f"additional_config.{NAMESPACE}"
+"""How an option of the second spelling begins."""
+STRICT_OPTION = f"{OPTION_PREFIX}.strict=true"
+"""How an error of strict mode names the option that caused it."""
 FLAG_FIELD = "fuse_aiter_qk_rope_kvcache_mla"
 LIMIT_FIELD = "aiter_qk_rope_kvcache_fusion_max_token_num"
 PASS_CONFIG_FIELDS = (FLAG_FIELD, LIMIT_FIELD)
-_BOTH = {"enabled": FLAG_FIELD, "max_token_num": LIMIT_FIELD}
-"""The options that have two spellings."""
+_PASS_CONFIG_SPELLINGS = {"enabled": FLAG_FIELD, "max_token_num": LIMIT_FIELD}
+"""Field of ``pass_config`` for each option that has two spellings."""
 
 Integration = Literal["auto", "passes", "module"]
 Kernel = Literal["auto", "aiter", "aiter-opt", "triton", "vllm", "reference"]
@@ -41,7 +42,7 @@ ROUNDINGS = get_args(Rounding)
 
 
 class SettingsError(ValueError):
-    """A wrong option: unknown key, wrong type or range, or two spellings that differ. Names option and value."""
+    """An option is wrong: unknown key, wrong type or range, or two spellings that differ. Names option and value."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,9 @@ class DebugSettings:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    # How the reference kernel rounds, so that runs can be compared bit for bit: ``single`` rounds the rotated half
-    # once, as AITER does; ``two`` to the activation dtype first, as vLLM's compiled graph does; ``three`` each product
-    # too, as vLLM's fused RoPE + KV write does
+    # How the reference kernel rounds, so that runs can be compared bit for bit. ``single`` rounds the rotated half
+    # once, as AITER does. ``two`` first rounds to the activation dtype, as vLLM's compiled graph does. ``three`` also
+    # rounds each product, as vLLM's fused RoPE + KV write does
     rounding: Rounding = "single"
     untested_vllm: StrictBool = False  # engage on a vLLM release outside the supported window
 
@@ -63,9 +64,9 @@ class Settings:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    enabled: StrictBool = False  # the one switch
-    max_token_num: Tokens | None = None  # decode limit in tokens; ``None`` derives it from the scheduler's bounds
-    # What puts the op into the layers; ``auto`` is the passes if they can run, else the module
+    enabled: StrictBool = False  # whether the plugin is switched on
+    max_token_num: Tokens | None = None  # decode limit in tokens; None derives the limit from the scheduler's bounds
+    # What puts the op into the layers; ``auto`` means the passes if they can run, else the module
     integration: Integration = "auto"
     kernel: Kernel = "auto"  # which back end prepares the query, one of ``KERNELS``
     # With kernel ``auto``, time the kernels at start-up and run the fastest; ``again`` reads no earlier figures
@@ -74,91 +75,100 @@ class Settings:
     debug: DebugSettings = field(default_factory=DebugSettings)  # see :class:`DebugSettings`
 
     @property
-    def measures(self) -> bool:
-        """Whether kernels are timed at start-up: only with kernel ``auto``."""
+    def has_timing(self) -> bool:
+        """Whether kernels are timed at start-up. They are timed only with kernel ``auto``."""
         return bool(self.measure) and self.kernel == "auto"
 
 
-def resolve(pass_config_values: Mapping[str, object], additional_config: object) -> Settings:
+def resolve_settings(pass_config_values: Mapping[str, object], additional_config: object) -> Settings:
     """Merge both spellings into one :class:`Settings`.
 
     Args:
-        pass_config_values: the two ``PASS_CONFIG_FIELDS``; a missing key or ``None`` means not given.
-        additional_config: vLLM's ``additional_config``; anything but a mapping holds no options of ours.
+        pass_config_values: the two ``PASS_CONFIG_FIELDS``; the user has not given a field that is missing or ``None``.
+        additional_config: vLLM's ``additional_config``; only a mapping can hold options of the plugin.
 
     Raises:
-        SettingsError: naming the option and the value.
+        SettingsError: an option is wrong. The message names the option and the value.
     """
-    ours: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     # additional_config may also be another plugin's object that only offers compute_hash().
     if isinstance(additional_config, Mapping) and NAMESPACE in additional_config:
-        found = additional_config[NAMESPACE]
-        if not isinstance(found, Mapping):
-            raise SettingsError(f"{OPTIONS}: expected a mapping of options, got {_shown(found)}")
-        ours = dict(found)
-    _check(ours, lambda name: f"{OPTIONS}.{name}")
-    flags = {name: value for name, key in _BOTH.items() if (value := pass_config_values.get(key)) is not None}
-    _check(flags, lambda name: f"pass_config.{_BOTH[name]}")
-    given = {name: value for name, value in flags.items() if value is not False}
-    for name, value in given.items():
-        other = ours.get(name)
+        entry = additional_config[NAMESPACE]
+        if not isinstance(entry, Mapping):
+            raise SettingsError(f"{OPTION_PREFIX}: expected a mapping of options, got {_value_with_type(entry)}")
+        options = dict(entry)
+    _check_options(options, lambda name: f"{OPTION_PREFIX}.{name}")
+    pass_options = {
+        name: value
+        for name, field_name in _PASS_CONFIG_SPELLINGS.items()
+        if (value := pass_config_values.get(field_name)) is not None
+    }
+    _check_options(pass_options, lambda name: f"pass_config.{_PASS_CONFIG_SPELLINGS[name]}")
+    pass_options = {name: value for name, value in pass_options.items() if value is not False}
+    for name, value in pass_options.items():
+        other = options.get(name)
         if other is not None and other != value:
-            both = f"pass_config.{_BOTH[name]}={_spelt(value)} and {OPTIONS}.{name}={_spelt(other)}"
-            raise SettingsError(f"{both} contradict each other; give one of them")
-    return _reader().validate_python(ours | given)
+            first = f"pass_config.{_PASS_CONFIG_SPELLINGS[name]}={_option_text(value)}"
+            second = f"{OPTION_PREFIX}.{name}={_option_text(other)}"
+            raise SettingsError(f"{first} and {second} contradict each other; give one of them")
+    return _settings_adapter().validate_python(options | pass_options)
 
 
 @functools.cache
-def _reader() -> TypeAdapter[Settings]:
-    """Made at the first config: most processes only register the plugin."""
+def _settings_adapter() -> TypeAdapter[Settings]:
+    """Return pydantic's validator. The first config makes it, because most processes only register the plugin."""
     return TypeAdapter(Settings)
 
 
 def near_misses(additional_config: object) -> tuple[str, ...]:
-    """Return the keys of ``additional_config`` that look like the plugin's options and are not read."""
+    """Return the keys of ``additional_config`` that look like options of the plugin but are not read."""
     if not isinstance(additional_config, Mapping):
         return ()
-    ours = [_letters(name) for name in (NAMESPACE, *PASS_CONFIG_FIELDS)]
+    namespace, *field_names = (_letters(name) for name in (NAMESPACE, *PASS_CONFIG_FIELDS))
 
-    def looks_like_ours(key: str) -> bool:
+    def is_similar(key: str) -> bool:
         letters = _letters(key)
-        return ours[0] in letters or bool(difflib.get_close_matches(letters, ours, n=1, cutoff=0.8))
+        return namespace in letters or bool(
+            difflib.get_close_matches(letters, [namespace, *field_names], n=1, cutoff=0.8)
+        )
 
-    return tuple(key for key in map(str, additional_config) if key != NAMESPACE and looks_like_ours(key))
+    return tuple(key for key in map(str, additional_config) if key != NAMESPACE and is_similar(key))
 
 
 def _letters(name: str) -> str:
     return "".join(filter(str.isalnum, name)).lower()
 
 
-def set_options(settings: Settings) -> tuple[str, ...]:
+def non_default_options(settings: Settings) -> tuple[str, ...]:
     """Return the names of the options that are not at their defaults."""
-    return tuple(one.name for one in fields(Settings) if getattr(settings, one.name) != getattr(Settings(), one.name))
+    defaults = Settings()
+    names = (option.name for option in fields(Settings))
+    return tuple(name for name in names if getattr(settings, name) != getattr(defaults, name))
 
 
-def _check(options: dict[str, Any], named: Callable[[str], str]) -> None:
-    """Raise SettingsError for the first wrong option; ``named`` gives an option as the user spells it."""
+def _check_options(options: dict[str, Any], spell: Callable[[str], str]) -> None:
+    """Raise SettingsError for the first wrong option; ``spell`` returns an option as the user spells it."""
     try:
-        _reader().validate_python(options)
+        _settings_adapter().validate_python(options)
         return
     except ValidationError as error:
-        # An option that takes two types has an error for each of them, all under its name.
-        found = [one for one in error.errors() if one["loc"][0] == error.errors()[0]["loc"][0]]
-    where, value = found[0]["loc"], found[0]["input"]
-    is_debug = where[0] == "debug" and len(where) > 1
-    name = ".".join(map(str, where[: 1 + is_debug]))
-    if found[0]["type"] == "unexpected_keyword_argument":
-        known = [one.name for one in fields(DebugSettings if is_debug else Settings)]
-        close = difflib.get_close_matches(str(where[-1]), known, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise SettingsError(f"{named(name)}={value!r}: unknown option; {hint}known: {', '.join(known)}")
-    wrong = " or ".join(dict.fromkeys(one["msg"].replace("Input should be", "expected") for one in found))
-    raise SettingsError(f"{named(name)}: {wrong}, got {_shown(value)}")
+        # An option that takes two types has an error for each type, all under its name.
+        errors = [detail for detail in error.errors() if detail["loc"][0] == error.errors()[0]["loc"][0]]
+    location, value = errors[0]["loc"], errors[0]["input"]
+    is_debug = location[0] == "debug" and len(location) > 1
+    name = ".".join(map(str, location[: 1 + is_debug]))
+    if errors[0]["type"] == "unexpected_keyword_argument":
+        valid_names = [option.name for option in fields(DebugSettings if is_debug else Settings)]
+        matches = difflib.get_close_matches(str(location[-1]), valid_names, n=1)
+        hint = f"did you mean {matches[0]!r}? " if matches else ""
+        raise SettingsError(f"{spell(name)}={value!r}: unknown option; {hint}known: {', '.join(valid_names)}")
+    expected = " or ".join(dict.fromkeys(detail["msg"].replace("Input should be", "expected") for detail in errors))
+    raise SettingsError(f"{spell(name)}: {expected}, got {_value_with_type(value)}")
 
 
-def _spelt(value: object) -> str:
+def _option_text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _shown(value: object) -> str:
+def _value_with_type(value: object) -> str:
     return f"{value!r} ({type(value).__name__})"

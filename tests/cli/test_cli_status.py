@@ -19,10 +19,10 @@ from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.serving.decision import PASSED, Checked, Figures, LayerFacts, Offer, decide
 from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.status import status_files
-from vllm_aiter_mla.status.record import DecisionGroup, RankStatus, Timed
+from vllm_aiter_mla.status.record import DecisionGroup, RankStatus, ShapeTiming
 
 NAMES = ("model.layers.0.attn", "model.layers.1.attn")
-TIMED = (Timed("16 heads", NAMES, spans((1, 64, "triton")), {64: {"triton": 5.0, "vllm": 10.0}}),)
+TIMED = (ShapeTiming("16 heads", NAMES, spans((1, 64, "triton")), {64: {"triton": 5.0, "vllm": 10.0}}),)
 
 
 @pytest.fixture

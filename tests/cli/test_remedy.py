@@ -23,7 +23,7 @@ from vllm_aiter_mla.kernels.aiter import op
 from vllm_aiter_mla.status import line, status_files
 from vllm_aiter_mla.status.line import status_line
 
-CODES = sorted(admission.REASONS)
+CODES = sorted(admission.REASON_CODES)
 
 
 def skipped(code: str, message: str = "why") -> Any:
@@ -35,9 +35,9 @@ def one_line(text: str) -> str:
 
 
 def test_remedy_every_code_has_exactly_one_and_a_cause() -> None:
-    listed = [code for codes in admission.LEVELS.values() for code in codes]
+    listed = [code for codes in admission.CODES_BY_LEVEL.values() for code in codes]
     assert sorted(listed) == CODES, "a code in two tables may have two remedies"
-    assert all(cause for codes in admission.LEVELS.values() for cause, _ in codes.values())
+    assert all(cause for codes in admission.CODES_BY_LEVEL.values() for cause, _ in codes.values())
     for code, remedy in REMEDIES.items():
         assert remedy.strip() == remedy != "", code
         assert "`" not in remedy, code

@@ -25,7 +25,7 @@ from vllm_aiter_mla.commands.plan import issues
 from vllm_aiter_mla.kernels import formulas
 from vllm_aiter_mla.kernels.triton import tiles
 from vllm_aiter_mla.status.line import status_line
-from vllm_aiter_mla.status.record import Timed
+from vllm_aiter_mla.status.record import ShapeTiming
 
 COMMANDS = typer.main.get_command(main.app).commands
 SHARED = {"--help", "--version"}
@@ -166,7 +166,7 @@ def outcome(**changes) -> str:
 def test_quoted_outcomes_are_what_the_status_says():
     """Except for microseconds, for which the pages write A and B."""
     chosen = spans((1, 128, "triton"), (129, 1024, "vllm"))
-    timed = outcome(measured=(Timed("", ("layer 0",), chosen, {64: {"triton": 1.0, "vllm": 2.0}}),))
+    timed = outcome(measured=(ShapeTiming("", ("layer 0",), chosen, {64: {"triton": 1.0, "vllm": 2.0}}),))
     said = {outcome(), timed.replace("1.0 us", "A us").replace("2.0,", "B,")}
     found = [
         line

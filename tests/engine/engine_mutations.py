@@ -30,7 +30,7 @@ def prefill_rows_stay_raw_and_passes_ignore_the_range() -> None:
     plugin.spoil(
         ops, "rotate_and_write", lambda inner, step, q, k_pe, *rest: inner(step, q.clone(), k_pe.clone(), *rest)
     )
-    admission.within_limit = lambda end, limit: True
+    admission.is_within_limit = lambda end, limit: True
 
 
 def every_second_layer_is_skipped() -> None:

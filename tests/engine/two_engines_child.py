@@ -22,14 +22,14 @@ def main(spec_path: str, folder: str) -> None:
     from vllm_aiter_mla.compat.config import cache_folder
     from vllm_aiter_mla.startup import checks
     from vllm_aiter_mla.startup.comparison import Comparison
-    from vllm_aiter_mla.status.status_files import read_all
+    from vllm_aiter_mla.status.status_files import read_records
 
     found, check = [], checks.check_kernel
     planted = Comparison(False, "self-check FAILED: planted", {}, 0)
     for fails in (True, False):
         checks.check_kernel = (lambda *args: planted) if fails else check
         llm = child.build(spec, Path(folder) / "model")
-        (record,) = read_all(cache_folder(), "*", sys.exit)
+        (record,) = read_records(cache_folder(), "*", sys.exit)
         found.append({"engaged": record.engaged, "skipped": {name: skip.code for name, skip in record.skipped.items()}})
         llm.llm_engine.engine_core.shutdown()
         del llm

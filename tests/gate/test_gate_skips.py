@@ -153,7 +153,7 @@ def test_an_engine_that_is_skipped_because_vllm_gives_it_no_mla_layer_is_noticed
     VllmConfig(model_config=dense_model, additional_config=ON)
     found = CliRunner().invoke(app, ["status"])
     assert (found.exit_code, ": 0/0: not_mla: " in found.output, " -> none: " in found.output) == (1, True, True)
-    layers = metrics.samples(cache_root / "aiter_mla")[metrics.LAYERS]
+    layers = metrics.read_samples(cache_root / "aiter_mla")[metrics.LAYERS]
     samples = {labels[-1]: count for labels, count in layers.items()}
     assert samples == {"engaged": 0, "skipped": 1}, "no alert fires"
 

@@ -57,7 +57,7 @@ def check(row, folder, bug=""):
         (folder / file).write_text(json.dumps(content))
     plan = planned(str(folder), "-tp", "4", *row.arguments, bug=bug)
     decision, found, total = plan["decision"], codes(plan), sum(row.formats.values())
-    engine = [code for code in found if code in admission.LEVELS["engine"]]
+    engine = [code for code in found if code in admission.CODES_BY_LEVEL["engine"]]
     assert tuple(found) == row.codes
     assert decision["limit"] == row.limit
     assert decision["skip"] == (None if row.limit else engine[0])

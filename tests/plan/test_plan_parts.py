@@ -25,17 +25,18 @@ from vllm_aiter_mla.serving.backends import candidates
 from vllm_aiter_mla.settings import LIMIT_FIELD, Settings
 
 ENGINE = admission.ConfigView(
-    in_window=False, missing=("x",), op_schema=("x",), atom_active=True, is_mla=False, is_sparse=True,
-    enforce_eager=True, breakable_cudagraph=True, mode="NONE", backend="eager", dcp=2, pcp=2, hisparse=True,
+    is_supported_version=False, missing_names=("x",), op_differences=("x",), is_atom_active=True, is_mla=False,
+    is_sparse=True,
+    enforce_eager=True, breakable_cudagraph=True, mode="NONE", backend="eager", dcp=2, pcp=2, has_hisparse=True,
     kv_cache_dtype="fp8_e5m2", model_dtype="float16", model_impl="transformers",
     splitting_ops=(admission.KV_UPDATE_OP,), user_pass="x", card="cuda", uses_aiter=False, attention="Other",
 )  # fmt: skip
 PASSES = Settings(integration="passes")
 LAYER = admission.LayerView(
-    impl="Other", is_sparse=True, q_pad_num_heads=64, has_absorbed_weight=False, missing=("x",), amx_bmm=True,
-    has_rope_kernel=False, captures="ALWAYS",
-    kv_cache_dtype="fp8_e5m2", kv_cache_ndim=4, dcp=2, pcp=2, dcp_q_replicate=True, hisparse=True,
-    graph_dtype="float16", cos_sin_dtype_matches=False, sliding_window=True, query_scaled=True, num_heads=0,
+    impl="Other", is_sparse=True, q_pad_num_heads=64, has_absorbed_weight=False, missing_names=("x",), has_amx_bmm=True,
+    has_rope_kernel=False, cudagraph_support="ALWAYS",
+    kv_cache_dtype="fp8_e5m2", kv_cache_ndim=4, dcp=2, pcp=2, dcp_q_replicate=True, has_hisparse=True,
+    graph_dtype="float16", cos_sin_dtype_matches=False, has_sliding_window=True, is_query_scaled=True, num_heads=0,
     kv_lora_rank=0,
 )  # fmt: skip
 
@@ -45,16 +46,16 @@ def test_a_view_with_everything_wrong_gives_every_reason_of_admission():
     # Each of these is a view of its own: a mode that breakable graphs did not set, another attention with AITER on, MLA
     # that a variable switched off, and a model without a class in vLLM.
     others = {"compilation_mode", "attention_backend", "mla_disabled", "no_vllm_class", *build.UNKNOWN_CODES}
-    assert sorted(found) == sorted(set(admission.LEVELS["engine"]) - others)
+    assert sorted(found) == sorted(set(admission.CODES_BY_LEVEL["engine"]) - others)
     layer = [skip.code for skip in admission.layer_skips(LAYER)]
     shared = {"capability", "sparse_mla", "dcp", "pcp", "hisparse", "kv_cache_dtype"}
-    assert sorted(layer) == sorted(set(admission.LEVELS["layer"]) | shared)
+    assert sorted(layer) == sorted(set(admission.CODES_BY_LEVEL["layer"]) | shared)
 
 
 @pytest.mark.parametrize("ops", [(admission.KV_UPDATE_OP,), (admission.MLA_ATTENTION_OP, admission.KV_UPDATE_OP)])
 @pytest.mark.parametrize("eager", [True, False])
 def test_a_mode_that_eager_execution_sets_is_no_reason_of_its_own(ops, eager):
-    view = admission.ConfigView(mode="NONE", splitting_ops=ops, hisparse=True, enforce_eager=eager)
+    view = admission.ConfigView(mode="NONE", splitting_ops=ops, has_hisparse=True, enforce_eager=eager)
     found = [skip.code for skip in build.engine_reasons(plans.simulated_facts(PASSES, **vars(view)))]
     assert found == ["hisparse", "enforce_eager" if eager else "compilation_mode", "graph_partition"]
 
@@ -86,7 +87,9 @@ def test_kernel_spans_cover_the_decode_limit_without_gaps(limit):
     assert (spans[0].first, spans[-1].last) == (1, limit)
     for before, after in pairwise(spans):
         assert after.first == before.last + 1
-    assert {decision.at(tokens) for span in spans for tokens in (span.first, span.last)} == {s.kernel for s in spans}
+    assert {decision.kernel_at(tokens) for span in spans for tokens in (span.first, span.last)} == {
+        s.kernel for s in spans
+    }
 
 
 def test_two_heads_per_rank_leave_aiter_from_256_tokens_on():

@@ -18,7 +18,7 @@ from vllm_aiter_mla.commands.check.timing.record import Measurement, row_of
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.report.serving_record import METRICS, Estimate, Row, Serving
 from vllm_aiter_mla.status import status_files
-from vllm_aiter_mla.status.record import DecisionGroup, Timed
+from vllm_aiter_mla.status.record import DecisionGroup, ShapeTiming
 
 LAYERS = [f"model.layers.{n}.self_attn.attn" for n in range(4)]
 
@@ -44,10 +44,10 @@ def living(folder: Path, run: str = "1-a") -> None:
         locks.hold(folder / f"{status_files.LOCK_PREFIX}{run}-0-{rank}")
 
 
-def measured() -> Timed:
+def measured() -> ShapeTiming:
     """One layer shape that was timed at start-up."""
     us = {t: {"aiter": 3.2 + t / 60, "vllm": 5.4 + t / 55, "triton": 2.2 + t / 90} for t in (1, 16, 64, 256)}
-    return Timed("16 heads", tuple(LAYERS), spans((1, 64, "triton"), (65, 256, "aiter")), us)
+    return ShapeTiming("16 heads", tuple(LAYERS), spans((1, 64, "triton"), (65, 256, "aiter")), us)
 
 
 def checked(path: Path, name: str, data: Any, status: int) -> Path:

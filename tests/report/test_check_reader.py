@@ -137,7 +137,7 @@ def test_mutation_where_stamps_are_not_compared_a_record_of_another_version_is_s
 ) -> None:
     read = json.loads(files["timing"].read_text())
     data_of(read)["evidence"]["schema_version"] = 99
-    monkeypatch.setattr(our_files, "parse", our_files.record_from)
+    monkeypatch.setattr(our_files, "parse", our_files.parse_unstamped)
     assert "timing.json: 16 heads, fp8" in html_of([written("timing.json", read)])
 
 

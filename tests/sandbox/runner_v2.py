@@ -73,7 +73,7 @@ class Setup:
         # No worker has checked its kernel here.
         Layer.of(self.layer).checked(dict.fromkeys(Layer.of(self.layer).backends.names, PASSED))
         # Decided now, as at a start: later the layer's forward is watched.
-        assert Layer.of(self.layer).decision.first_of_ours == kernel
+        assert Layer.of(self.layer).decision.our_first_kernel == kernel
 
     def _v2(self) -> None:
         """Make V2's own objects, as its runner does."""

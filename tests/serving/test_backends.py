@@ -99,7 +99,7 @@ def test_where_one_back_end_cannot_be_built_auto_takes_the_next(kernel, missing,
     one.not_admitted = lambda *_: None
     one.shape = lambda: SHAPE
     found = one.decision
-    assert (found.skip.code if found.skip else found.first_of_ours) == decided
+    assert (found.skip.code if found.skip else found.our_first_kernel) == decided
     assert not found.skip or all(f"no {name}" in found.skip.message for name in missing)
 
 

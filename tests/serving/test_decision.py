@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_aiter_mla.admission import REASONS, Skip
+from vllm_aiter_mla.admission import REASON_CODES, Skip
 from vllm_aiter_mla.decided import VLLM, Decision, Span, kernel_at
 from vllm_aiter_mla.serving import decision
 from vllm_aiter_mla.serving.decision import PASSED, Checked, Figures, LayerFacts, Offer, decide
@@ -205,7 +205,7 @@ ROWS = {
 
 
 def outcome(decided: Decision) -> str:
-    return decided.skip.code if decided.skip else f"{decided.at(255)} {decided.at(LIMIT)}"
+    return decided.skip.code if decided.skip else f"{decided.kernel_at(255)} {decided.kernel_at(LIMIT)}"
 
 
 @pytest.mark.parametrize(("facts", "checks", "figures", "settings", "wanted"), ROWS.values(), ids=ROWS)
@@ -257,7 +257,7 @@ def inputs(draw):
     found = {name: check for name in names if (check := draw(CHECKS)) is not None and name != VLLM}
     skip = draw(st.sampled_from([None, None, None, NOT_ADMITTED]))
     settings, figures = Settings(kernel=kernel, measure=draw(st.sampled_from([True, "again", False]))), None
-    if settings.measures:
+    if settings.has_timing:
         names_timed = [VLLM, *(name for name in AUTO[:3] if draw(st.booleans()))]
         us = st.floats(1.0, 20.0)
         counts = draw(st.lists(st.sampled_from([1, 64, 255, LIMIT]), unique=True))
@@ -302,13 +302,15 @@ def nothing_untimed(decided, facts, checks, figures, settings):
 def every_rank_has_chosen_it(decided, facts, checks, figures, settings):
     for tokens in (1, 64, 255, LIMIT) if figures is not None and decided.kernels else ():
         theirs = {kernel_at(spans, tokens) for spans in figures.ranks}
-        assert decided.at(tokens) == VLLM or theirs <= {decided.at(tokens)}, "a rank has not chosen this kernel"
+        assert decided.kernel_at(tokens) == VLLM or theirs <= {decided.kernel_at(tokens)}, (
+            "a rank has not chosen this kernel"
+        )
 
 
 def a_skip_has_a_reason(decided, facts, checks, figures, settings):
     assert bool(decided.kernels) != bool(decided.skip), "neither a kernel nor a reason"
     assert decided.skip is None or decided.skip.message, "a skip without a message"
-    assert decided.skip is None or decided.skip.code in REASONS, "a skip with a code that is in no table"
+    assert decided.skip is None or decided.skip.code in REASON_CODES, "a skip with a code that is in no table"
 
 
 def the_rest_is_passed_over(decided, facts, checks, figures, settings):
@@ -319,7 +321,7 @@ def the_rest_is_passed_over(decided, facts, checks, figures, settings):
 
 def takes_what_it_runs(decided, facts, checks, figures, settings):
     for point in facts.points:
-        name = decided.at(point)
+        name = decided.kernel_at(point)
         assert name == VLLM or not facts.declines(name, point), "a kernel runs a batch that it does not take"
 
 

@@ -72,7 +72,7 @@ def two(candidate, monkeypatch, limit=1024, other=None, **spoilt):
 
 
 def kernels(found):
-    return [layer.decision.first_of_ours or None for layer in found]
+    return [layer.decision.our_first_kernel or None for layer in found]
 
 
 def levels(said):
@@ -291,7 +291,7 @@ def test_what_became_of_a_layer_has_its_decision_and_no_refusal_once_it_has_run(
     assert layer.state().skip is not None, "no batch has run it, and this is why"
     layer.ran = "triton"
     found = layer.state()
-    assert (found.ran, found.skip, found.decision) == ("triton", None, layer.decision)
+    assert (found.ran_kernel, found.skip, found.decision) == ("triton", None, layer.decision)
 
 
 def test_a_graph_in_another_dtype_than_the_checked_one_is_left_to_vllm():
@@ -303,7 +303,7 @@ def test_a_missing_product_does_not_matter_to_a_kernel_that_does_not_call_it(mon
     module = fp8_weight()
     module._vllm_config.model_config.dtype = torch.bfloat16
     monkeypatch.setattr(absorb, "GEMMS", {})
-    assert Layer.of(module).decision.first_of_ours == "reference"
+    assert Layer.of(module).decision.our_first_kernel == "reference"
 
 
 def test_the_cache_key_tells_a_usable_kernel_from_one_that_is_missing_or_failed(monkeypatch, said):

@@ -31,4 +31,4 @@ compat_config.cache_folder = lambda: Path(folder)
 worker = Worker(ours(), kernel=name)
 worker.load_model()
 decided = layer_in(worker).decision
-print("runs", decided.skip or decided.first_of_ours)
+print("runs", decided.skip or decided.our_first_kernel)

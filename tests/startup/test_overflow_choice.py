@@ -46,7 +46,7 @@ def started(kernel, aiter, triton=CLAMPS, cache="fp8", strict=True):
 
 def runs(one):
     assert one.why_skipped() is None
-    return one.decision.at(4)
+    return one.decision.kernel_at(4)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.support.worker import Worker, layer_in, ours
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.engine import RELOADS, Engine
+from vllm_aiter_mla.engine import RELOAD_METHODS, Engine
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.inputs import synthetic_inputs
@@ -32,14 +32,14 @@ from vllm_aiter_mla.status.record import RankStatus
 
 @pytest.fixture
 def worker(monkeypatch):
-    for method in RELOADS:
+    for method in RELOAD_METHODS:
         monkeypatch.setattr(Worker, method, lambda self: None, raising=False)
     one = Worker(ours(16))
     one.load_model()
     return one
 
 
-@pytest.mark.parametrize("method", RELOADS)
+@pytest.mark.parametrize("method", RELOAD_METHODS)
 def test_a_reload_into_the_same_objects_binds_the_kernels_again(worker, method):
     layer, module = layer_in(worker), worker.vllm_config.compilation_config.static_forward_context[NAME]
     given = replace(synthetic_inputs(layer.shape(), 2), weight=layer.weight())
@@ -92,7 +92,7 @@ def test_where_the_weights_cannot_be_read_again_the_layer_runs_vllms_own_kernels
 
 def reloads_strictly(monkeypatch, said):
     """What raises when weights are loaded again, in an engine whose start was strict and is over."""
-    for method in RELOADS:
+    for method in RELOAD_METHODS:
         monkeypatch.setattr(Worker, method, lambda self: None, raising=False)
     one = Worker(ours(16), strict=True)
     one.load_model()
@@ -118,14 +118,14 @@ def test_mutation_a_strict_mode_that_outlives_the_start_is_caught(monkeypatch, s
 @pytest.fixture
 def checked(monkeypatch, said):
     """A worker that serves, whose layer runs a kernel that was checked."""
-    monkeypatch.setattr(engine_status, "REWRITE_S", 0.0)
-    for method in RELOADS:
+    monkeypatch.setattr(engine_status, "REWRITE_DELAY_SECONDS", 0.0)
+    for method in RELOAD_METHODS:
         monkeypatch.setattr(Worker, method, lambda self: None, raising=False)
     monkeypatch.setitem(backends.FACTORIES, "triton", lambda platform, settings: Named("triton"))
     one = Worker(ours(16), kernel="triton")
     one.load_model()
     one.compile_or_warm_up_model()
-    assert layer_in(one).decision.first_of_ours == "triton"
+    assert layer_in(one).decision.our_first_kernel == "triton"
     assert skipped(one) == {}
     return one
 
@@ -203,7 +203,7 @@ def test_a_layer_that_another_reload_brings_back_is_engaged_again(checked, said)
     checked.reload_weights()
     module.num_heads, module.W_UK_T = heads, weight
     checked.reload_weights()
-    assert layer_in(checked).decision.first_of_ours == "triton"
+    assert layer_in(checked).decision.our_first_kernel == "triton"
     assert skipped(checked) == {}
     assert "engage again" in said.at(logging.INFO)[-1]
 
@@ -221,14 +221,14 @@ def updated_by_a_trainer(one):
 
 def test_a_weight_transfer_tells_of_no_fallback_and_leaves_the_status_as_it_was(checked, said):
     updated_by_a_trainer(checked)
-    assert layer_in(checked).decision.first_of_ours == "triton"
+    assert layer_in(checked).decision.our_first_kernel == "triton"
     assert (skipped(checked), lines_of_fallback(said)) == ({}, []), "half a transfer is taken for the whole"
 
 
 def test_a_layer_whose_weight_is_there_is_decided_in_the_middle_of_a_weight_transfer(checked):
     checked._weight_update_active = True
     checked.update_weights()
-    assert (layer_in(checked).decision.first_of_ours, skipped(checked)) == ("triton", {})
+    assert (layer_in(checked).decision.our_first_kernel, skipped(checked)) == ("triton", {})
     layer_in(checked).module.sliding_window = 128
     checked.update_weights()
     assert skipped(checked) == {NAME: "sliding_window"}
@@ -241,11 +241,11 @@ def test_mutation_a_decision_in_the_middle_of_a_weight_transfer_is_caught(checke
         test_a_weight_transfer_tells_of_no_fallback_and_leaves_the_status_as_it_was(checked, said)
 
 
-@pytest.mark.parametrize("method", RELOADS)
+@pytest.mark.parametrize("method", RELOAD_METHODS)
 def test_a_reload_that_raises_drops_what_followed_from_the_weights_too(monkeypatch, said, method):
     """Also in the middle of a weight transfer, which then has no end."""
     monkeypatch.setattr(Worker, method, raising(KeyError("planted")), raising=False)
-    monkeypatch.setattr(engine_status, "REWRITE_S", 0.0)
+    monkeypatch.setattr(engine_status, "REWRITE_DELAY_SECONDS", 0.0)
     one = Worker(ours(16))
     one.load_model()
     one.compile_or_warm_up_model()

@@ -49,7 +49,7 @@ def test_a_worker_that_inherits_no_variable_of_ours_joins_its_servers_run(monkey
     sent = pickle.dumps(ours())
     monkeypatch.delenv(status_files.RUN_VARIABLE)
     Worker(pickle.loads(sent))
-    assert status_files.run_name() == "front"
+    assert status_files.ensure_run_name() == "front"
 
 
 def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, monkeypatch):
@@ -58,7 +58,7 @@ def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, mon
     monkeypatch.setattr(checks, "check_kernels", lambda *args: (given.append(args), check(*args))[1])
     pass_ = ours(limit=8)
     one = Worker(pass_)
-    one.engine.status.add_timed("of the load before")
+    one.engine.status.add_timing("of the load before")
     before = pass_.uuid()
     assert one.load_model() == "loaded"
     assert one.engine.status.measured == []
@@ -212,14 +212,14 @@ def test_a_rank_that_cannot_load_its_model_hands_over_its_answer_so_that_the_oth
 @pytest.mark.mutation
 def test_mutation_a_failed_load_that_hands_over_nothing_is_caught(said, monkeypatch):
     told = []
-    monkeypatch.setattr(Engine, "not_loaded", lambda one: told.append(one))
+    monkeypatch.setattr(Engine, "on_load_failed", lambda one: told.append(one))
     assert (failed_load(monkeypatch, 0), len(told)) == ([], 1)
 
 
 # What the check asks, and how each of it may raise.
 AT_THE_CHECK = {
     "the status": lambda patch, one: patch(engine, "EngineStatus", planted),
-    "the check": lambda patch, one: patch(Engine, "check", planted),
+    "the check": lambda patch, one: patch(Engine, "check_layers", planted),
     "the key": lambda patch, one: patch(Engine, "cache_key", planted),
     "the layers": lambda patch, one: patch(one.vllm_config.compilation_config, "static_forward_context", Spoilt()),
     "the sizes": lambda patch, one: patch(one.vllm_config.compilation_config, "cudagraph_capture_sizes", [None]),
@@ -355,7 +355,7 @@ def test_i5_our_pass_runs_only_inside_the_decode_limit_and_a_users_first_in_its_
 @pytest.mark.parametrize(
     ("owner", "name", "bug", "seen"),
     [
-        (admission, "within_limit", lambda end, limit: True, r"\['theirs', 'ours'\] == \['theirs'\]"),
+        (admission, "is_within_limit", lambda end, limit: True, r"\['theirs', 'ours'\] == \['theirs'\]"),
         (AiterMLAPipeline, "_mine", lambda *_: True, r"\['theirs', 'ours'\] == \['theirs'\]"),
         (AiterMLAPipeline, "_chained_wants", lambda *_: False, r"\['ours'\] == \['theirs', 'ours'\]"),
         (AiterMLAPipeline, "_chained_wants", lambda *_: True, "^assert True == False"),

@@ -34,7 +34,7 @@ from vllm_aiter_mla.serving import backends, decision
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.startup import checks, first_call, kept_figures, timing
 from vllm_aiter_mla.status.line import status_line
-from vllm_aiter_mla.status.record import RankStatus, Timed
+from vllm_aiter_mla.status.record import RankStatus, ShapeTiming
 
 planted = raising(torch.OutOfMemoryError("planted: out of memory"))
 QUICK_TRITON = costs(aiter=8.0, triton=5.0, vllm=10.0)
@@ -74,7 +74,7 @@ def measured(one):
 
 
 def runs(one, tokens):
-    return layer_in(one).decision.at(tokens)
+    return layer_in(one).decision.kernel_at(tokens)
 
 
 def test_the_fastest_kernel_serves_and_the_status_line_and_the_status_say_so(made_up):
@@ -83,7 +83,7 @@ def test_the_fastest_kernel_serves_and_the_status_line_and_the_status_say_so(mad
     made_up.set_clock(MadeUpClock(cost))
     one = made_up.start()
     assert [runs(one, tokens) for tokens in (1, 4, 5, 16)] == ["triton", "triton", "aiter", "aiter"]
-    assert layer_in(one).decision.first_of_ours == "triton"
+    assert layer_in(one).decision.our_first_kernel == "triton"
     found = record_with(layer_in(one), "aiter", LIMIT)
     assert status_line(found) == (
         "1/1 MLA layers engaged (triton 1..4, aiter 5..16; "
@@ -442,7 +442,7 @@ def test_a_shape_that_cannot_be_timed_costs_another_one_nothing(made_up, monkeyp
             raise ValueError("planted")
 
     timed, untimed = two_shapes(made_up, monkeypatch, spoil)
-    assert (timed.decision.at(1), untimed.decision.skip.code) == ("triton", "not_timed")
+    assert (timed.decision.kernel_at(1), untimed.decision.skip.code) == ("triton", "not_timed")
 
 
 def test_a_shape_whose_layers_cannot_be_given_their_figures_runs_vllms_own_and_costs_another_one_nothing(
@@ -450,9 +450,11 @@ def test_a_shape_whose_layers_cannot_be_given_their_figures_runs_vllms_own_and_c
 ):
     """The failure comes once the layers have their figures; another rank logs for the engine."""
     monkeypatch.setattr(timing.ranks, "exchange", lambda mine: (1, [mine, mine]))
-    monkeypatch.setattr(timing, "Timed", lambda *given: (planted if "1 heads" in given[0] else Timed)(*given))
+    monkeypatch.setattr(
+        timing, "ShapeTiming", lambda *given: (planted if "1 heads" in given[0] else ShapeTiming)(*given)
+    )
     timed, failed = two_shapes(made_up, monkeypatch, lambda heads: None)
-    assert (timed.decision.at(1), failed.decision.skip.code) == ("triton", "not_timed")
+    assert (timed.decision.kernel_at(1), failed.decision.skip.code) == ("triton", "not_timed")
     (line,) = made_up.said.at(logging.WARNING)
     assert "planted" in line
     assert line.endswith("; 1 other layer shape(s) were timed")
@@ -508,7 +510,7 @@ def test_a_rank_says_first_what_no_other_rank_knows(made_up, monkeypatch):
         return 1, [mine, {**mine, small: timing.NotTimed("elsewhere")}]
 
     monkeypatch.setattr(timing.ranks, "exchange", exchange)
-    monkeypatch.setattr(timing, "Timed", planted)
+    monkeypatch.setattr(timing, "ShapeTiming", planted)
     two_shapes(made_up, monkeypatch, lambda heads: None)
     (line,) = made_up.said.at(logging.WARNING)
     assert "rank 0: OutOfMemoryError: planted: out of memory (and 1 more)" in line
@@ -665,10 +667,10 @@ def test_mutation_a_rank_without_our_kernels_that_gives_no_or_another_reason_is_
 
 def test_a_layer_that_is_stopped_takes_the_others_of_its_shape_to_vllms_own(made_up, monkeypatch):
     """The ranks agree by shape: on another rank the same layer would run ours."""
-    one, other, check = Worker(ours(LIMIT)), layer_of(), Engine.check
+    one, other, check = Worker(ours(LIMIT)), layer_of(), Engine.check_layers
     other.layer_name, other._vllm_config = "model.layers.1.attn", one.vllm_config
     one.vllm_config.compilation_config.static_forward_context[other.layer_name] = other
-    monkeypatch.setattr(Engine, "check", lambda *given: (check(*given), given[0].layers[0].stop("planted"))[1])
+    monkeypatch.setattr(Engine, "check_layers", lambda *given: (check(*given), given[0].layers[0].stop("planted"))[1])
     one.load_model()
     stopped, other = (layer.decision.skip for layer in one.engine.layers)
     assert (stopped.code, other.code) == ("kernel_shape", "kernel_shape")
@@ -686,14 +688,14 @@ def test_a_layer_whose_weight_has_no_known_format_costs_another_one_nothing(made
 
     monkeypatch.setattr(absorb, "read", of_one_head)
     timed, unknown = two_shapes(made_up, monkeypatch, lambda heads: None)
-    assert (timed.decision.at(1), unknown.decision.skip.code) == ("triton", "kernel_shape")
+    assert (timed.decision.kernel_at(1), unknown.decision.skip.code) == ("triton", "kernel_shape")
 
 
 @both_modes
 def test_a_rank_whose_check_raises_still_answers_the_others(made_up, monkeypatch, strict):
     sent = []
     monkeypatch.setattr(timing.ranks, "exchange", lambda mine: (sent.append(mine), (0, [mine]))[1])
-    monkeypatch.setattr(Engine, "check", planted)
+    monkeypatch.setattr(Engine, "check_layers", planted)
     with stops(strict, "planted"):
         made_up.start(strict=strict)
     assert len(sent) == 1, "the other ranks wait for ever"

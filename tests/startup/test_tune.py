@@ -105,7 +105,7 @@ def test_tune_keeps_the_fastest_tile_and_the_next_start_times_and_serves_it(card
     (kept,) = tmp_path.glob("tuned-*.json")
     found = files.read(tuning.TunedTiles, kept)
     (sent,) = files.read(CheckRun, tmp_path / "sent.json").steps
-    assert replace(files.record_from(tuning.TunedTiles, tmp_path, sent.data), evidence=found.evidence) == found
+    assert replace(files.parse_unstamped(tuning.TunedTiles, tmp_path, sent.data), evidence=found.evidence) == found
     assert found.card == "AMD Instinct MI300X"
     assert [*found.chosen.values()] == [spans((1, 16, BEST))]
     one = start("auto")

@@ -19,7 +19,7 @@ WINDOW, ROPE = Skip("sliding_window", "the layer has a sliding window"), Skip("n
 RUNS = decision((1, 512, "aiter"))
 RAN = LayerState(RUNS, "aiter")
 FELL = LayerState(decision(skip=WINDOW, passed_over=(RejectedKernel("aiter", "why"),)), skip=WINDOW)
-DRAFT = NOTHING._replace(would_run=("aiter",))
+DRAFT = NOTHING._replace(possible_kernels=("aiter",))
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ def test_mutation_a_decided_reason_that_is_taken_for_a_kept_one_is_caught(monkey
         before = status.record.skipped if status.record else status.kept_skips
         return {n: one.skip or before.get(n, NOT_RUN) for n, one in status.layers.items() if n not in engaged}
 
-    monkeypatch.setattr(EngineStatus, "_skipped", skipped)
+    monkeypatch.setattr(EngineStatus, "_skip_reasons", skipped)
     with pytest.raises(AssertionError, match="a reason outlives its outcome"):
         a_reason_ends_with_the_outcome_that_had_it(*REASONS["nothing kept"])
 
@@ -153,7 +153,7 @@ def test_the_file_is_written_again_unless_it_is_another_engines(tmp_path, monkey
         path.write_text("{")
     else:
         files.write(path, replace(status.record, instance=found if found != "mine" else status.instance))
-    monkeypatch.setattr(engine_status, "REWRITE_S", 0.0)
+    monkeypatch.setattr(engine_status, "REWRITE_DELAY_SECONDS", 0.0)
     status.update({"a": FELL})
     wait_for_the_file()
     told = files.read(RankStatus, path).skipped
@@ -162,7 +162,7 @@ def test_the_file_is_written_again_unless_it_is_another_engines(tmp_path, monkey
 
 def comes_back(folder, monkeypatch, removed):
     """Somebody removes the plugin's files while the server runs, for instance to force a new compilation."""
-    monkeypatch.setattr(engine_status, "REWRITE_S", 0.0)
+    monkeypatch.setattr(engine_status, "REWRITE_DELAY_SECONDS", 0.0)
     monkeypatch.setenv(status_files.RUN_VARIABLE, f"{status_files.host_id()}-1-a")  # its workers do not hold its lock
     run = status_files.hold_run_lock(folder)
     status = status_of(a=RAN)
@@ -173,9 +173,9 @@ def comes_back(folder, monkeypatch, removed):
         folder.rmdir()
     status.update({"a": FELL})
     wait_for_the_file()
-    assert [one.skipped for one in status_files.read_all(folder, run, pytest.fail)] == [{"a": WINDOW}], "no file"
+    assert [one.skipped for one in status_files.read_records(folder, run, pytest.fail)] == [{"a": WINDOW}], "no file"
     assert status_files.is_engine_alive(folder, [status.record]), "its lock is not held"
-    metrics.samples(folder)  # the front end is scraped
+    metrics.read_samples(folder)  # the front end is scraped
     assert status_files.is_serving(folder, [status.record]), "the front end's lock is not held"
 
 
@@ -187,7 +187,7 @@ def test_files_that_somebody_removed_come_back_with_the_next_correction(tmp_path
 @pytest.mark.mutation
 @pytest.mark.parametrize("plant", ["no file", "its lock is not held", "the front end's lock is not held"])
 def test_mutation_files_that_stay_away_are_caught(tmp_path, monkeypatch, plant):
-    remove_ended, hold, held = status_files._remove_ended, locks.hold, list[Path]()
+    remove_ended, hold, held = status_files._remove_files_of_ended_servers, locks.hold, list[Path]()
 
     def hold_once(lock):
         if lock not in held:
@@ -200,7 +200,9 @@ def test_mutation_files_that_stay_away_are_caught(tmp_path, monkeypatch, plant):
         monkeypatch.setattr(locks, "hold", hold_once)
     if plant == "no file":
         monkeypatch.setattr(
-            status_files, "_remove_ended", lambda folder, mine: remove_ended(folder, replace(mine, run="another"))
+            status_files,
+            "_remove_files_of_ended_servers",
+            lambda folder, mine: remove_ended(folder, replace(mine, run="another")),
         )
     with pytest.raises(AssertionError, match=plant):
         comes_back(tmp_path / "aiter_mla", monkeypatch, "*")
@@ -208,7 +210,7 @@ def test_mutation_files_that_stay_away_are_caught(tmp_path, monkeypatch, plant):
 
 def is_tried_again(folder, monkeypatch):
     """The disk is full when the line is said, and has room when a layer fails."""
-    monkeypatch.setattr(engine_status, "REWRITE_S", 0.0)
+    monkeypatch.setattr(engine_status, "REWRITE_DELAY_SECONDS", 0.0)
     status = status_of(a=RAN)
     with monkeypatch.context() as patching:
         patching.setattr(locks, "hold", raising(OSError("No space left on device")))
@@ -216,7 +218,7 @@ def is_tried_again(folder, monkeypatch):
             status.write(folder)
     status.update({"a": FELL})
     wait_for_the_file()
-    assert [one.skipped for one in status_files.read_all(folder, "1-a", pytest.fail)] == [{"a": WINDOW}], "no file"
+    assert [one.skipped for one in status_files.read_records(folder, "1-a", pytest.fail)] == [{"a": WINDOW}], "no file"
     assert status_files.is_serving(folder, [status.record]), "its locks are not held"
 
 
@@ -232,6 +234,6 @@ def test_mutation_a_first_write_that_is_not_made_up_for_is_caught(tmp_path, monk
         files.write(status.path, status.record)
 
     writes_again = (lambda status: None) if plant == "no file" else without_locks
-    monkeypatch.setattr(EngineStatus, "_write_again", writes_again)
+    monkeypatch.setattr(EngineStatus, "_rewrite", writes_again)
     with pytest.raises(AssertionError, match=plant):
         is_tried_again(tmp_path, monkeypatch)

@@ -11,12 +11,12 @@ from vllm_aiter_mla.decided import RejectedKernel
 from vllm_aiter_mla.status import line
 from vllm_aiter_mla.status.engine_status import EngineStatus
 from vllm_aiter_mla.status.line import status_line
-from vllm_aiter_mla.status.record import DecisionGroup, Timed, group_by_engine, merge_ranks
+from vllm_aiter_mla.status.record import DecisionGroup, ShapeTiming, group_by_engine, merge_ranks
 
-RECORD = with_layers(EngineStatus(), dict.fromkeys(("a", "b"), NOTHING._replace(ran="triton")))
-FEW = Timed("8 heads", ("c",), spans((1, 64, "aiter")), {64: {"aiter": 1.0, "vllm": 2.0}})
+RECORD = with_layers(EngineStatus(), dict.fromkeys(("a", "b"), NOTHING._replace(ran_kernel="triton")))
+FEW = ShapeTiming("8 heads", ("c",), spans((1, 64, "aiter")), {64: {"aiter": 1.0, "vllm": 2.0}})
 US = {8: {"triton": 3.0, "vllm": 4.0}, 48: {"triton": 5.0, "vllm": 7.0}, 512: {"triton": 6.0, "vllm": 5.0}}
-MOST = Timed("16 heads", ("a", "b"), spans((1, 48, "triton"), (49, 512, "vllm")), US)
+MOST = ShapeTiming("16 heads", ("a", "b"), spans((1, 48, "triton"), (49, 512, "vllm")), US)
 TIMES = "(triton 1..48, vllm 49..512; 5.0 us a layer at 48 tokens against vLLM's own 7.0, measured here"
 
 

@@ -52,7 +52,7 @@ full = raising(OSError("No space left on device"))
 def fresh(monkeypatch, said):
     """A run and an engine of this test's own."""
     monkeypatch.setenv(status_files.RUN_VARIABLE, f"{os.getpid()}-mine")
-    monkeypatch.setattr(engine_status, "REWRITE_S", 0.0)
+    monkeypatch.setattr(engine_status, "REWRITE_DELAY_SECONDS", 0.0)
     another_engine()
 
 
@@ -94,8 +94,8 @@ def after_warm_up(*, strict=False, rank=0, key="k" * 64, capture_sizes=(), index
     config.model_config.served_model_name = model
     config.parallel_config = SimpleNamespace(data_parallel_index=index, data_parallel_rank=0)
     engine.engine.strict = strict
-    with patch.object(Engine, "_run_once", lambda self: None), patch.object(Worker, "rank", rank):
-        engine.engine.warmed_up()
+    with patch.object(Engine, "_run_decode_step", lambda self: None), patch.object(Worker, "rank", rank):
+        engine.engine.on_warmed_up()
 
 
 def fail(layer):
@@ -194,7 +194,7 @@ def test_ranks_are_told_of_in_the_order_of_their_numbers(said, tmp_path, monkeyp
     for rank in (10, 2, 0):
         another_engine()
         after_warm_up(rank=rank)
-    (found,) = group_by_engine(status_files.read_all(tmp_path, "*", pytest.fail)).values()
+    (found,) = group_by_engine(status_files.read_records(tmp_path, "*", pytest.fail)).values()
     assert [record.rank for record in found] == [0, 2, 10]
 
 
@@ -202,7 +202,7 @@ def test_data_parallel_engines_are_told_of_in_the_order_of_their_numbers(said, t
     for index in (10, 2):
         another_engine()
         after_warm_up(index=index)
-    found = group_by_engine(status_files.read_all(tmp_path, "*", pytest.fail))
+    found = group_by_engine(status_files.read_records(tmp_path, "*", pytest.fail))
     assert [engine for _, _, engine in found] == ["2", "10"]
 
 
@@ -215,9 +215,14 @@ def forget_the_skipped(ranks, told=merge_ranks):
 @pytest.mark.parametrize(
     ("owner", "name", "plant", "counts"),
     [
-        (Engine, "_say", lambda self, ranks, record: log.say(0, status_line(record)), ["1/2", "1/2"]),
+        (Engine, "_say_status_line", lambda self, ranks, record: log.say(0, status_line(record)), ["1/2", "1/2"]),
         (line, "merge_ranks", forget_the_skipped, ["1/1"]),
-        (Engine, "_say", lambda *given, say=Engine._say: (say(*given), say(*given)), ["1/2", "1/2"]),
+        (
+            Engine,
+            "_say_status_line",
+            lambda *given, say=Engine._say_status_line: (say(*given), say(*given)),
+            ["1/2", "1/2"],
+        ),
     ],
     ids=["every rank speaks", "a skipped layer is forgotten", "the line is said twice"],
 )
@@ -230,7 +235,7 @@ def test_mutation_i8_a_line_that_is_not_said_once_and_whole_is_caught(said, monk
 
 
 def failed_warm_up():
-    engine.engine.not_warmed_up()
+    engine.engine.on_warm_up_failed()
 
 
 @pytest.mark.parametrize("end", [after_warm_up, failed_warm_up])
@@ -298,7 +303,7 @@ def leaves_no_rank_behind(tmp_path, monkeypatch, first):
             engage_all()
             after_warm_up(rank=rank, model=model)
     assert len(list(tmp_path.glob("status-*.json"))) == 2
-    found = group_by_engine(status_files.read_all(tmp_path, "*", pytest.fail))
+    found = group_by_engine(status_files.read_records(tmp_path, "*", pytest.fail))
     ranks = [(model, one.rank, one.ranks) for (_, model, _), of_it in found.items() for one in of_it]
     assert ranks == [("m", 0, 1)], "a rank is left behind"
 
@@ -310,7 +315,7 @@ def test_ranks_that_a_larger_engine_left_behind_are_no_part_of_the_next(said, tm
 
 @pytest.mark.mutation
 def test_mutation_ranks_that_another_model_left_behind_are_caught(said, tmp_path, monkeypatch):
-    monkeypatch.setattr(record_module, "_are_of_one_engine", lambda first, other: True)
+    monkeypatch.setattr(record_module, "_belong_to_one_engine", lambda first, other: True)
     with pytest.raises(AssertionError, match="a rank is left behind"):
         leaves_no_rank_behind(tmp_path, monkeypatch, "a")
 
@@ -322,7 +327,7 @@ def test_a_rank_of_another_model_is_no_part_of_an_engine_of_the_same_size(said, 
         another_engine()
         engage_all()
         after_warm_up(rank=rank, model=model)
-    ((name, found),) = group_by_engine(status_files.read_all(tmp_path, "*", pytest.fail)).items()
+    ((name, found),) = group_by_engine(status_files.read_records(tmp_path, "*", pytest.fail)).items()
     assert (name[1], [record.rank for record in found]) == ("b", [0])
 
 
@@ -332,10 +337,10 @@ def test_ranks_of_an_engine_before_one_that_is_skipped_whole_are_no_part_of_it(s
         another_engine()
         engage_all()
         after_warm_up(rank=rank)
-    (before, _) = status_files.read_all(tmp_path, "*", pytest.fail)
+    (before, _) = status_files.read_records(tmp_path, "*", pytest.fail)
     whole = skipped_engine("dcp", "made up", (0, 1))
     status_files.write(tmp_path, replace(whole, model_name=before.model_name, engine=before.engine))
-    (found,) = group_by_engine(status_files.read_all(tmp_path, "*", pytest.fail)).values()
+    (found,) = group_by_engine(status_files.read_records(tmp_path, "*", pytest.fail)).values()
     assert [(record.rank, record.engaged) for record in found] == [(0, {})]
 
 
@@ -367,7 +372,7 @@ def test_a_status_file_that_goes_while_the_folder_is_read_hides_no_other(said, t
         raise FileNotFoundError("planted")
 
     monkeypatch.setattr(files, "read", first_is_gone)
-    assert len(status_files.read_all(tmp_path, "*", pytest.fail)) == 1
+    assert len(status_files.read_records(tmp_path, "*", pytest.fail)) == 1
 
 
 def fails_in_one_step(monkeypatch):
@@ -376,7 +381,7 @@ def fails_in_one_step(monkeypatch):
     after_warm_up()
     write, written_files = files.write, []
     monkeypatch.setattr(files, "write", lambda *given: (written_files.append(given), write(*given)))
-    monkeypatch.setattr(engine_status, "REWRITE_S", 0.2)
+    monkeypatch.setattr(engine_status, "REWRITE_DELAY_SECONDS", 0.2)
     for name in LAYERS:
         layers()[name].fail(RuntimeError("planted"))
     in_the_step = len(written_files)
@@ -392,8 +397,8 @@ def test_a_decode_step_in_which_all_layers_fail_writes_the_status_once_and_after
 
 @pytest.mark.mutation
 def test_mutation_a_status_that_each_failing_layer_writes_is_caught(monkeypatch):
-    soon = EngineStatus._write_soon
-    monkeypatch.setattr(EngineStatus, "_write_soon", lambda self: (self._write_again(), soon(self)))
+    soon = EngineStatus._schedule_rewrite
+    monkeypatch.setattr(EngineStatus, "_schedule_rewrite", lambda self: (self._rewrite(), soon(self)))
     with pytest.raises(AssertionError, match="more than once"):
         fails_in_one_step(monkeypatch)
 
@@ -417,7 +422,7 @@ def one_write_at_a_time(monkeypatch):
     layers()[LAYERS[0]].fail(RuntimeError("planted"))
     assert begun.wait(60)
     layers()[LAYERS[1]].stop("planted")
-    engine.engine.reloaded()
+    engine.engine.on_reloaded()
     wait_for_the_file()
     assert files.read(RankStatus, the_status().path).engaged == {}, "an earlier record was written last"
 
@@ -464,7 +469,7 @@ def test_mutation_i15_one_status_for_the_whole_process_is_caught(monkeypatch):
 
 @pytest.mark.mutation("I15")
 def test_mutation_i15_a_correction_of_another_engines_file_is_caught(monkeypatch):
-    monkeypatch.setattr(engine_status, "_is_of_another_engine", lambda path, record: False)
+    monkeypatch.setattr(engine_status, "_belongs_to_another_engine", lambda path, record: False)
     with pytest.raises(AssertionError, match="the file has another one's failure"):
         apart(0)
 
@@ -497,9 +502,9 @@ def test_fail_closed_the_line_is_the_last_one_and_needs_no_folder(said, monkeypa
 
 @pytest.mark.mutation("I8")
 def test_mutation_a_status_line_that_is_not_the_last_one_is_caught(said, monkeypatch):
-    write, say, told = Engine._write_down, Engine._say, []
-    monkeypatch.setattr(Engine, "_write_down", lambda *given: told.append(given))
-    monkeypatch.setattr(Engine, "_say", lambda *given: (say(*given), write(*told.pop())))
+    write, say, told = Engine._write_record, Engine._say_status_line, []
+    monkeypatch.setattr(Engine, "_write_record", lambda *given: told.append(given))
+    monkeypatch.setattr(Engine, "_say_status_line", lambda *given: (say(*given), write(*told.pop())))
     with pytest.raises(AssertionError, match="the status line is not the last one"):
         is_last_whatever_a_file_costs(said, monkeypatch, strict=False)
 
@@ -534,7 +539,7 @@ def test_mutation_a_worker_that_takes_or_leaves_the_wrong_lock_is_caught(said, t
 
     monkeypatch.setattr(status_files, "write", plant)
     if not joins:
-        monkeypatch.setattr(status_files, "hold_run_lock", lambda folder: status_files.run_name())
+        monkeypatch.setattr(status_files, "hold_run_lock", lambda folder: status_files.ensure_run_name())
     with pytest.raises(AssertionError, match=held):
         only_a_front_end_or_another_machine_holds_the_run(tmp_path, monkeypatch)
 
@@ -577,7 +582,7 @@ def ended_servers_leave_no_files(tmp_path, monkeypatch):
         return path
 
     def aged(path):
-        long_ago = time.time() - files.UNUSED_AFTER_S - 60
+        long_ago = time.time() - files.MAX_UNUSED_SECONDS - 60
         os.utime(path, (long_ago, long_ago))
         return path
 
@@ -631,7 +636,7 @@ def test_a_file_that_cannot_be_read_is_reported_unless_its_server_has_ended(tmp_
     if left != "no lock":
         locks.hold(lock) if left == "a lock" else lock.touch()
     unreadable = []
-    assert status_files.read_all(tmp_path, "*", unreadable.append) == []
+    assert status_files.read_records(tmp_path, "*", unreadable.append) == []
     assert bool(unreadable) is reported
 
 
@@ -648,7 +653,7 @@ def test_mutation_a_file_of_another_version_that_stays_for_ever_is_caught(said, 
 def test_a_folder_that_takes_no_lock_is_one_warning_and_serving_goes_on(said, monkeypatch, tmp_path, error, strict):
     monkeypatch.setattr(locks, "hold", raising(error))
     engage_all()
-    metrics.samples(tmp_path)
+    metrics.read_samples(tmp_path)
     after_warm_up(strict=strict)
     assert [str(error) in text for level, text in said if level == logging.WARNING] == [True]
 
@@ -823,7 +828,7 @@ def test_gauge_leaves_out_a_bad_file_of_its_run_and_names_it_once(gauge, said, t
 
 @pytest.mark.parametrize("planted", [KeyError("planted"), OSError("planted"), FileNotFoundError("planted")])
 def test_gauge_that_cannot_be_made_takes_no_other_metric_down(gauge, said, monkeypatch, planted):
-    monkeypatch.setattr(metrics, "read_all", raising(planted))
+    monkeypatch.setattr(metrics, "read_records", raising(planted))
     assert gauge() == {}
     assert b"python_info" in generate_latest(REGISTRY)
     assert len([text for _, text in said if "planted" in text]) == 1
@@ -954,9 +959,11 @@ def test_mutation_a_metric_that_no_alert_would_see_is_caught(gauge, monkeypatch)
 @pytest.mark.parametrize("plant", ["not written", "engaged wins"])
 def test_mutation_a_gauge_that_does_not_follow_a_failure_is_caught(gauge, monkeypatch, plant):
     if plant == "not written":
-        monkeypatch.setattr(EngineStatus, "_write_again", lambda self: None)
+        monkeypatch.setattr(EngineStatus, "_rewrite", lambda self: None)
     else:
-        monkeypatch.setattr(metrics, "samples", lambda folder: {metrics.LAYERS: {("m", "0", "engaged"): len(LAYERS)}})
+        monkeypatch.setattr(
+            metrics, "read_samples", lambda folder: {metrics.LAYERS: {("m", "0", "engaged"): len(LAYERS)}}
+        )
     with pytest.raises(AssertionError, match=r"engaged\"': 2\.0\} != .*: 1\}"):
         test_gauge_changes_when_a_kernel_fails_while_serving(gauge)
 
@@ -974,7 +981,7 @@ status_files.hold_run_lock(folder)
 metrics.register_metrics(folder)
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 def serves(kernel, *parts):
-    state = NOTHING._replace(decision=decision((1, 8, kernel)), ran=kernel)
+    state = NOTHING._replace(decision=decision((1, 8, kernel)), ran_kernel=kernel)
     found = with_layers(EngineStatus(), {"a": state}, 8)
     status_files.write(folder, replace(found, model_name="m"))
     for _ in range(100):
@@ -999,7 +1006,9 @@ def test_gauge_reaches_the_shared_files_of_several_api_servers(tmp_path):
         "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "shared"),
         status_files.RUN_VARIABLE: f"{os.getpid()}-x",
     }
-    code = SEVERAL_SERVERS.replace("metrics.register_metrics", "metrics.REFRESH_S = 0.1; metrics.register_metrics")
+    code = SEVERAL_SERVERS.replace(
+        "metrics.register_metrics", "metrics.REFRESH_SECONDS = 0.1; metrics.register_metrics"
+    )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -189,7 +189,7 @@ def test_two_containers_a_second_engine_of_one_run_is_told_after_the_first_has_e
 @pytest.mark.mutation
 def test_mutation_two_containers_one_lock_for_both_engines_of_a_run_is_caught(server, monkeypatch):
     monkeypatch.setattr(
-        status_files, "_lock_of_engine", lambda folder, record: folder / f"lock-status-{record.run}-of-the-first"
+        status_files, "_engine_lock_path", lambda folder, record: folder / f"lock-status-{record.run}-of-the-first"
     )
     with pytest.raises(AssertionError, match="the engine that runs is not told"):
         second_engine_is_told(server)

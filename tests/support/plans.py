@@ -87,7 +87,7 @@ def ask(source: model.Source, asked: Any, arch: str, variables: Any, verbose: bo
 
 def parsed(plan: dict[str, Any]) -> Plan:
     """The record of a plan as JSON has it."""
-    return files.record_from(Plan, Path("plan"), plan)
+    return files.parse_unstamped(Plan, Path("plan"), plan)
 
 
 VLLM = LoadedVllm("gfx942", True, "0.32.0", dict.fromkeys(vllm_options.VARIABLES, True))

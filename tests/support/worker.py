@@ -83,5 +83,5 @@ def check(layers: Iterable[Layer], *, strict: bool, capture_sizes: Sequence[int]
     served_by(config, **served)
     engine = Engine(SimpleNamespace(vllm_config=config, rank=0), ours(1 << 20, strict=strict))
     engine.layers = list(layers)
-    engine.check()
+    engine.check_layers()
     return engine

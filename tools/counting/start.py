@@ -133,10 +133,10 @@ def watch_ours(phases: Phases) -> None:
     from vllm_aiter_mla.engine import Engine
     from vllm_aiter_mla.startup import prefill, timing
 
-    phases.watch(Engine, "loaded", CHECK)
+    phases.watch(Engine, "on_loaded", CHECK)
     phases.watch(timing, "time_kernels", TIMING)
     phases.watch(prefill, "compile_quantisation", WARM_UP)  # vLLM's, which compiles it in its warm-up
-    phases.watch(Engine, "warmed_up", STATUS)
+    phases.watch(Engine, "on_warmed_up", STATUS)
 
 
 def register(kind: str, folder: str, out: str) -> None:

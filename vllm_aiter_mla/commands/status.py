@@ -15,8 +15,8 @@ from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.decided import Decision
 from vllm_aiter_mla.status.line import remedies, status_line
-from vllm_aiter_mla.status.record import RankStatus, group_by_engine, merge_ranks, with_silent_ranks
-from vllm_aiter_mla.status.status_files import is_engine_alive, is_serving, read_all
+from vllm_aiter_mla.status.record import RankStatus, group_by_engine, merge_ranks, records_of_all_ranks
+from vllm_aiter_mla.status.status_files import is_engine_alive, is_serving, read_records
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
                 f"status: {folder}: permission denied; run it as the server's user, or read the metrics",
                 outputs.EXIT_INCOMPLETE,
             )
-    by_engine = group_by_engine(read_all(folder, "*", bad.append))
+    by_engine = group_by_engine(read_records(folder, "*", bad.append))
     engines = tuple(_engine_line(folder, name, ranks) for name, ranks in by_engine.items())
     complete = engines and not bad and not any(engine.serves is None or engine.silent for engine in engines)
     code = _exit_status(engines) if complete else outputs.EXIT_INCOMPLETE
@@ -117,7 +117,7 @@ def _engine_line(folder: Path, name: tuple[str, str, str], ranks: Sequence[RankS
         unknown = f"whether the server lives cannot be told from its locks in {folder}"
         line = unknown if outlives is None else ENDED[outlives]
         return EngineLine(*name, line, {}, serves=None if outlives is None else False, whole=False)
-    all_ranks = with_silent_ranks(ranks)
+    all_ranks = records_of_all_ranks(ranks)
     merged = merge_ranks(all_ranks)
     whole = merged.ranks_agree and bool(merged.engaged) and not merged.skipped
     line = status_line(*all_ranks)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from vllm_aiter_mla import files
-from vllm_aiter_mla.admission import ConfigView, Engage
+from vllm_aiter_mla.admission import ConfigView, Engagement
 from vllm_aiter_mla.compat import patches, release
-from vllm_aiter_mla.settings import NAMESPACE, Settings, resolve
+from vllm_aiter_mla.settings import NAMESPACE, Settings, resolve_settings
 
 # -- the gate's reads and writes
 
@@ -19,7 +19,7 @@ from vllm_aiter_mla.settings import NAMESPACE, Settings, resolve
 def settings_of(vllm_config: Any) -> Settings:
     """Return the user's options, both spellings merged. Raises ``SettingsError`` naming the option."""
     values = patches.pass_config_values(vllm_config.compilation_config.pass_config)
-    return resolve(values, vllm_config.additional_config)
+    return resolve_settings(values, vllm_config.additional_config)
 
 
 def is_decided(vllm_config: Any) -> bool:
@@ -42,22 +42,22 @@ def read(vllm_config: Any) -> ConfigView:
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     facts: dict[str, Any] = {
         "vllm_version": version,
-        "in_window": release.in_window(version),
-        "missing": release.missing_capabilities(),
+        "is_supported_version": release.in_window(version),
+        "missing_names": release.missing_capabilities(),
         "failed_steps": tuple(f"{name}: {error}" for name, error in patches.failures(needed=True).items()),
         "user_pass": why_not_chainable(compilation),
-        "atom_active": _atom_active(),
+        "is_atom_active": _atom_active(),
         "breakable_cudagraph": _breakable_cudagraph(),
         "mode": "unset" if compilation.mode is None else compilation.mode.name,
         "backend": compilation.backend,
         "use_inductor_graph_partition": bool(compilation.use_inductor_graph_partition),
         "splitting_ops": tuple(compilation.splitting_ops or ()),
         "endpoints": tuple(compilation.compile_ranges_endpoints or ()),
-        "fusion": bool(getattr(compilation.pass_config, release.VLLMS_FUSION, False)),
+        "has_vllm_fusion": bool(getattr(compilation.pass_config, release.VLLMS_FUSION, False)),
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "num_drafts": vllm_config.num_speculative_tokens,
-        "hisparse": getattr(vllm_config.attention_config, "hisparse_config", None) is not None,
+        "has_hisparse": getattr(vllm_config.attention_config, "hisparse_config", None) is not None,
         "dcp": getattr(parallel, "decode_context_parallel_size", 1),
         "pcp": getattr(parallel, "prefill_context_parallel_size", 1),
         "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
@@ -65,32 +65,32 @@ def read(vllm_config: Any) -> ConfigView:
         **metric_labels(vllm_config),
     }
     if model is None or not model.use_mla:  # then nothing of vLLM's attention is imported
-        return ConfigView(**facts, is_mla=False, mla_disabled=_mla_disabled())
+        return ConfigView(**facts, is_mla=False, is_mla_disabled=_mla_disabled())
     from vllm_aiter_mla.compat.layer import missing_names
 
-    facts["missing"] += missing_names()
+    facts["missing_names"] += missing_names()
     return ConfigView(
         **facts,
         is_sparse=getattr(model.hf_text_config, "index_topk", None) is not None,
         enforce_eager=bool(model.enforce_eager),
         model_dtype=str(model.dtype).removeprefix("torch."),
-        op_schema=release.op_differences(fused=False),
-        fused_op=release.op_differences(fused=True),
+        op_differences=release.op_differences(fused=False),
+        fused_op_differences=release.op_differences(fused=True),
         unknown_forward=_unknown_forward(),
         model_impl=str(model.model_impl) if model.using_transformers_backend() else "",
         **platform_facts(vllm_config),
     )
 
 
-def write(vllm_config: Any, engage: Engage, made: Any) -> None:
+def write(vllm_config: Any, engagement: Engagement, made: Any) -> None:
     """Engage a config: the pass in its slot, our splitting ops, and for the passes one end of a compile range.
 
     Nothing else changes. Containers are new, because another config may hold the same list or dict.
     """
     compilation = vllm_config.compilation_config
     if compilation.splitting_ops is not None:
-        compilation.splitting_ops = list(engage.splitting_ops)
-    compilation.compile_ranges_endpoints = list(engage.endpoints)
+        compilation.splitting_ops = list(engagement.splitting_ops)
+    compilation.compile_ranges_endpoints = list(engagement.endpoints)
     compilation.inductor_compile_config = {**compilation.inductor_compile_config, pass_slot(): made}
 
 

@@ -48,30 +48,30 @@ def layer_view(
     """
     missing = tuple(name for name in ATTRIBUTES if not _has(layer, name))
     if missing:
-        return LayerView(missing=missing)
+        return LayerView(missing_names=missing)
     impl, cache, config, act = layer.impl, layer.kv_cache, config_of(layer), activation_dtype(layer)
     builder = layer.attn_backend.get_builder_cls()
     return LayerView(
         impl=type(impl).__name__,
         known_impls=frozenset(KNOWN_IMPLS),
-        own_forward=_own_forward(layer),
+        forward_origin=_own_forward(layer),
         is_sparse=bool(impl.is_sparse),
         q_pad_num_heads=layer.q_pad_num_heads,
         has_absorbed_weight=all(isinstance(getattr(layer, name, None), torch.Tensor) for name in _weight_names(layer)),
-        amx_bmm=bool(layer.is_amx_bmm_enabled),
+        has_amx_bmm=bool(layer.is_amx_bmm_enabled),
         has_rope_kernel=has_rope_and_write(),
         kv_cache_dtype=layer.kv_cache_dtype,
         model_dtype=str(act).removeprefix("torch.") if act is not None else "",
         kv_cache_ndim=cache.dim() if isinstance(cache, torch.Tensor) and cache.numel() else None,
-        captures=str(builder.get_cudagraph_support(config, layer.get_kv_cache_spec(config)).name),
+        cudagraph_support=str(builder.get_cudagraph_support(config, layer.get_kv_cache_spec(config)).name),
         dcp=int(impl.dcp_world_size),
         pcp=2 if layer.use_pcp else 1,
         dcp_q_replicate=bool(layer.dcp_q_replicate),
-        hisparse=layer.hisparse_cache is not None,
+        has_hisparse=layer.hisparse_cache is not None,
         graph_dtype="" if graph_dtype in (None, act) else str(graph_dtype).removeprefix("torch."),
         cos_sin_dtype_matches=cos_sin_dtype is None or act is None or cos_sin_dtype == act,
-        sliding_window=layer.sliding_window is not None,
-        query_scaled=getattr(config.model_config.hf_text_config, "llama_4_scaling", None) is not None,
+        has_sliding_window=layer.sliding_window is not None,
+        is_query_scaled=getattr(config.model_config.hf_text_config, "llama_4_scaling", None) is not None,
         num_heads=layer.num_heads,
         qk_nope_head_dim=layer.qk_nope_head_dim,
         qk_rope_head_dim=layer.qk_rope_head_dim,

@@ -232,7 +232,7 @@ def triton_release() -> str:
         return str(triton.__version__)
     except Exception as error:
         broken = f"not importable: {type(error).__name__}: {error}"
-        return "none" if packages.missing(error) == "triton" else broken
+        return "none" if packages.missing_package(error) == "triton" else broken
 
 
 def machine() -> dict[str, str]:

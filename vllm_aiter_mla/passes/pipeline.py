@@ -23,7 +23,7 @@ from vllm_aiter_mla.passes.rope_kv import fuse_rope_and_kv_write
 from vllm_aiter_mla.passes.rope_probe import real_tensors
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import STRICT_OPTION, Settings, SettingsError
-from vllm_aiter_mla.status.status_files import run_name
+from vllm_aiter_mla.status.status_files import ensure_run_name
 
 PASSES = {"rope_kv_cache": fuse_rope_and_kv_write, "q_prep_lift": lift_q_prep, "aiter_fusion": fuse_into_one_op}
 """What runs on each layer, in order."""
@@ -60,7 +60,9 @@ class AiterMLAPipeline(VllmInductorPass):
         self.chained = chained
         # What the layers of this worker run on. No graph is rewritten while it is None: the kernels are not checked.
         self.key: tuple[str, ...] | None = None
-        self.run = run_name()  # of the process that has read the options: a worker of Ray inherits no variable of ours
+        self.run = (
+            ensure_run_name()
+        )  # of the process that has read the options: a worker of Ray inherits no variable of ours
 
     def uuid(self) -> str:
         """Return the key for vLLM's and Inductor's caches: a hash of everything that decides which graph comes out.
@@ -119,7 +121,7 @@ class AiterMLAPipeline(VllmInductorPass):
         return False
 
     def _mine(self, compile_range: Any) -> bool:
-        return self.integration == "passes" and admission.within_limit(compile_range.end, self.limit)
+        return self.integration == "passes" and admission.is_within_limit(compile_range.end, self.limit)
 
     def _chained_wants(self, compile_range: Any) -> bool:
         return self.chained is not None and self.chained.is_applicable_for_range(compile_range)

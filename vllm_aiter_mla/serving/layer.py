@@ -189,7 +189,7 @@ class Layer:
         # The card by its type: its index differs from rank to rank, and may from start to start.
         shape = self.shape()
         kind = replace(shape, device=torch.device(shape.device).type)
-        return f"{kind}: {'timed' if self.is_timed else self.decision.first_of_ours or VLLM}"
+        return f"{kind}: {'timed' if self.is_timed else self.decision.our_first_kernel or VLLM}"
 
     # What start-up finds out about it.
 
@@ -329,7 +329,7 @@ class Layer:
         """
         try:
             decided = self.decision
-            name = decided.at(inputs.num_tokens)
+            name = decided.kernel_at(inputs.num_tokens)
             bound = None if name == VLLM else self.backends.bind(name, inputs)
         except Exception as error:
             return self._falls_back(f"no kernel could be chosen: {type(error).__name__}: {error}")
@@ -339,7 +339,7 @@ class Layer:
         if isinstance(bound, str):
             return self._falls_back(f"{name}: {bound}")
         self._batch_skip = None
-        return (decided.first_of_ours, None) if bound is None else (name, bound.run)
+        return (decided.our_first_kernel, None) if bound is None else (name, bound.run)
 
     def _falls_back(self, reason: str) -> tuple[str, None]:
         """Log once why batches run vLLM's attention. Reasons that differ in numbers only, as token counts, are one."""

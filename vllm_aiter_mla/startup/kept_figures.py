@@ -117,4 +117,4 @@ def write(folder: Path, key: Mapping[str, Any], rounds: Rounds) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    files.keep(path_of(folder, key), KeptFigures(dict(key), rounds), kind="measured-*.json")
+    files.keep(path_of(folder, key), KeptFigures(dict(key), rounds), pattern="measured-*.json")

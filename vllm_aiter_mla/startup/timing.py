@@ -14,7 +14,7 @@ The figures of a layer shape pass through these types:
 - ``kept_figures.KeptFigures``: the file that keeps rounds for the next start.
 - ``ShapeFigures``: the new and the kept rounds of this start.
 - ``decision.Figures``: the figures that the layers get after the ranks have agreed.
-- ``status.record.Timed``: the medians in the status.
+- ``status.record.ShapeTiming``: the medians in the status.
 """
 
 import logging
@@ -39,7 +39,7 @@ from vllm_aiter_mla.serving.decision import Figures, decide
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.startup import kept_figures
-from vllm_aiter_mla.status.record import Timed
+from vllm_aiter_mla.status.record import ShapeTiming
 
 VLLM_KERNELS_RUN = "vLLM's own kernels run"
 NO_BASELINE = "vLLM's own kernels cannot be timed here"
@@ -166,7 +166,7 @@ def announce_failed_load(config: Any, settings: Settings) -> None:
 
 def _is_timing_on(config: Any, settings: Settings) -> bool:
     """Return whether kernels are timed. The result is the same on every rank of the engine."""
-    return settings.measures and config.device_config.device_type == card().torch_device
+    return settings.has_timing and config.device_config.device_type == card().torch_device
 
 
 # The steps of this rank, without the other ranks.
@@ -356,7 +356,7 @@ def _apply_agreement(
     names = tuple(layer.name for layer in layers)
     spans = layers[0].decision.kernels or _vllm_spans(max(rounds))
     us, kept_since = stopwatch.medians(rounds), shape_figures.kept_since or ""
-    layers[0].engine_status.add_timed(Timed(shape, names, spans, us, kept_since))
+    layers[0].engine_status.add_timing(ShapeTiming(shape, names, spans, us, kept_since))
 
 
 def _give_reasons(

@@ -13,15 +13,15 @@ from typing import Any
 
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.status.line import aborted_kernels
-from vllm_aiter_mla.status.record import RankStatus, group_by_engine, merge_ranks, with_silent_ranks
-from vllm_aiter_mla.status.status_files import is_serving, read_all, renew_run_lock, run_name
+from vllm_aiter_mla.status.record import RankStatus, group_by_engine, merge_ranks, records_of_all_ranks
+from vllm_aiter_mla.status.status_files import ensure_run_name, is_serving, read_records, renew_run_lock
 
 LAYERS = "aiter_mla_layers"
-"""Name of the metric that counts layers. vLLM clears every metric whose name holds "vllm" when it builds its own."""
+"""Name of the metric that counts layers. When vLLM builds its metrics, it clears all whose names contain "vllm"."""
 ENGINE_LABELS = ("model_name", "engine")
 """Labels of every metric, as vLLM has them."""
-REFRESH_S = 15.0
-"""How often the metrics follow the status files where prometheus_client cannot call back (several API servers)."""
+REFRESH_SECONDS = 15.0
+"""Time between two updates of the metrics where prometheus_client cannot call back (several API servers)."""
 
 Samples = dict[tuple[str, ...], int]
 """Values of one metric, by the values of its labels."""
@@ -61,22 +61,22 @@ class _Collector:
     folder: Path
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metrics, which have no sample before the workers have written their status. Never raises."""
+        """Yield the metrics. Before the workers have written their status, no metric has a sample. Never raises."""
         from prometheus_client.core import GaugeMetricFamily
 
-        found: Mapping[str, Samples] = {}
+        samples_by_name: Mapping[str, Samples] = {}
         try:
-            found = samples(self.folder)
-        except Exception as error:  # raised, it would cost the server every other metric of the scrape
-            _say_left_out(f"{self.folder}: {type(error).__name__}: {error}")
+            samples_by_name = read_samples(self.folder)
+        except Exception as error:  # an error here would cost the server every other metric of the scrape
+            _warn_left_out(f"{self.folder}: {type(error).__name__}: {error}")
         for name, metric in METRICS.items():
             family = GaugeMetricFamily(name, metric.help, labels=metric.names)
-            for labels, value in found.get(name, {}).items():
+            for labels, value in samples_by_name.get(name, {}).items():
                 family.add_metric(labels, value)
             yield family
 
 
-# What this process has put into prometheus_client's registry, of which each process has one.
+# What this process has put into the registry of prometheus_client. Each process has one registry.
 _registered: list[Any] = []
 
 
@@ -84,7 +84,7 @@ def register_metrics(folder: Path) -> None:
     """Put the metrics into prometheus_client's registry, which vLLM's /metrics serves. Idempotent.
 
     With several API servers prometheus_client works through shared files and takes no callback. There a thread of each
-    front end sets the metrics every ``REFRESH_S`` seconds. Workers on another machine (Ray) are not counted.
+    front end sets the metrics every ``REFRESH_SECONDS`` seconds. Workers on another machine (Ray) are not counted.
     """
     if _registered:
         return
@@ -104,49 +104,49 @@ def register_metrics(folder: Path) -> None:
         REGISTRY.register(_registered[0])
 
 
-def _say_left_out(why: str) -> None:
-    log.say_once(logging.WARNING, f"left out of the metrics: {why}")
+def _warn_left_out(reason: str) -> None:
+    log.say_once(logging.WARNING, f"left out of the metrics: {reason}")
 
 
 def _refresh(gauges: Mapping[str, Any], folder: Path) -> None:
-    ever_set: dict[str, Samples] = {name: {} for name in gauges}
+    earlier: dict[str, Samples] = {name: {} for name in gauges}
     while True:
         try:
-            found = samples(folder)
+            current = read_samples(folder)
             for name, gauge in gauges.items():
-                # The shared files forget no sample, so a sample that has gone is set to 0.
-                for labels, value in (dict.fromkeys(ever_set[name], 0) | found[name]).items():
+                # The shared files keep every sample, so a sample that is gone is set to 0.
+                for labels, value in (dict.fromkeys(earlier[name], 0) | current[name]).items():
                     gauge.labels(*labels).set(value)
-                ever_set[name] |= found[name]
+                earlier[name] |= current[name]
         except Exception as error:
-            _say_left_out(f"{folder}: {type(error).__name__}: {error}")
-        sleep(REFRESH_S)
+            _warn_left_out(f"{folder}: {type(error).__name__}: {error}")
+        sleep(REFRESH_SECONDS)
 
 
-def samples(folder: Path) -> dict[str, Samples]:
+def read_samples(folder: Path) -> dict[str, Samples]:
     """Return the samples of each of ``METRICS``, of every engine of this run.
 
-    A layer counts as engaged only if every rank that holds the layer says so: ranks of a tensor-parallel group hold the
-    same layers, stages of a pipeline different ones. An engine to which vLLM gives no MLA layer counts as one skipped
-    layer. A rank without a file, which may be on another node, counts as silent and in no other sample. An engine that
-    has ended has no sample. A file that cannot be read is left out, and named once in the log.
+    A layer counts as engaged only if every rank that has the layer engages it. Ranks of a tensor-parallel group have
+    the same layers, stages of a pipeline different layers. An engine to which vLLM gives no MLA layer counts as one
+    skipped layer. A rank without a file, which may be on another node, counts as silent and in no other sample. An
+    engine that has ended has no sample. A file that cannot be read is left out, and named once in the log.
 
-    The front end takes its run's lock again here if somebody has removed the lock: else its engines would count as
-    ended.
+    If somebody has removed the lock of the run, the front end takes the lock again here. Otherwise its engines would
+    count as ended.
     """
-    with suppress(OSError):  # a worker that cannot write its status there says so
+    with suppress(OSError):  # the workers warn if they cannot write their status there
         renew_run_lock(folder)
-    found: dict[str, Samples] = {name: {} for name in METRICS}
-    for (_, *engine), records in group_by_engine(read_all(folder, run_name(), _say_left_out)).items():
-        of_engine = {} if is_serving(folder, records) is False else _samples_of_engine(records)
-        for name, values in of_engine.items():
-            found[name] |= {(*engine, *labels): value for labels, value in values.items()}
-    return found
+    samples_by_name: dict[str, Samples] = {name: {} for name in METRICS}
+    for (_, *engine), records in group_by_engine(read_records(folder, ensure_run_name(), _warn_left_out)).items():
+        engine_samples = {} if is_serving(folder, records) is False else _engine_samples(records)
+        for name, samples in engine_samples.items():
+            samples_by_name[name] |= {(*engine, *labels): value for labels, value in samples.items()}
+    return samples_by_name
 
 
-def _samples_of_engine(records: Sequence[RankStatus]) -> dict[str, Samples]:
-    """Return the samples of one engine, whose labels lack ``ENGINE_LABELS``."""
-    merged = merge_ranks(with_silent_ranks(records))
+def _engine_samples(records: Sequence[RankStatus]) -> dict[str, Samples]:
+    """Return the samples of one engine, by labels without ``ENGINE_LABELS``."""
+    merged = merge_ranks(records_of_all_ranks(records))
     engaged = merged.engaged_everywhere
     skipped = (merged.engaged | merged.skipped).keys() - engaged
     layers_by_span: dict[tuple[str, ...], set[str]] = {}
@@ -160,5 +160,5 @@ def _samples_of_engine(records: Sequence[RankStatus]) -> dict[str, Samples]:
         "aiter_mla_kernel_layers": {labels: len(layers) for labels, layers in layers_by_span.items() if layers},
         "aiter_mla_ranks": {("agreeing",): agreeing, ("fell_back",): fell_back, ("silent",): silent},
         "aiter_mla_aborted_before": {(kernel,): 1 for kernel in aborted_kernels(records)},
-        "aiter_mla_info": {(merged.first.evidence.plugin, merged.first.integration): 1},
+        "aiter_mla_info": {(merged.first_record.evidence.plugin, merged.first_record.integration): 1},
     }

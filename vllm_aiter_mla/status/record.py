@@ -15,7 +15,7 @@ from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.decided import VLLM, Decision, Spans, kernel_at
 
 Count = Annotated[int, Field(ge=0, lt=2**20)]
-"""A number of ranks, or the number of one; a file with another value is broken."""
+"""The number of a rank, or how many ranks there are; a file with another value is broken."""
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -27,8 +27,8 @@ WHOLE_ENGINE = "engine"
 
 
 @dataclass(frozen=True)
-class Timed:
-    """What was timed for one layer shape at start-up, and chosen.
+class ShapeTiming:
+    """What was timed for one layer shape at start-up, and which kernels were chosen.
 
     Raises:
         ValueError: nothing was timed, or a count lacks the figure of vLLM's own kernels or of the chosen kernel.
@@ -41,7 +41,8 @@ class Timed:
     since: str = ""  # when an earlier start took the figures; empty if this start did
 
     def __post_init__(self) -> None:
-        if not self.us or any({VLLM, kernel_at(self.chosen, tokens)} - by.keys() for tokens, by in self.us.items()):
+        required = {tokens: {VLLM, kernel_at(self.chosen, tokens)} for tokens in self.us}
+        if not self.us or any(required[tokens] - figures.keys() for tokens, figures in self.us.items()):
             raise ValueError("a figure is missing")
 
 
@@ -54,31 +55,47 @@ class DecisionGroup:
 
 
 @dataclass(frozen=True)
+class RankSetup:
+    """What a worker knows of its engine before any layer runs: these fields of ``RankStatus`` never change."""
+
+    rank: int  # number of the worker in its engine
+    integration: str  # "passes" or "module"
+    card: str  # architecture, such as "gfx950", or "cpu"
+    decode_limit: int  # in tokens
+    kv_cache_dtype: str  # as vLLM spells it
+    capture_sizes: tuple[int, ...] = ()  # token counts of the engine's CUDA graphs; empty without graphs
+    full_graphs: tuple[int, ...] = ()  # token counts of full graphs of decode batches
+    model_name: str | None = None  # this and ``engine`` as in vLLM's metrics; None if unknown
+    engine: str | None = None  # data-parallel index
+    run: str = ""  # name of the server's run
+
+
+@dataclass(frozen=True)
 class RankStatus:
     """What the MLA layers of one rank run on: the status file.
 
-    An engine that is skipped as a whole has one record for all ranks, of rank 0. Fields that only a worker can fill are
-    empty in it, or 0.
+    An engine that is skipped as a whole has one record for all ranks, with rank 0. In that record, fields that only a
+    worker can fill are empty or 0. ``RankSetup`` explains the fields that both have.
     """
 
-    rank: Count  # number of the worker in its engine
-    integration: str  # "passes" or "module"
-    card: str  # architecture, such as "gfx950", or "cpu"
+    rank: Count
+    integration: str
+    card: str
     total: int  # number of MLA layers of this rank
     engaged: dict[str, str]  # layer to the kernel of ours that runs it
     skipped: dict[str, Skip]  # layer, or ``WHOLE_ENGINE``, to why it runs vLLM's own code
     compiled: dict[str, dict[str, int]]  # compile range to counts by pass; empty after a warm start
-    measured: tuple[Timed, ...]  # by layer shape; empty if nothing was timed
+    measured: tuple[ShapeTiming, ...]  # by layer shape; empty if nothing was timed
     overflows: tuple[str, ...]  # kernels that run although they turn an fp8 overflow into NaN: the user named them
-    decode_limit: int  # in tokens
-    kv_cache_dtype: str  # as vLLM spells it
+    decode_limit: int
+    kv_cache_dtype: str
     tuned: dict[str, str] = field(default_factory=dict)  # layer shape in words to its tuned tiles, if the kernel runs
     decided: tuple[DecisionGroup, ...] = ()
-    capture_sizes: tuple[int, ...] = ()  # token counts of the engine's CUDA graphs; empty without graphs
-    full_graphs: tuple[int, ...] = ()  # those of full graphs of decode batches
-    model_name: str | None = None  # this and ``engine`` as in vLLM's metrics; None if unknown
-    engine: str | None = None  # data-parallel index
-    run: str = ""  # name of the server's run
+    capture_sizes: tuple[int, ...] = ()
+    full_graphs: tuple[int, ...] = ()
+    model_name: str | None = None
+    engine: str | None = None
+    run: str = ""
     instance: str = ""  # random name of the engine: one process may start several, one after the other
     ranks: Count = 0  # number of ranks of the engine; 0 if unknown
     evidence: files.Stamp = files.stamp_field("status")
@@ -88,109 +105,114 @@ class RankStatus:
 class MergedStatus:
     """What the ranks of one engine say together."""
 
-    first: RankStatus  # the first rank with a record; card, cache, limit and integration are the same on all ranks
+    first_record: (
+        RankStatus  # of the first rank that has one; card, cache, limit and integration are equal on all ranks
+    )
     total: int  # number of MLA layers, each counted once
     engaged: dict[str, str]  # layers that some rank engages, with the kernel
     engaged_everywhere: frozenset[str]  # layers that every rank engages that has them
     skipped: dict[str, Skip]  # layers that no rank engages, and ``WHOLE_ENGINE``
-    measured: tuple[Timed, ...]  # of the first rank that has timed: the stages of a pipeline have layers of their own
-    overflows: tuple[str, ...]  # this and ``tuned`` of all ranks
-    tuned: dict[str, str]
+    # Of the first rank that has timed kernels. Each stage of a pipeline has layers of its own
+    measured: tuple[ShapeTiming, ...]
+    overflows: tuple[str, ...]  # of all ranks
+    tuned: dict[str, str]  # of all ranks
     ranks: int
     fell_back: dict[int, Skip]  # number of each rank that has fallen back, with the reason; see ``merge_ranks``
-    other_kernels: dict[int, str]  # number of each rank that engages a layer with another kernel than the first one
+    other_kernels: dict[int, str]  # number of each rank that engages a layer with another kernel than the first rank
     silent: int  # number of ranks without a record
 
     @property
     def agreeing(self) -> int:
-        """Number of ranks that run what the first one runs."""
+        """Number of ranks that run what the first rank runs."""
         return self.ranks - len(self.fell_back.keys() | self.other_kernels.keys()) - self.silent
 
     @property
     def ranks_agree(self) -> bool:
-        """Whether every rank runs what the others run."""
+        """Whether every rank runs what the first rank runs."""
         return self.agreeing == self.ranks
 
 
 def merge_ranks(records: Sequence[RankStatus | None]) -> MergedStatus:
-    """Return what the records of all ranks of an engine say together; of several values for one key the first counts.
+    """Return what the records of all ranks of an engine say together. If a key has several values, the first counts.
 
     A rank has fallen back if it skips a layer that another rank engages. A rank that skips all its layers, as a stage
     of a pipeline may, has fallen back if another rank engages some. A rank without MLA layers has not fallen back.
 
     Args:
-        records: one for each rank, at least one; None for a rank that has failed, or has its file elsewhere.
+        records: one for each rank, and None for a rank that has failed or has its file elsewhere. At least one is not
+            None.
     """
-    found = [record for record in records if record is not None]
-    engaged = _first_values(item for record in found for item in record.engaged.items())
-    skipped = _first_values(item for record in found for item in record.skipped.items())
+    present = [record for record in records if record is not None]
+    engaged = _first_values(item for record in present for item in record.engaged.items())
+    skipped = _first_values(item for record in present for item in record.skipped.items())
     return MergedStatus(
-        first=found[0],
+        first_record=present[0],
         total=len((engaged | skipped).keys() - {WHOLE_ENGINE}),
         engaged=engaged,
         engaged_everywhere=frozenset(engaged.keys() - skipped.keys()),
         skipped={layer: skip for layer, skip in skipped.items() if layer not in engaged},
-        measured=next((record.measured for record in found if record.measured), ()),
-        overflows=tuple(dict.fromkeys(kernel for record in found for kernel in record.overflows)),
-        tuned=_first_values(item for record in found for item in record.tuned.items()),
+        measured=next((record.measured for record in present if record.measured), ()),
+        overflows=tuple(dict.fromkeys(kernel for record in present for kernel in record.overflows)),
+        tuned=_first_values(item for record in present for item in record.tuned.items()),
         ranks=len(records),
         fell_back=_first_values(
             (record.rank, skip)
-            for record in found
+            for record in present
             for layer, skip in record.skipped.items()
             if layer in engaged or (engaged and not record.engaged)
         ),
         other_kernels={}
-        if any(record.measured for record in found)  # then each rank chooses by its own figures
+        if any(record.measured for record in present)  # then each rank chooses by its own figures
         else _first_values(
             (record.rank, kernel)
-            for record in found
+            for record in present
             for layer, kernel in record.engaged.items()
             if kernel != engaged[layer]
         ),
-        silent=len(records) - len(found),
+        silent=len(records) - len(present),
     )
 
 
 def _first_values(items: Iterable[tuple[Key, Value]]) -> dict[Key, Value]:
     """Return the items as a dict in which the first value of each key counts."""
-    found: dict[Key, Value] = {}
+    first_values: dict[Key, Value] = {}
     for key, value in items:
-        found.setdefault(key, value)
-    return found
+        first_values.setdefault(key, value)
+    return first_values
 
 
-def with_silent_ranks(records: Sequence[RankStatus]) -> list[RankStatus | None]:
-    """Return the records of an engine's ranks, at least one, and None for each rank that has none here."""
+def records_of_all_ranks(records: Sequence[RankStatus]) -> list[RankStatus | None]:
+    """Return the records of an engine's ranks, at least one, and None for each rank that has no record here."""
     return [*records, *[None] * (max(record.ranks for record in records) - len(records))]
 
 
 def group_by_engine(records: Iterable[RankStatus]) -> dict[tuple[str, str, str], list[RankStatus]]:
-    """Return the records of the ranks of each engine, by (run, model name, engine); both in the order of their numbers.
+    """Return the records of the ranks of each engine, by (run, model name, engine).
 
-    Files are named by run, engine and rank, so an earlier engine of the run may have left files of ranks that the last
-    engine does not have: the earlier one was larger, or had another model. Such records are not returned.
+    Engines and ranks are in the order of their numbers. Files are named by run, engine and rank, so an earlier engine
+    of the run may have left files of ranks that the last engine does not have: the earlier engine was larger, or had
+    another model. Such records are not returned.
     """
-    found: dict[tuple[str, str], list[RankStatus]] = {}
-    for record in sorted(records, key=_by_numbers):
-        found.setdefault((record.run, record.engine or "0"), []).append(record)
+    records_by_index: dict[tuple[str, str], list[RankStatus]] = {}
+    for record in sorted(records, key=_number_order):
+        records_by_index.setdefault((record.run, record.engine or "0"), []).append(record)
     return {
-        (run, of_engine[0].model_name or "", engine): [
-            record for record in of_engine if _are_of_one_engine(of_engine[0], record)
+        (run, candidates[0].model_name or "", engine): [
+            record for record in candidates if _belong_to_one_engine(candidates[0], record)
         ]
-        for (run, engine), of_engine in found.items()
+        for (run, engine), candidates in records_by_index.items()
     }
 
 
-def _are_of_one_engine(first: RankStatus, other: RankStatus) -> bool:
-    if other.model_name != first.model_name:
+def _belong_to_one_engine(first_record: RankStatus, record: RankStatus) -> bool:
+    if record.model_name != first_record.model_name:
         return False
-    if not first.ranks:  # unknown
+    if not first_record.ranks:  # unknown
         return True
-    return other.ranks in (0, first.ranks) and other.rank < first.rank + first.ranks
+    return record.ranks in (0, first_record.ranks) and record.rank < first_record.rank + first_record.ranks
 
 
-def _by_numbers(record: RankStatus) -> tuple[str, int, str, int]:
+def _number_order(record: RankStatus) -> tuple[str, int, str, int]:
     """Return a sort key with which engine "2" comes before "10"."""
     engine = record.engine or "0"
     return record.run, len(engine), engine, record.rank

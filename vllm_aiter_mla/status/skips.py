@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why graphs skip layers, kept in a file: a warm start loads the graphs of a cold one, and runs no pass."""
+"""Why graphs skip layers, kept in a file: a warm start loads the graphs of a cold start, and runs no pass."""
 
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -12,14 +12,14 @@ from vllm_aiter_mla.admission import Skip
 
 @dataclass(frozen=True)
 class Skips:
-    """The reasons of a cold start, for warm ones."""
+    """The reasons of a cold start, for warm starts."""
 
     skipped: dict[str, Skip]  # by layer
     evidence: files.Stamp = files.stamp_field("skips")
 
 
 def read(folder: Path, key: str, rank: int) -> dict[str, Skip]:
-    """Return the reasons that earlier starts have kept, by layer; none if there is no file.
+    """Return the reasons that earlier starts have kept, by layer; an empty dict if there is no file.
 
     Args:
         folder: where the plugin keeps its files.
@@ -28,37 +28,39 @@ def read(folder: Path, key: str, rank: int) -> dict[str, Skip]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is too large, or holds something else.
+        ValueError: the file is too large, or is not such a record.
     """
     try:
-        return files.read_kept(Skips, _path_of(folder, key, rank)).skipped
+        return files.read_kept(Skips, _skips_path(folder, key, rank)).skipped
     except FileNotFoundError:
         return {}
 
 
 def add(
-    folder: Path, key: str, rank: int, skipped: Mapping[str, Skip], called: Collection[str] = ()
+    folder: Path, key: str, rank: int, skipped: Mapping[str, Skip], called_layers: Collection[str] = ()
 ) -> dict[str, Skip]:
-    """Add why the graphs that this start compiled skip layers, and return all reasons that are kept now.
+    """Add why the graphs that this start compiled skip layers, and return all kept reasons.
 
     A start that compiles some graphs and loads others, as with a draft model, adds its reasons to the kept ones. A file
     that cannot be read is replaced.
 
     Args:
-        folder: as in ``read``, and so are ``key`` and ``rank``; made if it is missing.
+        folder: where the plugin keeps its files; made if it is missing.
+        key: identifies the configuration.
+        rank: of this worker.
         skipped: the reasons by layer.
-        called: layers whose op was reached, so no graph skips them any more.
+        called_layers: layers whose op was called. No graph skips these layers any more.
 
     Raises:
         OSError: the file cannot be written.
     """
-    kept = dict[str, Skip]()
+    earlier = dict[str, Skip]()
     with suppress(OSError, ValueError):
-        kept = read(folder, key, rank)
-    reasons = {name: skip for name, skip in {**kept, **skipped}.items() if name not in called}
-    files.keep(_path_of(folder, key, rank), Skips(reasons), kind="skips-*.json")
+        earlier = read(folder, key, rank)
+    reasons = {name: skip for name, skip in {**earlier, **skipped}.items() if name not in called_layers}
+    files.keep(_skips_path(folder, key, rank), Skips(reasons), pattern="skips-*.json")
     return reasons
 
 
-def _path_of(folder: Path, key: str, rank: int) -> Path:
+def _skips_path(folder: Path, key: str, rank: int) -> Path:
     return folder / f"skips-{key[:16]}-{rank}.json"

@@ -19,7 +19,7 @@ def find() -> ModuleType | str:
     try:
         module = _load()
     except Exception as error:  # an extension for another Python or C library may raise anything
-        if version() is None and packages.missing(error) == "hip":
+        if version() is None and packages.missing_package(error) == "hip":
             return ABSENT
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
     else:
@@ -32,7 +32,7 @@ def find() -> ModuleType | str:
 
 def version() -> str | None:
     """Return the release whose metadata are here, for example "7.2.2.562.43", or None."""
-    name_and_version = packages.distribution("hip-python")
+    name_and_version = packages.installed_distribution("hip-python")
     return name_and_version and name_and_version.split()[-1]
 
 

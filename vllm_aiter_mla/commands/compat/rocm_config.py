@@ -150,7 +150,7 @@ def _layer_kind(layer: Any, parent: Any, is_draft: bool) -> LayerKind:
     from vllm_aiter_mla.serving import module
 
     view = layer_view(layer)
-    if not view.missing:
+    if not view.missing_names:
         dtype = str(layer._vllm_config.model_config.dtype).removeprefix("torch.")
         view = replace(view, has_absorbed_weight=True, has_rope_kernel=True, model_dtype=dtype)
     weight = getattr(layer.kv_b_proj, "weight", None)

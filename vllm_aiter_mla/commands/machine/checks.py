@@ -102,7 +102,7 @@ def triton(env: Env) -> CheckResult:
     try:
         return CheckResult("ok", f"triton {import_module('triton').__version__}")
     except Exception as error:
-        if packages.missing(error) == "triton":
+        if packages.missing_package(error) == "triton":
             problem, remedy = "not installed", "install the Triton that belongs to your torch"
         else:
             problem, remedy = f"cannot be imported: {error}", "reinstall the Triton that belongs to your torch"
@@ -243,10 +243,10 @@ def verified(env: Env) -> CheckResult:
     """Check whether this project has run the releases here. Without a card it has run no ROCm and no AITER."""
     installed = {
         "vLLM": vllm_version(),
-        "torch": packages.distribution("torch"),
+        "torch": packages.installed_distribution("torch"),
         "Python": platform.python_version(),
         "ROCm": rocm_version(),
-        "AITER": packages.distribution(*packages.AITER),
+        "AITER": packages.installed_distribution(*packages.AITER),
     }
     lines = {name: ".".join(text.split()[-1].split(".")[:2]) for name, text in installed.items() if text is not None}
     verified_releases = files.load(VERIFIED)

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from vllm_aiter_mla import __version__, admission
-from vllm_aiter_mla.admission import Skip, integration_of, why_not_passes
+from vllm_aiter_mla.admission import Skip, integration_of, passes_skip
 from vllm_aiter_mla.commands import serve_options
 from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.commands.compat.rocm_config import LayerKind
@@ -18,7 +18,7 @@ from vllm_aiter_mla.commands.plan.model import Variables
 from vllm_aiter_mla.commands.plan.vllm_facts import EngineFacts, LoadedVllm, VllmFacts
 from vllm_aiter_mla.kernels import formulas, vllm_own
 from vllm_aiter_mla.kernels.absorb import FORMATS
-from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, OPTIONS, Settings
+from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD, OPTION_PREFIX, Settings
 
 # The matcher's reason for a layer without RoPE (passes/match.py). The matcher needs a graph, and a plan has none.
 NO_ROPE = Skip("no_rope", "no rotary embedding is applied to q")
@@ -28,7 +28,7 @@ MAX_VALUES = {
     "max_num_batched_tokens": ("--max-num-batched-tokens", 2**30),
     "block_size": ("--block-size", 2**16),
     "num_drafts": ("--speculative-config.num_speculative_tokens", 2**10),
-    LIMIT_FIELD: (f"--compilation-config.pass_config.{LIMIT_FIELD} or {OPTIONS}.max_token_num", 2**30),
+    LIMIT_FIELD: (f"--compilation-config.pass_config.{LIMIT_FIELD} or {OPTION_PREFIX}.max_token_num", 2**30),
 }
 """The option of each number, and the largest value: above that the sizes of a plan do not fit 64 bits."""
 
@@ -56,7 +56,7 @@ def make_plan(facts: VllmFacts, vllm: LoadedVllm, variables: Variables) -> recor
     engine_codes = {reason.code for reason in engine_skips} | ({"impl"} if engine_skips else set())
     if engine.view.model_impl:
         engine_codes |= {"unknown_forward"}
-    is_supported = not any(reason.code in admission.UNSUPPORTED for reason in engine_skips)
+    is_supported = not any(reason.code in admission.UNSUPPORTED_CODES for reason in engine_skips)
     reasons = [*engine_skips, *_layer_reasons(kind_plans if is_supported else [], total, engine_codes)]
     formats: Counter[str] = Counter()
     for kind_plan in kind_plans:
@@ -175,10 +175,10 @@ def _graph_fields(engine: EngineFacts, settings: Settings, limit: int) -> dict[s
     no_graph_cause = "--enforce-eager" if view.enforce_eager else "CUDA graphs are off"
     return {
         "integration": _integration(engine, settings),
-        "why_not_passes": why_not_passes(view),
+        "why_not_passes": passes_skip(view),
         "compile_ranges": record.Ranges(
             ranges,
-            sum(admission.within_limit(end, limit) for _, end in ranges) if runs_passes else 0,
+            sum(admission.is_within_limit(end, limit) for _, end in ranges) if runs_passes else 0,
             "" if is_compiled else "none: vLLM compiles no graph with these options",
         ),
         "captures": record.Captures(

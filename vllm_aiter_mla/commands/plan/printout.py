@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from vllm_aiter_mla.admission import UNSUPPORTED
+from vllm_aiter_mla.admission import UNSUPPORTED_CODES
 from vllm_aiter_mla.commands.outputs import one_line
 from vllm_aiter_mla.commands.plan.issues import no_shape_reason
 from vllm_aiter_mla.commands.plan.record import Plan
@@ -58,7 +58,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield from _graph_lines(plan)
     yield ""
     yield from _issue_lines(plan)
-    if plan.kernels is not None and not any(reason.code in UNSUPPORTED for reason in plan.reasons):
+    if plan.kernels is not None and not any(reason.code in UNSUPPORTED_CODES for reason in plan.reasons):
         yield ""
         yield from _kernel_lines(plan)
         yield ""
@@ -139,7 +139,7 @@ def _kernel_lines(plan: Plan) -> Iterator[str]:
     condition = "" if plan.outcome == "engaged" else ", once the reasons above are gone"
     settings = plan.options.settings
     yield f"Kernel (option kernel={settings.kernel}){condition}"
-    if settings.measures:
+    if settings.has_timing:
         yield "  the start times them and vLLM's own on its card, and the fastest runs."
         yield "  With measure=false, untimed:"
     if not plan.kernels:

@@ -51,10 +51,10 @@ def renderer() -> Callable[[Sequence[Path]], str]:
     try:
         from vllm_aiter_mla.commands.report.page import html_of
     except Exception as error:  # a package that was built for another numpy may raise anything
-        absent = packages.missing(error)
+        absent = packages.missing_package(error)
         if absent is not None:
             raise ValueError(f"{absent} is not installed; in a checkout: pip install '.[report]'") from error
-        held = " and ".join(packages.distribution(name) or name for name in ("jinja2", "matplotlib"))
+        held = " and ".join(packages.installed_distribution(name) or name for name in ("jinja2", "matplotlib"))
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ValueError(
             f"{held} are here and cannot be imported: {problem}; in a checkout: pip install --upgrade '.[report]'"

@@ -46,7 +46,7 @@ class AiterInstall:
 
 def locate_aiter() -> AiterInstall:
     """Look for AITER on this interpreter's path. Imports nothing, starts nothing, never raises."""
-    distribution = packages.distribution(*packages.AITER)
+    distribution = packages.installed_distribution(*packages.AITER)
     try:
         spec = importlib.util.find_spec("aiter")
     except (ImportError, ValueError, AttributeError) as error:  # a module without a spec, or a broken finder

@@ -23,7 +23,7 @@ from vllm_aiter_mla.decided import kernel_at
 from vllm_aiter_mla.kernels import formulas
 from vllm_aiter_mla.status import status_files
 from vllm_aiter_mla.status.line import status_line
-from vllm_aiter_mla.status.record import with_silent_ranks
+from vllm_aiter_mla.status.record import records_of_all_ranks
 
 if TYPE_CHECKING:
     from vllm_aiter_mla.commands.check.engine.child import EngineOptions
@@ -94,7 +94,7 @@ def run_engine(options: EngineOptions, environment: Mapping[str, str]) -> Engine
             who = f"vLLM's engine with the flag {options.side}"
             raise process.EndedError(error.how, *error.lines, who=who) from error
         unreadable = list[str]()
-        ranks = status_files.read_all(cache / "aiter_mla", "*", unreadable.append)
+        ranks = status_files.read_records(cache / "aiter_mla", "*", unreadable.append)
     if unreadable:
         raise RuntimeError("; ".join(unreadable))
     return replace(answer, ranks=tuple(ranks))
@@ -163,7 +163,7 @@ def _why_not_engaged(on: EngineAnswer) -> str | None:
     ]
     if not all(explained) or not any(rank.total for rank in on.ranks):  # a stage of a pipeline may have no layer
         return "not every MLA layer engaged"
-    silent = with_silent_ranks(on.ranks).count(None)
+    silent = records_of_all_ranks(on.ranks).count(None)
     return f"{silent} of {silent + len(on.ranks)} ranks wrote no status" if silent else None
 
 
