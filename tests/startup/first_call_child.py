@@ -80,7 +80,7 @@ PLANTS: dict[str, Any] = {
 
 
 def call(handler: str, block: str, plant: str) -> None:
-    for number in first_call.SIGNALS:
+    for number in first_call.SIGNAL_EXIT_OFFSET:
         signal.signal(number, HANDLERS[handler])
     if plant != "-":
         first_call._ended_by_signals = PLANTS[plant]

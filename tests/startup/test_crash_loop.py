@@ -120,10 +120,10 @@ def test_mutation_crash_loop_a_signal_that_is_taken_wrongly_is_caught(child, fol
 
 
 def test_crash_loop_signals_are_as_before_after_a_first_call(tmp_path):
-    before = [signal.getsignal(number) for number in first_call.SIGNALS]
+    before = [signal.getsignal(number) for number in first_call.SIGNAL_EXIT_OFFSET]
     with first_call.marked(tmp_path, PREFIX):
         pass
-    assert [signal.getsignal(number) for number in first_call.SIGNALS] == before
+    assert [signal.getsignal(number) for number in first_call.SIGNAL_EXIT_OFFSET] == before
 
 
 def test_crash_loop_a_check_that_raises_leaves_no_marker(tmp_path):

@@ -169,7 +169,7 @@ def ends(monkeypatch, tmp_path, told):
     """Two back ends over two cases; the process of the first ends after it told so many values."""
     found, path = session.FINDERS["reference"], tmp_path / "out.json"
     monkeypatch.setattr(session, "FINDERS", {"first": found, "second": found})
-    in_process.install(monkeypatch, ends={process.name_of(child.verify_back_end): told})
+    in_process.install(monkeypatch, ends={process.import_path_of(child.verify_backend): told})
     done = cli("--quick", "--case", "fresh-data", "--case", "other-slots", "--variant", "bf16", "--json", str(path))
     assert done.exit_code == 1, done.output
     results = record(path)["results"]
@@ -194,7 +194,7 @@ def test_a_process_that_ends_fails_in_its_case_and_what_passed_is_kept(monkeypat
     assert [(one["backend"], one["case"]) for one in failed] == [("first", case)]
     (finding,) = failed[0]["findings"]
     assert finding["message"] == f"{in_process.ENDED.sentence(case)}; no later case of first ran"
-    assert f"{in_process.ENDED.how} in {case}" in done.stdout
+    assert f"{in_process.ENDED.ending} in {case}" in done.stdout
     assert (f"--case {case}" in failed[0]["command"]) == (case != "start")
 
 

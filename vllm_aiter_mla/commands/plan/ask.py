@@ -41,10 +41,10 @@ def ask_for_plans(
             of_vllm = process.call(
                 plan_in_child, folder, deployments, arch, variables, environment=child_environment(variables, cache),
                 log=2 if verbose else subprocess.DEVNULL,  # 2 is stderr
-                raises=PASSED_ON,
+                expected_errors=PASSED_ON,
             )  # fmt: skip
         except process.EndedError as error:
-            raise RuntimeError(f"vLLM {error.how}; --verbose shows its log") from error
+            raise RuntimeError(f"vLLM {error.ending}; --verbose shows its log") from error
     return tuple(issues.with_known_issues(with_source(plan, source)) for plan in of_vllm)
 
 
