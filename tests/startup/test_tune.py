@@ -220,7 +220,7 @@ def test_tune_whose_process_ends_fails_and_nothing_that_it_told_is_lost(card, mo
 
 @pytest.mark.mutation
 def test_mutation_tiles_that_are_kept_at_the_end_only_are_caught(card, monkeypatch, tmp_path):
-    monkeypatch.setattr(step, "keep", lambda record: tmp_path)
+    monkeypatch.setattr(step, "save_tiles", lambda record: tmp_path)
     with pytest.raises(AssertionError, match="0 == 1"):
         test_tune_whose_process_ends_fails_and_nothing_that_it_told_is_lost(card, monkeypatch, tmp_path, 3)
 

@@ -200,7 +200,7 @@ def test_a_process_that_ends_fails_in_its_case_and_what_passed_is_kept(monkeypat
 
 @pytest.mark.mutation
 def test_mutation_a_case_that_ended_its_process_and_is_left_out_is_caught(monkeypatch, tmp_path):
-    monkeypatch.setattr(step, "_with_failure", lambda record, *_: record)
+    monkeypatch.setattr(step, "_add_failure", lambda record, *_: record)
     with pytest.raises(AssertionError, match="0 == 1"):
         test_a_process_that_ends_fails_in_its_case_and_what_passed_is_kept(
             monkeypatch, tmp_path, 2, "fresh-data", set()
@@ -243,7 +243,7 @@ def test_a_back_end_that_breaks_while_it_is_looked_for_is_missing_not_a_crash(mo
 @pytest.mark.parametrize(("terminal", "told"), [("1", True), ("", False)])
 def test_a_terminal_shows_on_stderr_the_case_that_runs_and_a_file_does_not(monkeypatch, terminal, told):
     monkeypatch.setenv("FORCE_COLOR", terminal)
-    monkeypatch.setattr(show, "in_a_terminal", lambda: bool(terminal))
+    monkeypatch.setattr(show, "is_stderr_terminal", lambda: bool(terminal))
     run, words = session.run, "reference fp8 fresh-data"
 
     def runs(*asked):
