@@ -563,7 +563,7 @@ def test_the_kernels_are_verified_at_the_models_sizes(card: dict[str, Any]) -> N
     card["plan"] |= {"heads_per_rank": 20, "absorb_weight": "mxfp4", "limit": 512}
     outcomes()
     asked = card["asked"]
-    assert (asked.sizes["heads"], asked.weights) == (20, "mxfp4")
+    assert (asked.geometry_sizes["heads"], asked.weights) == (20, "mxfp4")
     assert (asked.options.limit, asked.options.quick) == (512, True)
 
 
@@ -572,7 +572,7 @@ def repeats_with_the_same_sizes(card: dict[str, Any], typed: list[str]) -> None:
     runner = CliRunner()
     runner.invoke(app, ["check", *typed, "--only", "kernels", "--backend", "aiter", "--data-seed", "3"])
     first = card["asked"]
-    made = session.Session(model=first.model or "", again=first.repeat_words)
+    made = session.Session(model=first.model or "", again=first.repeat_arguments)
     failed = made.command(Result("fresh-data", "fp8", "aiter", "", 7))
     done = runner.invoke(app, shlex.split(failed)[1:])
     assert "kernels" in done.output, failed
