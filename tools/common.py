@@ -45,7 +45,7 @@ def guarded(tool: str, body: Callable[[Sequence[str]], int], argv: Sequence[str]
     try:
         return body(sys.argv[1:] if argv is None else argv)
     except (UsageError, RunError) as error:
-        print(f"{tool}: {outputs.printable(str(error))}", file=sys.stderr)
+        print(f"{tool}: {outputs.escape_unprintable(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         print(f"{tool}: interrupted; what was started is stopped, nothing is written", file=sys.stderr)
@@ -64,7 +64,7 @@ def positive(option: str, value: float) -> None:
 def writable(files: Mapping[str, Path | None]) -> None:
     """Raise UsageError for the first option whose path cannot be written. None is an option that was not given."""
     for option, path in files.items():
-        if (why := outputs.why_not_writable(path)) is not None:
+        if (why := outputs.unwritable_reason(path)) is not None:
             raise UsageError(f"{option} {path}: {why}")
 
 
@@ -78,7 +78,7 @@ def run_pip(*arguments: str) -> None:
 
 def escaped(value: Any) -> str:
     """Return ``value`` as one line of Markdown in which it starts or ends no cell, code, tag or link."""
-    line = outputs.printable(" ".join(str(value).split("\n")))
+    line = outputs.escape_unprintable(" ".join(str(value).split("\n")))
     line = re.sub(r"([\\|`\[\]])", r"\\\1", line.replace("&", "&amp;"))
     return line.replace("<", "&lt;").replace(">", "&gt;")
 

@@ -49,19 +49,19 @@ CONFIG = model.examples()["deepseek-r1"]["config"]
     ],
 )
 def test_only_runs_what_is_named_and_what_that_needs_in_order(only, with_model, run):
-    assert steps.chosen(only, with_model) == run
+    assert steps.select_steps(only, with_model) == run
 
 
 @pytest.mark.parametrize(("only", "named"), [((), "MODEL is missing"), (("engine",), "engine"), (("plan",), "plan")])
 def test_only_some_steps_run_without_a_model(only, named):
     with pytest.raises(WrongOptionError, match=named):
-        steps.chosen(only, with_model=False)
+        steps.select_steps(only, has_model=False)
 
 
 def test_only_what_was_asked_for_by_name_gives_3_where_it_could_not_look():
     found = [Step("passed", "", name="machine"), Step("skipped", "no GPU", name="launches")]
-    assert command.exit_status([*found, Step("passed", "", name="engine")], on_cpu=False) == outputs.EXIT_OK
-    assert command.exit_status(found, on_cpu=True, require_all=True) == outputs.EXIT_INCOMPLETE
+    assert command.exit_status_of([*found, Step("passed", "", name="engine")], uses_cpu=False) == outputs.EXIT_OK
+    assert command.exit_status_of(found, uses_cpu=True, require_all=True) == outputs.EXIT_INCOMPLETE
 
 
 @pytest.mark.parametrize("device", [(), ("--device", "cpu")])
@@ -75,7 +75,7 @@ def test_a_step_that_was_asked_for_and_skipped_is_said_and_no_option_that_was_gi
 @pytest.mark.parametrize("status", get_args(Status))
 def test_a_step_that_could_not_look_did_not_run_on_the_card(status):
     ran = status not in ("skipped", "unknown", "cut off")
-    assert steps.ran_what_a_card_can([Step(status, "", name="timing")]) is ran
+    assert steps.has_run_card_step([Step(status, "", name="timing")]) is ran
 
 
 # What ends a process in the middle of a case: two back ends, of which the first aborts in its second case.
@@ -133,7 +133,7 @@ def kernels_result(status):
 def of_a_card(monkeypatch, **scenario):
     RehearsalCard(Scenario(**scenario)).install(monkeypatch)
     in_process.install(monkeypatch)
-    monkeypatch.setattr(idle, "holders", lambda: iter(["vllm (process 4711)"]))
+    monkeypatch.setattr(idle, "processes_with_open_card", lambda: iter(["vllm (process 4711)"]))
     monkeypatch.setattr(timing_child, "time_kernels", raising(RuntimeError("timed")))
     return CliRunner().invoke(app, ["check", "--only", "timing"])
 
@@ -159,14 +159,14 @@ def test_a_process_that_holds_a_cards_device_file_is_named_and_this_one_is_not(t
     with subprocess.Popen([sys.executable, "-c", line, tmp_path / "kfd"], stdout=subprocess.PIPE) as other:
         other.stdout.readline()
         with open(tmp_path / "kfd"):
-            found = [*idle.holders()]
+            found = [*idle.processes_with_open_card()]
         other.kill()
     assert [one.rpartition("process ")[2] for one in found] == [f"{other.pid})"]
 
 
 def says_what_it_does(monkeypatch, capfd, seconds=LONG_S):
     """Check that a step is told of at its begin and twice more before it ends."""
-    beats, say = threading.Semaphore(0), show._say
+    beats, say = threading.Semaphore(0), show._print_to_stderr
 
     def noted(text):
         say(text)
@@ -178,7 +178,7 @@ def says_what_it_does(monkeypatch, capfd, seconds=LONG_S):
         assert all(beats.acquire(timeout=seconds) for _ in range(2)), "it is mute"
         return Step("passed", "")
 
-    monkeypatch.setattr(show, "_say", noted)
+    monkeypatch.setattr(show, "_print_to_stderr", noted)
     monkeypatch.setitem(steps.STEPS, "kernels", steps.StepSpec(works))
     ((status, detail),) = [(step.status, step.detail) for step in command.run_steps(Context(), ("kernels",))]
     assert status == "passed", detail
@@ -188,13 +188,13 @@ def says_what_it_does(monkeypatch, capfd, seconds=LONG_S):
 
 
 def test_a_long_step_says_what_it_does_also_without_a_terminal(monkeypatch, capfd):
-    monkeypatch.setattr(show, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(show, "HEARTBEAT_SECONDS", 0.01)
     says_what_it_does(monkeypatch, capfd)
 
 
 @pytest.mark.mutation
 def test_mutation_a_long_step_that_is_mute_is_caught(monkeypatch, capfd):
-    monkeypatch.setattr(show, "HEARTBEAT_S", LONG_S)
+    monkeypatch.setattr(show, "HEARTBEAT_SECONDS", LONG_S)
     with pytest.raises(AssertionError, match="it is mute"):
         says_what_it_does(monkeypatch, capfd, seconds=0.1)
 
@@ -229,7 +229,7 @@ def test_a_run_that_is_cut_off_keeps_the_cases_that_ended(monkeypatch, tmp_path)
     """As by Ctrl-C in the second case: what a process has told is in the file before it ends."""
     path = tmp_path / "check.json"
 
-    def call(function, request, backend, environment, on_value, raises):
+    def call(function, request, backend, environment, on_value, expected_errors):
         on_value(kernels_result("started"))
         on_value(kernels_result("passed"))
         raise process.SignalError(process.signal.SIGINT)
@@ -262,7 +262,7 @@ def test_a_package_that_is_missing_fails_its_step_and_only_a_rocm_images_own_ski
 
 
 def runs_until(released):
-    process.send("it runs")
+    process.send_value("it runs")
     return happened(Path(released).exists)
 
 
@@ -276,7 +276,7 @@ def test_a_side_that_fails_ends_the_other(tmp_path):
         try:
             off.append(process.call(runs_until, released, on_value=lambda value: runs.set()))
         except process.EndedError as error:
-            off.append(error.how)
+            off.append(error.ending)
 
     with pytest.raises(RuntimeError, match="planted"):
         check.both(answer)
@@ -298,10 +298,10 @@ def test_a_side_that_has_not_started_its_process_when_the_other_fails_is_ended_t
         try:
             off.append(process.call(runs_until, str(tmp_path / "released")))
         except process.EndedError as error:
-            off.append(error.how)
+            off.append(error.ending)
 
     monkeypatch.setattr(process, "end_calls", noted)
-    monkeypatch.setattr(process, "LOOK_S", 0.05)
+    monkeypatch.setattr(process, "POLL_SECONDS", 0.05)
     with pytest.raises(RuntimeError, match="planted"):
         check.both(answer)
     assert off == ["was ended by SIGKILL"]
@@ -417,7 +417,7 @@ def test_an_empty_model_is_no_model_that_was_left_out():
 def test_a_step_is_kept_before_it_is_printed(tmp_path, monkeypatch):
     """Standard output may be a pipe that nobody reads any more."""
     monkeypatch.setattr(command, "run_step", lambda *_: Step("failed", "planted"))
-    monkeypatch.setattr(command.show, "findings", raising(BrokenPipeError()))
+    monkeypatch.setattr(command.show, "print_findings", raising(BrokenPipeError()))
     one = command.Run(Context(), ("machine",), None, tmp_path / "check.json")
     with pytest.raises(BrokenPipeError):
         one.carry_out()
@@ -428,15 +428,15 @@ def test_a_step_is_kept_before_it_is_printed(tmp_path, monkeypatch):
 def test_a_torch_that_does_not_load_sees_no_card_and_costs_no_record(monkeypatch):
     device = "vllm_aiter_mla.kernels.device"
     monkeypatch.setitem(sys.modules, device, None)
-    assert CheckOptions().on_a_card is False
+    assert CheckOptions().can_use_gpu is False
     monkeypatch.delitem(sys.modules, device)
     monkeypatch.delattr("vllm_aiter_mla.kernels.device", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ModuleNotFoundError, match="torch"):
-        CheckOptions().on_a_card  # noqa: B018
+        CheckOptions().can_use_gpu  # noqa: B018
 
 
 def test_a_warning_is_in_the_last_line():
     passed, warned = Step("passed", ""), Step("warning", "slower with the flag on")
-    assert "warning" in show.last_line([passed, warned], 0)
-    assert "warning" not in show.last_line([passed, passed], 0)
+    assert "warning" in show.summary_line([passed, warned], 0)
+    assert "warning" not in show.summary_line([passed, passed], 0)

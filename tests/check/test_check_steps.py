@@ -54,12 +54,12 @@ ENVIRONMENTS = ("machine", "kernels", "timing", "off", "on")
 """The steps and the engines that get variables, as ``card`` notes them."""
 TOKEN = (3, {3: -0.5, 4: -1.0})
 ANSWER = engine.EngineAnswer(
-    generated={"short": [[TOKEN] * 20]},
-    prefilled={"short": [[-0.5] * 20]},
-    prompts={name: [[[-0.5, -0.5]] * 20] * 2 for name in engine.PREFILLS},
-    seconds={name: [0.09, 0.02, 0.02] for name in engine.PREFILLS},
-    launches=40,
-    ranks=(
+    generated_tokens={"short": [[TOKEN] * 20]},
+    prefill_logprobs={"short": [[-0.5] * 20]},
+    prompt_logprobs={name: [[[-0.5, -0.5]] * 20] * 2 for name in engine.PREFILL_STEPS},
+    step_seconds={name: [0.09, 0.02, 0.02] for name in engine.PREFILL_STEPS},
+    num_launches=40,
+    rank_statuses=(
         replace(
             record_of(["layer"], 16, "fp8", 0), engaged={"layer": "aiter"}, skipped={},
             decided=(DecisionGroup(("layer",), decision((1, 16, "aiter"))),),
@@ -82,10 +82,10 @@ ASK, RUN = planner.make_plans, engine_steps.run_engine
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A card on which every step passes; a test replaces what it breaks."""
-    answers = {"off": deepcopy(ANSWER), "on": replace(deepcopy(ANSWER), launches=38)}
+    answers = {"off": deepcopy(ANSWER), "on": replace(deepcopy(ANSWER), num_launches=38)}
     made: dict[str, Any] = {"plan": made_up_plan(), "answers": answers, "checks": (CheckResult("ok", "fine"),)}
     made["results"] = [Result("fresh-data", "fp8", "aiter", "graph capture")]
-    row = timing.row_of(1, 16, "fp8", {"vllm": 10.0, "triton": 5.0}, {})
+    row = timing.make_row(1, 16, "fp8", {"vllm": 10.0, "triton": 5.0}, {})
     made["measured"] = timing.Measurement({"card": "a card"}, "fp8", (row,), {}, "")
     monkeypatch.setattr(machine, "run_checks", lambda _, env: made.update(machine=env) or made["checks"])
     monkeypatch.setattr(planner, "make_plans", lambda *_: (issues.with_known_issues(plans.parsed(made["plan"])),))
@@ -94,8 +94,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(session, "FINDERS", {"aiter": lambda: "of a made-up card"})
     RehearsalCard().install(monkeypatch)
 
-    @wraps(kernels_child.verify_back_end)  # ``in_process`` knows a function by its name
-    def verify_back_end(request: Any, _: str) -> Verification:
+    @wraps(kernels_child.verify_backend)  # ``in_process`` knows a function by its name
+    def verify_backend(request: Any, _: str) -> Verification:
         made["asked"] = request
         return verified(made["results"])
 
@@ -108,7 +108,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         made[options.side] = environment
         return made["answers"][options.side]
 
-    monkeypatch.setattr(kernels_child, "verify_back_end", verify_back_end)
+    monkeypatch.setattr(kernels_child, "verify_backend", verify_backend)
     monkeypatch.setattr(timing_child, "time_kernels", time_kernels)
     monkeypatch.setattr(engine_steps, "run_engine", run_engine)
     return made
@@ -116,8 +116,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 NEED_A_SHAPE = ("kernels", "timing", "engine", "launches")
 CALLED = {
-    process.name_of(kernels_child.verify_back_end): "kernels", process.name_of(timing_child.time_kernels): "timing"
-}  # fmt: skip
+    process.import_path_of(kernels_child.verify_backend): "kernels",
+    process.import_path_of(timing_child.time_kernels): "timing",
+}
 CALLED_BY = {"timing": "timed", "engine": "on"}
 """What ``card`` notes of a step that ran."""
 
@@ -145,7 +146,7 @@ def failed(found: dict[str, Step]) -> list[str]:
 def test_a_card_on_which_all_is_well_passes_every_step(card: dict[str, Any]) -> None:
     found = outcomes(strict=True)
     assert {name: step.status for name, step in found.items()} == dict.fromkeys(steps.STEPS, "passed")
-    assert command.exit_status([*found.values()], on_cpu=False) == 0
+    assert command.exit_status_of([*found.values()], uses_cpu=False) == 0
 
 
 def test_env_over_the_shells_own_reaches_every_step(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,18 +211,18 @@ def nothing_is_timed(card: dict[str, Any]) -> None:
 
 
 def other_tokens(card: dict[str, Any]) -> None:
-    card["answers"]["on"].generated["short"] = [[(4, {4: -0.1, 3: -3.0})] * 20]
-    card["answers"]["on"].prefilled["short"] = [[-0.1] * 20]
+    card["answers"]["on"].generated_tokens["short"] = [[(4, {4: -0.1, 3: -3.0})] * 20]
+    card["answers"]["on"].prefill_logprobs["short"] = [[-0.1] * 20]
 
 
 def log_probabilities_apart(card: dict[str, Any]) -> None:
-    card["answers"]["on"].generated["short"] = [[(3, {3: -1.5, 4: -3.0})] * 20]
-    card["answers"]["on"].prefilled["short"] = [[-1.5] * 20]
+    card["answers"]["on"].generated_tokens["short"] = [[(3, {3: -1.5, 4: -3.0})] * 20]
+    card["answers"]["on"].prefill_logprobs["short"] = [[-1.5] * 20]
 
 
 def three_roundings_above_the_limit(card: dict[str, Any]) -> None:
     """They change every prompt by less than any bound on tokens would show; the engine repeats itself exactly."""
-    other_prompts(card, engine.ABOVE, 20)
+    other_prompts(card, engine.ABOVE_LIMIT, 20)
 
 
 def three_roundings_among_decodes(card: dict[str, Any]) -> None:
@@ -230,7 +231,7 @@ def three_roundings_among_decodes(card: dict[str, Any]) -> None:
 
 def a_row_that_is_not_a_number(card: dict[str, Any]) -> None:
     """As where vLLM's own attention saw a query that nobody wrote."""
-    other_prompts(card, engine.ABOVE, 1, float("nan"))
+    other_prompts(card, engine.ABOVE_LIMIT, 1, float("nan"))
 
 
 def a_row_of_another_request(card: dict[str, Any]) -> None:
@@ -239,11 +240,11 @@ def a_row_of_another_request(card: dict[str, Any]) -> None:
 
 def other_prompts(card: dict[str, Any], name: str, count: int, other: float = -0.501) -> None:
     """Give so many of the twenty prompts another log-probability with the flag on."""
-    card["answers"]["on"].prompts[name] = [[[-0.5, other]] * count + [[-0.5, -0.5]] * (20 - count)] * 2
+    card["answers"]["on"].prompt_logprobs[name] = [[[-0.5, other]] * count + [[-0.5, -0.5]] * (20 - count)] * 2
 
 
 def nothing_engaged(card: dict[str, Any]) -> None:
-    let_answer(card, "on", ranks=(record_of(["layer"], 16, "fp8", 0),))
+    let_answer(card, "on", rank_statuses=(record_of(["layer"], 16, "fp8", 0),))
 
 
 def a_draft_that_is_not_engaged(card: dict[str, Any]) -> None:
@@ -252,34 +253,36 @@ def a_draft_that_is_not_engaged(card: dict[str, Any]) -> None:
 
 
 def a_rank_without_a_status(card: dict[str, Any]) -> None:
-    let_answer(card, "on", ranks=(replace(ANSWER.ranks[0], ranks=2),))
+    let_answer(card, "on", rank_statuses=(replace(ANSWER.rank_statuses[0], ranks=2),))
 
 
 def a_draft(card: dict[str, Any], *skips: Skip) -> None:
     """The model's layer engaged. Another one is faster with vLLM's kernels; one more is skipped for each reason."""
     skipped = dict(enumerate([Skip(VLLM_FASTER, "it is faster"), *skips]))
     rank = replace(
-        ANSWER.ranks[0], total=1 + len(skipped), skipped={f"draft {number}": skip for number, skip in skipped.items()}
+        ANSWER.rank_statuses[0],
+        total=1 + len(skipped),
+        skipped={f"draft {number}": skip for number, skip in skipped.items()},
     )
-    let_answer(card, "on", ranks=(rank,))
+    let_answer(card, "on", rank_statuses=(rank,))
 
 
 def a_broken_decode_on_both_sides(card: dict[str, Any]) -> None:
     for answer in card["answers"].values():
-        answer.prefilled["short"] = [[-2.5] * 20]
+        answer.prefill_logprobs["short"] = [[-2.5] * 20]
 
 
 def a_decode_that_is_not_a_number(card: dict[str, Any]) -> None:
-    card["answers"]["on"].prefilled["short"] = [[float("nan")] * 20]
+    card["answers"]["on"].prefill_logprobs["short"] = [[float("nan")] * 20]
 
 
 def a_profiler_that_sees_nothing(card: dict[str, Any]) -> None:
     for side in ("off", "on"):
-        let_answer(card, side, launches=0)
+        let_answer(card, side, num_launches=0)
 
 
 def an_extra_launch(card: dict[str, Any]) -> None:
-    let_answer(card, "on", launches=40)
+    let_answer(card, "on", num_launches=40)
 
 
 PLANTED: dict[str, dict[Callable[[dict[str, Any]], None], str]] = {
@@ -299,9 +302,9 @@ PLANTED: dict[str, dict[Callable[[dict[str, Any]], None], str]] = {
         a_rank_without_a_status: "1 of 2 ranks wrote no status",
     },
     "prefill": {
-        three_roundings_above_the_limit: engine.ABOVE,
+        three_roundings_above_the_limit: engine.ABOVE_LIMIT,
         three_roundings_among_decodes: engine.MIXED,
-        a_row_that_is_not_a_number: engine.ABOVE,
+        a_row_that_is_not_a_number: engine.ABOVE_LIMIT,
         a_row_of_another_request: engine.MIXED,
     },
     "decode": {
@@ -324,7 +327,7 @@ def test_mutation_a_planted_fault_makes_its_own_step_fail(
     found = outcomes(strict=True)
     assert failed(found) == [step] or (plant is nothing_engaged and failed(found) == [step, "launches"])
     assert shown in found[step].detail
-    assert command.exit_status([*found.values()], on_cpu=False) == 1
+    assert command.exit_status_of([*found.values()], uses_cpu=False) == 1
 
 
 def test_the_timing_is_of_the_models_own_layer(card: dict[str, Any]) -> None:
@@ -335,17 +338,21 @@ def test_the_timing_is_of_the_models_own_layer(card: dict[str, Any]) -> None:
     assert [*card["timed"].layers()] == [("fp16", 16)]
     shape = card["timed"].shape("fp16", 16)
     assert (shape.nope_dim, shape.rope, shape.latent, shape.act) == (*widths.values(), torch.float16)
-    assert timing_child.kind_of(shape) == "fp16"
+    assert timing_child.cache_type_of(shape) == "fp16"
 
 
 def test_a_models_timing_without_a_baseline_is_unknown(card: dict[str, Any]) -> None:
-    row = timing.row_of(1, 16, "fp8", {"triton": 5.0}, {})
+    row = timing.make_row(1, 16, "fp8", {"triton": 5.0}, {})
     card["measured"] = replace(card["measured"], rows=(row,))
     assert outcomes()["timing"].status == "unknown"
 
 
 def kernels_by_tokens(card: dict[str, Any], *spans: tuple[int, int, str]) -> None:
-    let_answer(card, "on", ranks=(replace(ANSWER.ranks[0], decided=(DecisionGroup(("layer",), decision(*spans)),)),))
+    let_answer(
+        card,
+        "on",
+        rank_statuses=(replace(ANSWER.rank_statuses[0], decided=(DecisionGroup(("layer",), decision(*spans)),)),),
+    )
 
 
 @pytest.mark.parametrize(("fastest", "status"), [("vllm", "passed"), ("aiter", "failed")])
@@ -378,7 +385,7 @@ def test_a_decode_of_vllm_that_needs_no_concat_leaves_one_launch_less_to_save(
 ) -> None:
     card["plan"] = made_up_plan(arch=arch, heads_per_rank=8)
     card["plan"]["options"]["kv_cache_dtype"] = "auto"
-    let_answer(card, "on", launches=40)
+    let_answer(card, "on", num_launches=40)
     assert outcomes()["launches"].status == status
 
 
@@ -390,7 +397,7 @@ def test_two_sides_tokens_with_the_flag_on_are_compared_with_those_of_the_flag_o
 
 
 @pytest.mark.parametrize(("differ", "status"), [(0, "passed"), (10, "passed"), (11, "failed")])
-@pytest.mark.parametrize("name", engine.PREFILLS)
+@pytest.mark.parametrize("name", engine.PREFILL_STEPS)
 def test_prompts_with_the_same_bytes_are_counted_and_half_of_them_may_differ_by_a_rounding(
     card: dict[str, Any], name: str, differ: int, status: str
 ) -> None:
@@ -405,47 +412,47 @@ def test_prompts_with_the_same_bytes_are_counted_and_half_of_them_may_differ_by_
 def test_mutation_prefill_rows_without_a_bound_hide_three_roundings(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distance, "MOST_UNEQUAL", 1.0)
+    monkeypatch.setattr(distance, "MAX_UNEQUAL_SHARE", 1.0)
     with pytest.raises(AssertionError, match="'passed' == 'failed'"):
         test_prompts_with_the_same_bytes_are_counted_and_half_of_them_may_differ_by_a_rounding(
-            card, engine.ABOVE, 20, "failed"
+            card, engine.ABOVE_LIMIT, 20, "failed"
         )
 
 
 def test_an_engine_that_does_not_repeat_itself_is_held_to_its_own_noise(card: dict[str, Any]) -> None:
-    card["answers"]["off"].prompts[engine.ABOVE] = [[[-0.5, -0.5]] * 20, [[-0.5, -0.502]] * 20]
+    card["answers"]["off"].prompt_logprobs[engine.ABOVE_LIMIT] = [[[-0.5, -0.5]] * 20, [[-0.5, -0.502]] * 20]
     three_roundings_above_the_limit(card)
     assert outcomes()["prefill"].status == "passed"
 
 
-@pytest.mark.parametrize("name", engine.PREFILLS)
+@pytest.mark.parametrize("name", engine.PREFILL_STEPS)
 @pytest.mark.parametrize(("on_card", "median_s", "status"), [
     (True, 0.0203, "passed"), (True, 0.0205, "warning"), (False, 0.0205, "passed"),
 ])  # fmt: skip
 def test_a_slower_step_with_prefill_rows_is_a_warning_on_a_card_and_no_failure(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, name: str, on_card: bool, median_s: float, status: str
 ) -> None:
-    card["answers"]["on"].seconds[name] = [0.01, median_s, 0.5]
+    card["answers"]["on"].step_seconds[name] = [0.01, median_s, 0.5]
     asked = Context(answers=card["answers"])
     monkeypatch.setattr(device.card(), "is_there", lambda: on_card)
     found = engine_steps.compare_prefill_rows(asked)
     assert (found.status, name in found.detail) == (status, status == "warning")
     assert found.data[name]["on_ms"] == pytest.approx(1e3 * median_s)
-    assert command.exit_status([found], on_cpu=True) == 0
+    assert command.exit_status_of([found], uses_cpu=True) == 0
 
 
 @given(st.integers(0, 8192), st.integers(1, 1024), st.integers(8, 504))
 def test_short_prompts_fill_one_step_and_are_as_short_as_the_requests_allow(
     total: int, requests: int, longest: int
 ) -> None:
-    lengths = engine_child.short_prompts(total, requests, longest)
+    lengths = engine_child.short_prompt_lengths(total, requests, longest)
     if not lengths:
-        shortest = engine_child.SHORTEST_PROMPT
+        shortest = engine_child.MIN_PROMPT_TOKENS
         assert total < shortest or total > requests * longest or total // shortest * longest < total
         return
     assert (sum(lengths), len(lengths) <= requests, max(lengths) <= longest) == (total, True, True)
-    assert min(lengths) >= engine_child.SHORTEST_PROMPT
-    assert len(lengths) == requests or max(lengths) - engine_child.SHORTEST_PROMPT < 3
+    assert min(lengths) >= engine_child.MIN_PROMPT_TOKENS
+    assert len(lengths) == requests or max(lengths) - engine_child.MIN_PROMPT_TOKENS < 3
 
 
 def test_every_step_has_a_planted_fault() -> None:
@@ -486,7 +493,7 @@ def test_field_f5_a_plan_that_is_not_known_does_not_pass(card: dict[str, Any]) -
     card["plan"] = json.loads(files.to_json(made))
     found = outcomes(strict=True)
     assert (card["plan"]["outcome"], found["plan"].status, failed(found)) == ("unknown", "unknown", [])
-    assert command.exit_status([*found.values()], on_cpu=True) == outputs.EXIT_INCOMPLETE
+    assert command.exit_status_of([*found.values()], uses_cpu=True) == outputs.EXIT_INCOMPLETE
     assert found["issues"] == Step("skipped", "not looked up: the plan is not known", name="issues")
     others = {found[name].detail for name in NEED_A_SHAPE}
     assert others == {"the plan is not known"}
@@ -541,14 +548,14 @@ def test_a_card_in_use_stops_the_steps_that_need_it(
 def test_mutation_cards_of_an_engine_that_are_counted_wrongly_are_caught(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, row: Any
 ) -> None:
-    monkeypatch.setattr(engine_steps, "cards_of", lambda plan: 1 if row[-1] else 8)
+    monkeypatch.setattr(engine_steps, "num_cards_of", lambda plan: 1 if row[-1] else 8)
     with pytest.raises(AssertionError, match="'passed', False" if row[-1] else "'unknown', True"):
         test_a_card_in_use_stops_the_steps_that_need_it(card, monkeypatch, *row)
 
 
 def test_what_is_left_out_of_the_engine_is_said(card: dict[str, Any]) -> None:
-    let_answer(card, "on", left_out=("--data-parallel-size", "--nnodes"))
-    (line,) = [line for line in outcomes()["engine"].lines if "left out" in line]
+    let_answer(card, "on", unsupported_options=("--data-parallel-size", "--nnodes"))
+    (line,) = [line for line in outcomes()["engine"].lines if "ran without" in line]
     assert "--data-parallel-size, --nnodes" in line
 
 
@@ -556,7 +563,7 @@ def test_the_kernels_are_verified_at_the_models_sizes(card: dict[str, Any]) -> N
     card["plan"] |= {"heads_per_rank": 20, "absorb_weight": "mxfp4", "limit": 512}
     outcomes()
     asked = card["asked"]
-    assert (asked.sizes["heads"], asked.weights) == (20, "mxfp4")
+    assert (asked.geometry_sizes["heads"], asked.weights) == (20, "mxfp4")
     assert (asked.options.limit, asked.options.quick) == (512, True)
 
 
@@ -565,7 +572,7 @@ def repeats_with_the_same_sizes(card: dict[str, Any], typed: list[str]) -> None:
     runner = CliRunner()
     runner.invoke(app, ["check", *typed, "--only", "kernels", "--backend", "aiter", "--data-seed", "3"])
     first = card["asked"]
-    made = session.Session(model=first.model or "", again=first.repeat_words)
+    made = session.Session(model=first.model or "", again=first.repeat_arguments)
     failed = made.command(Result("fresh-data", "fp8", "aiter", "", 7))
     done = runner.invoke(app, shlex.split(failed)[1:])
     assert "kernels" in done.output, failed
@@ -620,7 +627,7 @@ def test_a_step_that_raises_has_failed_and_the_next_one_runs(
     [
         (machine.check_machine, "machine", "its process {how}: {line}", []),
         (planner.make_plans_in_child, "plan", "vLLM {how}", [*steps.STEPS][2:]),
-        (idle.why_busy, "timing", "its process {how}: {line}", []),
+        (idle.busy_cards_reason, "timing", "its process {how}: {line}", []),
         (engine_child.drive_engine, "engine",
          "vLLM's engine with the flag on {how}: {line}", ["prefill", "decode", "launches"]),
     ],
@@ -630,7 +637,7 @@ def test_a_step_whose_process_ends_has_failed_and_the_record_says_how(
     function: Callable[..., Any], step: str, said: str, skipped: list[str],
 ) -> None:  # fmt: skip
     """Of kernels, timing and tuning, which tell what they find, tests are next to those of the steps."""
-    in_process.install(monkeypatch, ends={process.name_of(function): 0})
+    in_process.install(monkeypatch, ends={process.import_path_of(function): 0})
     monkeypatch.setattr(planner, "make_plans", ASK if step == "plan" else planner.make_plans)
     monkeypatch.setattr(engine_steps, "run_engine", RUN if step == "engine" else engine_steps.run_engine)
     path = tmp_path / "check.json"
@@ -638,7 +645,7 @@ def test_a_step_whose_process_ends_has_failed_and_the_record_says_how(
     assert done.exit_code == 1, done.output
     found = {one.name: one for one in files.read(CheckRun, path).steps}
     assert failed(found) == [step]
-    assert said.format(how=in_process.ENDED.how, line=in_process.ENDED.lines[-1]) in found[step].detail
+    assert said.format(how=in_process.ENDED.ending, line=in_process.ENDED.lines[-1]) in found[step].detail
     assert [name for name, one in found.items() if one.status == "skipped"] == skipped
     assert {one.status for name, one in found.items() if name not in (step, *skipped)} == {"passed"}
 
@@ -647,7 +654,7 @@ def test_without_a_gpu_the_steps_of_a_card_are_skipped_and_the_exit_status_is_3(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(device.card(), "is_there", lambda: False)
-    monkeypatch.setattr(kernels_child, "verify_back_end", raising(session.NotHereError("torch sees no GPU")))
+    monkeypatch.setattr(kernels_child, "verify_backend", raising(session.NotHereError("torch sees no GPU")))
     path = tmp_path / "check.json"
     done = CliRunner().invoke(app, ["check", "deepseek-r1", "-tp", "8", "--json", str(path)])
     assert done.exit_code == 3, done.output
@@ -686,21 +693,21 @@ def test_a_wrong_model_or_option_exits_2_and_is_named(arguments: list[str], name
 
 
 def test_rounding_does_not_explain_a_run_without_tokens() -> None:
-    assert not distance.is_explained(distance.Figures())
-    assert distance.is_explained(replace(distance.Figures(), tokens=1, compared=1, tokens_equal=1))
+    assert not distance.is_explained_by_rounding(distance.TokenComparison())
+    assert distance.is_explained_by_rounding(replace(distance.TokenComparison(), tokens=1, compared=1, tokens_equal=1))
 
 
 def vllm_is_faster(card: dict[str, Any]) -> None:
     record = record_of(["layer"], 16, "fp8", 0)
     skipped = {"layer": Skip(VLLM_FASTER, "it is faster")}
-    let_answer(card, "on", ranks=(replace(record, skipped=skipped),), launches=40)
+    let_answer(card, "on", rank_statuses=(replace(record, skipped=skipped),), num_launches=40)
 
 
 def test_a_card_on_which_vllm_is_faster_does_not_fail_and_has_an_exit_status_of_its_own(card: dict[str, Any]) -> None:
     vllm_is_faster(card)
     found = outcomes()
     assert (found["engine"].status, failed(found)) == ("no gain", [])
-    assert command.exit_status([*found.values()], on_cpu=False) == outputs.EXIT_NO_GAIN
+    assert command.exit_status_of([*found.values()], uses_cpu=False) == outputs.EXIT_NO_GAIN
     other_tokens(card)
     assert outcomes()["engine"].status == "failed"
 
@@ -719,24 +726,24 @@ def test_over_an_fp8_cache_an_engine_may_differ_by_what_the_cast_does_to_vllms_o
     """Each token is another one here, as a random model's may be: only the size of the differences is judged."""
     card["plan"]["options"]["kv_cache_dtype"] = "fp8"
     for answer in card["answers"].values():
-        answer.prefilled["short"] = [[-0.67] * 20]
+        answer.prefill_logprobs["short"] = [[-0.67] * 20]
     other = (4, {3: TOKEN[1][3] - apart, 4: TOKEN[1][4] + apart})
-    card["answers"]["on"].generated["short"] = [[other] * 20]
-    card["answers"]["on"].prefilled["short"] = [[-1.0] * 20]
+    card["answers"]["on"].generated_tokens["short"] = [[other] * 20]
+    card["answers"]["on"].prefill_logprobs["short"] = [[-1.0] * 20]
     assert outcomes()["engine"].status == status
 
 
 def test_over_an_fp8_cache_fifteen_right_requests_do_not_hide_a_wrong_one() -> None:
     right, noise = [TOKEN] * 20, 0.17
     wrong = [(TOKEN[0], {token: logprob - 0.27 for token, logprob in TOKEN[1].items()})] * 20
-    assert distance.is_explained(distance.figures([right] * 16, [right] * 16), noise)
-    assert not distance.is_explained(distance.figures([right] * 16, [right] * 15 + [wrong]), noise)
+    assert distance.is_explained_by_rounding(distance.compare_requests([right] * 16, [right] * 16), noise)
+    assert not distance.is_explained_by_rounding(distance.compare_requests([right] * 16, [right] * 15 + [wrong]), noise)
 
 
 def test_a_noise_that_is_a_fault_explains_nothing() -> None:
-    apart = replace(distance.Figures(), tokens=1, compared=1, mean_abs_dlogprob=0.6)
-    assert not distance.is_explained(apart, math.inf)
-    assert distance.is_explained(replace(apart, mean_abs_dlogprob=0.4), math.inf)
+    apart = replace(distance.TokenComparison(), tokens=1, compared=1, mean_abs_dlogprob=0.6)
+    assert not distance.is_explained_by_rounding(apart, math.inf)
+    assert distance.is_explained_by_rounding(replace(apart, mean_abs_dlogprob=0.4), math.inf)
 
 
 def test_on_a_card_a_reference_that_is_compared_with_itself_does_not_pass(card: dict[str, Any]) -> None:
@@ -746,7 +753,7 @@ def test_on_a_card_a_reference_that_is_compared_with_itself_does_not_pass(card: 
 
 def test_prefill_that_has_nothing_to_compare_does_not_pass(card: dict[str, Any]) -> None:
     for side in ("off", "on"):
-        let_answer(card, side, prompts={name: [[], []] for name in engine.PREFILLS})
+        let_answer(card, side, prompt_logprobs={name: [[], []] for name in engine.PREFILL_STEPS})
     assert outcomes()["prefill"].status == "skipped"
 
 
@@ -777,14 +784,14 @@ def test_an_engine_of_random_weights_has_a_layer_for_each_stage(
     context = Context(CheckOptions(model.find_config("deepseek-r1")))
     plan = plans.parsed(made_up_plan())
     context.plan = replace(plan, options=replace(plan.options, pp=pp))
-    with engine_steps.engines(context, {"VLLM_PP_LAYER_PARTITION": "31,30", "A": "1"}) as run_side:
+    with engine_steps.engine_runner(context, {"VLLM_PP_LAYER_PARTITION": "31,30", "A": "1"}) as run_side:
         run_side("on")
     ((options, environment),) = asked
-    assert (options.random_layers, environment) == (layers, {"A": "1"})
+    assert (options.num_random_layers, environment) == (layers, {"A": "1"})
 
 
 def test_a_stage_without_an_mla_layer_is_no_layer_that_did_not_engage() -> None:
-    whole = ANSWER.ranks[0]
+    whole = ANSWER.rank_statuses[0]
     stage = replace(whole, rank=1, total=0, engaged={}, skipped={})
-    assert engine_steps._why_not_engaged(replace(ANSWER, ranks=(whole, stage))) is None
-    assert engine_steps._why_not_engaged(replace(ANSWER, ranks=(stage,))) is not None
+    assert engine_steps._not_engaged_reason(replace(ANSWER, rank_statuses=(whole, stage))) is None
+    assert engine_steps._not_engaged_reason(replace(ANSWER, rank_statuses=(stage,))) is not None

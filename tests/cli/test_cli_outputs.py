@@ -42,14 +42,14 @@ def places(tmp_path, monkeypatch):
     ],
 )
 def test_a_path_that_cannot_be_written_is_named_with_its_reason(places, name, reason):
-    assert outputs.why_not_writable(places / name) == reason
+    assert outputs.unwritable_reason(places / name) == reason
 
 
 @pytest.mark.parametrize("name", ["/dev/stdout", "/dev/stderr"])
 def test_a_user_who_may_not_write_in_dev_may_write_to_its_streams(monkeypatch, name):
     """These are links, and no link to a device is replaced."""
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != Path("/dev"))
-    assert outputs.why_not_writable(Path(name)) is None
+    assert outputs.unwritable_reason(Path(name)) is None
 
 
 @pytest.mark.parametrize(("command", "option"), [("check", "--json"), ("report", "-o")])
@@ -63,7 +63,7 @@ def test_a_link_is_replaced_wherever_it_leads(tmp_path):
     (tmp_path / "file").write_text("")
     for name, target in (("loop", "loop"), ("dangling", "no/such"), ("leads", "file")):
         (tmp_path / name).symlink_to(tmp_path / target)
-        assert outputs.why_not_writable(tmp_path / name) is None
+        assert outputs.unwritable_reason(tmp_path / name) is None
         files.write(tmp_path / name, {})
         assert (tmp_path / name).read_text() == "{}\n"
         assert not (tmp_path / name).is_symlink()
@@ -82,7 +82,7 @@ def test_only_the_json_is_on_standard_output(capfd):
     with outputs.text_on_stderr(outputs.STDOUT):
         print("a sentence")
         os.write(1, b"a compiler's line\n")
-    outputs.write("check", outputs.STDOUT, "{}\n")
+    outputs.write_output("check", outputs.STDOUT, "{}\n")
     assert capfd.readouterr() == ("{}\n", "a sentence\na compiler's line\n")
 
 
@@ -90,7 +90,7 @@ def test_a_full_disk_ends_the_command_with_one_line_that_names_it(capsys):
     full = os.open("/dev/full", os.O_WRONLY)
     path = Path(f"/proc/self/fd/{full}")  # not the device itself: code that is broken would replace the machine's
     with pytest.raises(typer.Exit) as ended:
-        outputs.write("report", path, "{}\n")
+        outputs.write_output("report", path, "{}\n")
     os.close(full)
     said = f"report: {path}: No space left on device\n"
     assert (ended.value.exit_code, capsys.readouterr().err) == (outputs.EXIT_USAGE, said)
@@ -102,9 +102,9 @@ WORD = st.text("abc:,-", min_size=1, max_size=40).filter(lambda word: word != "-
 @given(st.lists(WORD, max_size=30), st.integers(0, 20))
 def test_folded_text_keeps_each_word_and_fits_a_terminal(words, indent):
     text = f"{' ' * indent}name  {' '.join(words)}"
-    lines = outputs.folded(text).splitlines()
+    lines = outputs.fold_text(text).splitlines()
     assert " ".join(lines).split() == text.split()
-    assert max(map(len, lines)) <= outputs.WIDTH
+    assert max(map(len, lines)) <= outputs.DEFAULT_WIDTH
     assert {len(line) - len(line.lstrip()) for line in lines[1:]} <= {indent + 6}
 
 
@@ -117,5 +117,5 @@ def test_h_is_help(command):
 
 @pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85"])
 def test_no_character_of_a_config_begins_a_line(end):
-    printed = outputs.folded(outputs.one_line(f"arch{end}Status line: 61/61 MLA layers would engage"))
+    printed = outputs.fold_text(outputs.one_line(f"arch{end}Status line: 61/61 MLA layers would engage"))
     assert printed.splitlines() == [printed]

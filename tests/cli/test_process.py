@@ -74,7 +74,7 @@ def test_signals_to_a_command_end_what_it_has_started_and_nothing_is_left(caller
 def test_signals_that_are_ignored_stay_ignored(monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with process.ended_by_signals():
+        with process.end_on_signals():
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -114,8 +114,8 @@ def test_mutation_a_folder_for_all_calls_is_caught(tmp_path, monkeypatch):
 
 def told_by_a_child(number):
     """Tell two values, and abort if there is a third."""
-    process.send(1)
-    process.send({"two": [2]})
+    process.send_value(1)
+    process.send_value({"two": [2]})
     if number == 3:
         os.abort()
     return number
@@ -127,9 +127,9 @@ def finds_nothing():
 
 def test_an_error_that_the_caller_names_is_raised_here_and_any_other_ends_the_process():
     with pytest.raises(FileNotFoundError, match="planted"):
-        process.call(finds_nothing, raises=(OSError,))
+        process.call(finds_nothing, expected_errors=(OSError,))
     with pytest.raises(process.EndedError, match="status 1"):
-        process.call(finds_nothing, raises=(ValueError,))
+        process.call(finds_nothing, expected_errors=(ValueError,))
 
 
 @pytest.mark.parametrize("number", [2, 3])
@@ -148,7 +148,7 @@ def tells_and_waits(folder, seconds):
 
 
 def tell(number):
-    process.send(number)
+    process.send_value(number)
 
 
 def heard_at_once(folder, seconds=LONG_S, then=lambda: None):
@@ -168,7 +168,7 @@ def test_what_is_told_is_heard_while_the_process_runs(tmp_path):
 
 @pytest.mark.mutation
 def test_mutation_what_is_told_and_heard_at_the_end_only_is_caught(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "LOOK_S", LONG_S)
+    monkeypatch.setattr(process, "POLL_SECONDS", LONG_S)
     with pytest.raises(AssertionError, match="not heard while it ran"):
         heard_at_once(tmp_path, seconds=0.1)
 
@@ -179,8 +179,8 @@ class Clock:
     def __init__(self, monkeypatch):
         self.seconds = 0
         monkeypatch.setattr(process, "time", self)
-        monkeypatch.setattr(process, "TIMEOUT_S", 20)
-        monkeypatch.setattr(process, "GRACE_S", 5)
+        monkeypatch.setattr(process, "TIMEOUT_SECONDS", 20)
+        monkeypatch.setattr(process, "GRACE_SECONDS", 5)
 
     def monotonic(self):
         return self.seconds
@@ -198,8 +198,8 @@ def test_a_process_that_tells_something_may_go_on(tmp_path, monkeypatch):
 
 @pytest.mark.mutation
 def test_mutation_a_limit_that_telling_does_not_extend_is_caught(tmp_path, monkeypatch):
-    hear = process._deliver
-    monkeypatch.setattr(process, "_deliver", lambda values, heard: hear(values, heard) and False)
+    hear = process._deliver_values
+    monkeypatch.setattr(process, "_deliver_values", lambda values, heard: hear(values, heard) and False)
     with pytest.raises(process.EndedError, match="was silent for 20 s"):
         test_a_process_that_tells_something_may_go_on(tmp_path, monkeypatch)
 
@@ -217,7 +217,7 @@ def test_mutation_a_limit_that_telling_does_not_extend_is_caught(tmp_path, monke
 def test_a_process_that_does_not_end_is_ended(tmp_path, monkeypatch, told, answered, how, after):
     """By a clock that goes on by a second at each look at what the process tells."""
     clock, outcome, arguments = Clock(monkeypatch), tmp_path / "outcome", tmp_path / "arguments"
-    monkeypatch.setattr(process, "LOOK_S", 0.001)
+    monkeypatch.setattr(process, "POLL_SECONDS", 0.001)
     arguments.write_bytes(pickle.dumps(((600,), ())))
 
     def hear():
@@ -228,12 +228,12 @@ def test_a_process_that_does_not_end_is_ended(tmp_path, monkeypatch, told, answe
         return clock.seconds in told
 
     words = ("time:sleep", str(arguments), str(tmp_path / "none"), str(tmp_path / "told"))
-    assert process._run_to_its_end(words, str(tmp_path), os.environ, 2, hear, outcome) == how
+    assert process._run_process(words, str(tmp_path), os.environ, 2, hear, outcome) == how
     assert clock.seconds == after
 
 
 @pytest.mark.mutation
-@pytest.mark.parametrize(("limit", "case"), [("GRACE_S", ((), 3)), ("TIMEOUT_S", ((), None))])
+@pytest.mark.parametrize(("limit", "case"), [("GRACE_SECONDS", ((), 3)), ("TIMEOUT_SECONDS", ((), None))])
 def test_mutation_a_process_that_nobody_ends_is_caught(tmp_path, monkeypatch, limit, case):
     setattr_ = monkeypatch.setattr
     monkeypatch.setattr(Clock, "monotonic", lambda clock: setattr_(process, limit, 1e9) or clock.seconds)
@@ -283,7 +283,7 @@ def test_vllms_sockets_have_a_path_that_is_short_enough(monkeypatch, length, own
 
 @pytest.mark.mutation
 def test_mutation_a_folder_that_is_too_long_for_a_socket_is_caught(monkeypatch):
-    monkeypatch.setattr(process, "LONGEST_SOCKET_FOLDER", 1000)
+    monkeypatch.setattr(process, "MAX_SOCKET_FOLDER_LENGTH", 1000)
     with pytest.raises(process.EndedError, match="AF_UNIX path too long"):
         test_vllms_sockets_have_a_path_that_is_short_enough(monkeypatch, 69, False)
 
@@ -305,10 +305,11 @@ def test_a_process_that_aborts_takes_its_workers_with_it(tmp_path):
 
 
 @pytest.mark.mutation
-@pytest.mark.parametrize(("name", "left"), [("SIGTERM", "_groups"), ("SIGKILL", "_end_with_caller")])
+@pytest.mark.parametrize(("name", "left"), [("SIGTERM", "_running_groups"), ("SIGKILL", "_end_with_caller")])
 def test_mutation_a_process_that_does_not_end_with_its_caller_is_seen(tmp_path, name, left, monkeypatch):
     """Without the group's end on a signal the other side serves, so both are planted for the signal that is caught."""
-    plant = "from vllm_aiter_mla.commands import process as p\np._kill = lambda group: None\n" * (left == "_groups")
+    spoil = "from vllm_aiter_mla.commands import process\nprocess._kill_group = lambda group: None\n"
+    plant = spoil * (left == "_running_groups")
     child = tmp_path / "planted"
     child.mkdir()
     (child / "sitecustomize.py").write_text(
@@ -343,7 +344,7 @@ def test_a_process_that_printed_nothing_has_a_sentence_too():
 def test_a_process_that_prints_may_go_on(tmp_path, monkeypatch):
     """vLLM tells nothing while it loads a checkpoint, and logs."""
     clock, outcome, arguments = Clock(monkeypatch), tmp_path / "outcome", tmp_path / "arguments"
-    monkeypatch.setattr(process, "LOOK_S", 0.001)
+    monkeypatch.setattr(process, "POLL_SECONDS", 0.001)
     arguments.write_bytes(pickle.dumps(((600,), ())))
     with (tmp_path / "output").open("w") as output:
 
@@ -355,5 +356,5 @@ def test_a_process_that_prints_may_go_on(tmp_path, monkeypatch):
             return False
 
         words = ("time:sleep", str(arguments), str(tmp_path / "none"), str(tmp_path / "told"))
-        how = process._run_to_its_end(words, str(tmp_path), os.environ, output.fileno(), hear, outcome)
+        how = process._run_process(words, str(tmp_path), os.environ, output.fileno(), hear, outcome)
     assert (how, clock.seconds) == ("was silent for 20 s", 36)  # the print is seen at the next look

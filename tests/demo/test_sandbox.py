@@ -32,7 +32,7 @@ def test_make_demo_plans_each_cache_and_runs_its_engine_over_each_by_both_integr
         return tuple(plans.made_up(kv_cache_dtype="fp8" if "fp8" in arguments else "auto") for arguments in asked)
 
     def engine_of(context):
-        arguments = context.options.arguments
+        arguments = context.options.serve_arguments
         partition = "-cc.use_inductor_graph_partition=true" in arguments
         *_, integration = (one for one in arguments if one.startswith(f"{check.PLUGIN}integration="))
         ran.append((context.plan.options.kv_cache_dtype, integration.rpartition("=")[2], partition))
@@ -55,8 +55,8 @@ def test_the_sandbox_runs_both_sides_on_this_cpu_with_its_variables(monkeypatch,
     sides = []
 
     def run_engine(options, environment):
-        sides.append((options.side, environment["A_SANDBOX"], options.random_layers, options.arguments[-1]))
-        return EngineAnswer({}, {}, {}, {}, 0, ranks=(rank,))
+        sides.append((options.side, environment["A_SANDBOX"], options.num_random_layers, options.serve_arguments[-1]))
+        return EngineAnswer({}, {}, {}, {}, 0, rank_statuses=(rank,))
 
     monkeypatch.setattr(engine_steps, "run_engine", run_engine)
     asked = check.context(tmp_path)

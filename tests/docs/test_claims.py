@@ -82,9 +82,9 @@ def refused(line: str) -> list[str]:
     try:
         given = COMMANDS["check"].make_context("check", typed)
         model, only = given.params["model"], given.params["only"] or ()
-        chosen = steps.chosen([step for word in only for step in word.split(",")], model is not None)
-        check._check_words(model, given, chosen)
-        check._check_groups(given, chosen, model)
+        chosen = steps.select_steps([step for word in only for step in word.split(",")], model is not None)
+        check._check_serve_arguments(model, given, chosen)
+        check._check_step_options(given, chosen, model)
     except Exception as error:  # typer's or our own
         return [f"{type(error).__name__}: {error}"]
     return []

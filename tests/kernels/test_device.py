@@ -257,7 +257,7 @@ def test_a_replacement_leaves_no_question_to_torch():
 def test_what_asks_for_a_card_finds_the_installed_one(recorded):
     assert machine.gpu_arch() == detect_platform().arch == "sm90"
     assert machine.torch({}).status == "problem"
-    assert CheckOptions().on_a_card
+    assert CheckOptions().can_use_gpu
     assert stopwatch.machine()["card"] == session.Session(quick=True, case=("fresh-data",)).machine["card"]
     engine = session.engine_here()
     assert (type(engine), engine.device) == (GraphEngine, "cpu")
@@ -266,7 +266,7 @@ def test_what_asks_for_a_card_finds_the_installed_one(recorded):
 
 
 def test_without_the_replacement_there_is_no_card():
-    assert (type(card()), CheckOptions().on_a_card, type(session.engine_here("cpu"))) == (
+    assert (type(card()), CheckOptions().can_use_gpu, type(session.engine_here("cpu"))) == (
         Device,
         card().is_there(),
         EagerEngine,

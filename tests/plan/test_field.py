@@ -18,7 +18,7 @@ from tests.support.pages import PAGES
 from vllm_aiter_mla.admission import REMEDIES
 from vllm_aiter_mla.commands import outputs, serve_options
 from vllm_aiter_mla.commands.check.record import Step
-from vllm_aiter_mla.commands.check.run import exit_status
+from vllm_aiter_mla.commands.check.run import exit_status_of
 from vllm_aiter_mla.commands.check.steps import STEPS
 from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.commands.main import COMMANDS, app
@@ -95,7 +95,7 @@ def test_field_o8_a_plan_fits_into_80_columns(typed: Any, line: tuple[str, ...])
     assert typed  # its process answers
     assert (
         max(map(len, CliRunner().invoke(app, ["check", line[0], "--only", "plan", *line[1:]]).stdout.splitlines()))
-        <= outputs.WIDTH
+        <= outputs.DEFAULT_WIDTH
     )
 
 
@@ -180,7 +180,7 @@ def test_field_o10_a_misspelt_option_is_named_with_the_right_one_before_vllm_is_
 
 
 def test_field_o13_no_summary_is_cut() -> None:
-    whole = CliRunner().invoke(app, ["--help"], terminal_width=outputs.WIDTH).stdout
+    whole = CliRunner().invoke(app, ["--help"], terminal_width=outputs.DEFAULT_WIDTH).stdout
     assert "..." not in whole.partition("Commands:")[2]
     assert [name for name in COMMANDS if f"\n  {name} " not in whole] == []
 
@@ -196,7 +196,7 @@ def test_field_o11_a_gate_can_ask_for_every_step(skipped: bool, asked: bool, sta
     found = [Step("passed", "", name=name) for name in STEPS]
     if skipped:
         found[-1] = Step("skipped", "no GPU", name=found[-1].name)
-    assert exit_status(found, False, require_all=asked) == status
+    assert exit_status_of(found, False, require_all=asked) == status
     parameters = typer.main.get_command(app).commands["check"].params  # type: ignore[attr-defined]
     assert "--require-all" in [name for one in parameters for name in one.opts]
 
@@ -355,7 +355,7 @@ def test_field_39_no_two_numbers_of_the_table_touch(typed: Any, line: tuple[str,
     for row in rows:
         layer, step, of_a_layer, of_a_step = (int(one.replace(",", "")) for one in row.split()[-4:])
         assert (step, of_a_step) == (61 * layer, 61 * of_a_layer), row
-        assert len(row) <= outputs.WIDTH
+        assert len(row) <= outputs.DEFAULT_WIDTH
 
 
 def test_field_a_misspelt_variable_is_said_on_top() -> None:

@@ -44,12 +44,12 @@ def aiter_compiles_for_minutes() -> None:
 def plans_take_minutes() -> None:
     """A process that was called for a plan waits instead."""
     from vllm_aiter_mla.commands.plan.planner import make_plans_in_child
-    from vllm_aiter_mla.commands.process import name_of
+    from vllm_aiter_mla.commands.process import import_path_of
 
     inner = pkgutil.resolve_name
 
     def resolve_name(name: str) -> Any:
-        return (lambda *given: time.sleep(600)) if name == name_of(make_plans_in_child) else inner(name)
+        return (lambda *given: time.sleep(600)) if name == import_path_of(make_plans_in_child) else inner(name)
 
     pkgutil.resolve_name = resolve_name
 

@@ -18,7 +18,7 @@ from tests.support.waiting import happened
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check.engine.child import drive_engine
-from vllm_aiter_mla.commands.check.kernels.child import verify_back_end
+from vllm_aiter_mla.commands.check.kernels.child import verify_backend
 from vllm_aiter_mla.commands.check.record import CheckRun
 from vllm_aiter_mla.commands.check.timing.child import time_kernels
 from vllm_aiter_mla.commands.plan.planner import make_plans_in_child
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.rehearsal, pytest.mark.slow, pytest.mark.wide]
 MARK = "REHEARSED_SIGNAL"
 RUNS = {
     "plan": (make_plans_in_child, 3, faults.plans_take_minutes),
-    "kernels": (verify_back_end, 3, faults.aiter_compiles_for_minutes),
+    "kernels": (verify_backend, 3, faults.aiter_compiles_for_minutes),
     "timing": (time_kernels, 3, faults.aiter_compiles_for_minutes),
     "engine": (drive_engine, 6, faults.aiter_compiles_for_minutes),
 }
@@ -74,7 +74,9 @@ def test_signals_in_a_step_of_check_leave_no_process_and_no_folder(
         )  # fmt: skip
     try:
         runs = partial(happened, seconds=TIMEOUT_S)
-        assert runs(lambda: calls(process.name_of(function), marked(mark)) or check.poll() is not None), log.read_text()
+        assert runs(lambda: calls(process.import_path_of(function), marked(mark)) or check.poll() is not None), (
+            log.read_text()
+        )
         assert runs(lambda: len(marked(mark)) >= fewest or check.poll() is not None), log.read_text()
         assert check.poll() is None, log.read_text()
         check.send_signal(number)

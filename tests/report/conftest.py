@@ -10,7 +10,7 @@ import pytest
 
 from tests.report import made_files
 from tests.report.pages import Write
-from vllm_aiter_mla.commands.report.page import html_of
+from vllm_aiter_mla.commands.report.page import render_page
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +30,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def page(files: dict[str, Path]) -> str:
-    return html_of([*files.values()])
+    return render_page([*files.values()])
 
 
 @pytest.fixture

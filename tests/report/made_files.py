@@ -14,7 +14,7 @@ from tests.support.decisions import decision, spans
 from tests.support.statuses import record_of
 from vllm_aiter_mla import files, locks
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
-from vllm_aiter_mla.commands.check.timing.record import Measurement, row_of
+from vllm_aiter_mla.commands.check.timing.record import Measurement, make_row
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.report.serving_record import METRICS, Estimate, Row, Serving
 from vllm_aiter_mla.status import status_files
@@ -78,7 +78,7 @@ def write_timing(folder: Path) -> Path:
     for heads in (16, 128):
         for tokens in (1, 64, 256):
             us = {"triton": 4.0 + tokens / 30, "vllm": 8.0, "aiter-opt": 1.0}
-            rows.append(row_of(tokens, heads, "fp8", us, {"aiter": "self-check FAILED"}, ["aiter-opt"]))
+            rows.append(make_row(tokens, heads, "fp8", us, {"aiter": "self-check FAILED"}, ["aiter-opt"]))
     machine, stopped = {"card": "made up for a test"}, "16 heads, bf16: OutOfMemoryError"
     return checked(folder / "timing.json", "timing", Measurement(machine, "fp8", tuple(rows), wrong, stopped), 1)
 

@@ -14,16 +14,16 @@ import pytest
 from tests.report.pages import Write, check_run, data_of, glances, rows_of, tables
 from tests.sandbox.rehearsal_card import RehearsalCard
 from vllm_aiter_mla import files as our_files
-from vllm_aiter_mla.commands.check.engine.distance import PrefillRows
+from vllm_aiter_mla.commands.check.engine.distance import PrefillComparison
 from vllm_aiter_mla.commands.check.record import Step
-from vllm_aiter_mla.commands.report.check_reader import GRAPHS, VERSIONS
-from vllm_aiter_mla.commands.report.page import html_of
+from vllm_aiter_mla.commands.report.check_reader import GRAPH_ENGINE, VERSION_LABELS
+from vllm_aiter_mla.commands.report.page import render_page
 from vllm_aiter_mla.kernels import device, stopwatch
 from vllm_aiter_mla.verify.engine import GraphEngine
 
 
 def test_field_o14_a_promise_never_looks_like_what_ran(files: dict[str, Path]) -> None:
-    page = html_of([files["plan"]])
+    page = render_page([files["plan"]])
     assert "badge" not in page
     plans = page.partition("<h2>Plan</h2>")[2].partition("</section>")[0]
     assert "planned, nothing ran" in plans
@@ -44,7 +44,7 @@ def test_field_o14_a_check_says_passed_or_not_and_what_was_skipped(
         Step("passed", "61/61", name="plan, fp8 cache"),
         Step("skipped", "no GPU", name="timing"),
     )
-    page = html_of([written("check.json", check_run(*done, status=status))])
+    page = render_page([written("check.json", check_run(*done, status=status))])
     ((said, what, facts),) = glances(page)
     assert (said, what, facts["Card"], facts["Skipped"]) == (word, "check of a-model", "gfx942", "timing: no GPU")
     for plan in ("plan", "plan, fp8 cache"):
@@ -54,13 +54,15 @@ def test_field_o14_a_check_says_passed_or_not_and_what_was_skipped(
 
 @pytest.mark.parametrize("on_a_card", [True, False])
 def test_what_passed_on_a_cpu_never_looks_like_what_passed_on_a_card(written: Write, on_a_card: bool) -> None:
-    page = html_of([written("check.json", check_run(Step("passed", "", name="engine"), status=0, on_a_card=on_a_card))])
+    page = render_page(
+        [written("check.json", check_run(Step("passed", "", name="engine"), status=0, on_a_card=on_a_card))]
+    )
     assert (">passed</span>" in page, ">passed on a CPU</span>" in page) == (on_a_card, not on_a_card)
     assert ('class="word good' in page) is on_a_card
 
 
 def test_timing_shows_ratios_what_was_slower_and_what_was_not_timed(files: dict[str, Path]) -> None:
-    page = html_of([files["timing"]])
+    page = render_page([files["timing"]])
     assert ["64", "6.13", "8.00", "1.00", "1.30"] in rows_of(page)
     for text in (
         "at 256 tokens",
@@ -76,7 +78,7 @@ def test_kernels_on_a_cpu_claim_no_launches_and_repeat_a_failure(files: dict[str
     read = json.loads(files["kernels"].read_text())
     data = data_of(read)
     data["results"][0] |= {"status": "failed", "findings": [{"oracle": "runs", "message": "broke", "step": "replay 2"}]}
-    page = html_of([written("kernels.json", read)])
+    page = render_page([written("kernels.json", read)])
     assert "No graph was captured" in page
     assert "PyTorch ops of a replayed step, no GPU" in page
     assert "Launches in captured graphs" not in page
@@ -86,11 +88,11 @@ def test_kernels_on_a_cpu_claim_no_launches_and_repeat_a_failure(files: dict[str
 
 def test_a_check_that_was_cut_off_shows_the_steps_that_ended(written: Write) -> None:
     done = Step("failed", "a reason", name="plan")
-    page = html_of([written("check.json", check_run(Step("passed", "a card", name="machine"), done, status=None))])
+    page = render_page([written("check.json", check_run(Step("passed", "a card", name="machine"), done, status=None))])
     assert "The run was cut off after the step plan." in page
     assert ["plan", "failed", "a reason"] in [row[:3] for row in rows_of(page)]
-    assert html_of([written("none.json", check_run(status=None))])
-    assert "was cut off" not in html_of([written("whole.json", check_run(done, status=1))])
+    assert render_page([written("none.json", check_run(status=None))])
+    assert "was cut off" not in render_page([written("whole.json", check_run(done, status=1))])
 
 
 @pytest.mark.parametrize(("status", "word"), [(None, "cut off"), (1, "failed"), (0, "planned, nothing ran")])
@@ -99,12 +101,12 @@ def test_a_check_of_promises_that_was_cut_off_or_failed_says_so(
 ) -> None:
     plan = Step("passed", "61/61", data=data_of(json.loads(files["plan"].read_text())), name="plan")
     machine = Step("failed" if status == 1 else "passed", "a card", name="machine")
-    page = html_of([written("check.json", check_run(machine, plan, status=status))])
+    page = render_page([written("check.json", check_run(machine, plan, status=status))])
     assert [said for said, *_ in glances(page)] == [word]
 
 
 def test_a_check_without_a_gain_says_so(written: Write) -> None:
-    page = html_of(
+    page = render_page(
         [written("check.json", check_run(Step("no gain", "faster", name="engine"), status=4, on_a_card=True))]
     )
     assert ["engine", "no gain", "faster"] in [row[:3] for row in rows_of(page)]
@@ -112,7 +114,7 @@ def test_a_check_without_a_gain_says_so(written: Write) -> None:
 
 def test_the_first_screen_asks_for_versions_that_a_run_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "installed", RehearsalCard())
-    assert VERSIONS.keys() <= stopwatch.machine().keys()
+    assert VERSION_LABELS.keys() <= stopwatch.machine().keys()
 
 
 @pytest.mark.parametrize("kind", ["plan", "kernels", "timing"])
@@ -128,7 +130,7 @@ def test_a_record_of_another_version_in_a_check_is_named_and_not_shown(
     else:
         data_of(read)["evidence"] |= stamp
     with pytest.raises(ValueError, match=rf"check.json: .*{kind}: .*; this version reads {kind} \d+"):
-        html_of([written("check.json", read)])
+        render_page([written("check.json", read)])
 
 
 @pytest.mark.mutation
@@ -138,14 +140,14 @@ def test_mutation_where_stamps_are_not_compared_a_record_of_another_version_is_s
     read = json.loads(files["timing"].read_text())
     data_of(read)["evidence"]["schema_version"] = 99
     monkeypatch.setattr(our_files, "parse", our_files.parse_unstamped)
-    assert "timing.json: 16 heads, fp8" in html_of([written("timing.json", read)])
+    assert "timing.json: 16 heads, fp8" in render_page([written("timing.json", read)])
 
 
 @pytest.mark.parametrize("amiss", ["failed", "unknown", "no gain", "cut off", ""])
 def test_a_check_that_says_passed_against_its_own_steps_is_not_shown(written: Write, amiss: Any) -> None:
     done = [Step("passed", "", name="machine"), Step(amiss, "", name="plan")] if amiss else []
     with pytest.raises(ValueError, match=f"exit status 0, and {f'plan {amiss}' if amiss else 'no step'}"):
-        html_of([written("check.json", check_run(*done, status=0))])
+        render_page([written("check.json", check_run(*done, status=0))])
 
 
 @pytest.mark.parametrize(("status", "is_shown"), [("passed", False), ("cut off", True)])
@@ -156,18 +158,18 @@ def test_a_step_that_may_have_run_on_a_cpu_is_not_shown_as_on_a_card(
     read = check_run(Step(status, "", name="engine"), status=None if is_shown else 0)
     del read["on_a_card"]
     if is_shown:
-        assert [word for word, *_ in glances(html_of([written("check.json", read)]))] == ["cut off"]
+        assert [word for word, *_ in glances(render_page([written("check.json", read)]))] == ["cut off"]
         return
     with pytest.raises(ValueError, match="on_a_card is null"):
-        html_of([written("check.json", read)])
+        render_page([written("check.json", read)])
 
 
 def test_what_passed_on_an_emulator_never_looks_like_what_passed_on_a_card(
     files: dict[str, Path], written: Write
 ) -> None:
     read = json.loads(files["kernels"].read_text()) | {"on_a_card": True}
-    data_of(read).update(engine=GRAPHS, emulated=True, machine={"card": "MI300X"})
-    page = html_of([written("check.json", read)])
+    data_of(read).update(engine=GRAPH_ENGINE, emulated=True, machine={"card": "MI300X"})
+    page = render_page([written("check.json", read)])
     ((word, _, facts),) = glances(page)
     assert (word, facts["Card"]) == ("passed on an emulator", "emulated: MI300X")
     assert 'class="word good' not in page
@@ -176,13 +178,13 @@ def test_what_passed_on_an_emulator_never_looks_like_what_passed_on_a_card(
 def test_a_replay_by_other_means_claims_no_graphs(files: dict[str, Path], written: Write) -> None:
     read = json.loads(files["kernels"].read_text())
     data_of(read)["engine"] = "another replay"
-    page = html_of([written("check.json", read)])
+    page = render_page([written("check.json", read)])
     assert "No graph was captured" in page
     assert "Launches in captured graphs" not in page
 
 
 def test_the_card_is_known_by_the_name_of_its_engine() -> None:
-    assert GraphEngine.name == GRAPHS
+    assert GraphEngine.name == GRAPH_ENGINE
 
 
 @pytest.mark.parametrize(
@@ -200,26 +202,26 @@ def test_a_card_that_is_not_named_is_not_none(
     if machine is not None:
         data = data_of(json.loads(files["timing"].read_text())) | {"machine": machine}
     done = (Step("passed", "", name="engine"), Step("passed", "", data=data, name="timing"))
-    page = html_of([written("check.json", check_run(*done, status=0, on_a_card=on_a_card))])
+    page = render_page([written("check.json", check_run(*done, status=0, on_a_card=on_a_card))])
     assert [facts["Card"] for *_, facts in glances(page)] == [card]
 
 
 def test_a_ratio_to_a_stand_in_is_not_one_to_vllm(files: dict[str, Path], written: Write) -> None:
     read = json.loads(files["timing"].read_text())
-    note = "the ratio is to no kernel that serves"
-    assert note not in html_of([files["timing"]])
+    note = "the ratio is to a kernel that never serves"
+    assert note not in render_page([files["timing"]])
     row = data_of(read)["rows"][0]
     row["us"]["vllm-stand-in"] = row["us"].pop("vllm")
-    assert note in html_of([written("timing.json", read)])
+    assert note in render_page([written("timing.json", read)])
 
 
 def test_figures_of_a_step_stand_under_their_own_names(written: Write) -> None:
-    figures = asdict(PrefillRows(8, 7, 8, 0.5, 1.25, 1.5))
+    figures = asdict(PrefillComparison(8, 7, 8, 0.5, 1.25, 1.5))
     turned = dict(reversed(figures.items()))
     del turned["repeated"]
     data = {"mixed": figures, "above": turned}
     read = check_run(Step("passed", "", data=data, name="prefill"), status=0, on_a_card=True)
-    (rows,) = (rows for title, rows in tables(html_of([written("check.json", read)])) if "prefill" in title)
+    (rows,) = (rows for title, rows in tables(render_page([written("check.json", read)])) if "prefill" in title)
     assert rows == [
         ["scenario", "prompts", "equal", "repeated", "max abs dlogprob", "off ms", "on ms"],
         ["mixed", "8", "7", "8", "0.50", "1.25", "1.50"],

@@ -15,7 +15,7 @@ from tests.report import made_files
 from tests.report.pages import Write, data_of, glances, rows_of, tables
 from tests.support.decisions import decision
 from vllm_aiter_mla.admission import Skip
-from vllm_aiter_mla.commands.report.page import html_of
+from vllm_aiter_mla.commands.report.page import render_page
 from vllm_aiter_mla.status.record import DecisionGroup
 
 
@@ -37,7 +37,7 @@ def test_only_an_engine_that_lives_and_has_a_card_is_green(
     data["evidence"]["host"] = host or data["evidence"]["host"]
     if lives is not None:
         lives(tmp_path)
-    page = html_of([written("status-1-a-0-0.json", data)])
+    page = render_page([written("status-1-a-0-0.json", data)])
     ((said, _, facts),) = glances(page)
     assert (said, "4/4 MLA layers engaged" in facts["Means"]) == (word, True)
     assert ('class="glance good' in page) is (word == "engaged")
@@ -50,7 +50,7 @@ def test_the_ranks_of_a_server_share_a_glance_that_says_what_each_says(written: 
     for run in ("1-a", "2-b"):
         made_files.living(tmp_path, run)
     made = (made_files.status(**{"run": "1-a"} | one) for one in changes)
-    page = html_of([written(f"{number}.json", data) for number, data in enumerate(made)])
+    page = render_page([written(f"{number}.json", data) for number, data in enumerate(made)])
     assert [(word, facts["Input"]) for word, _, facts in glances(page)] == [
         ("engaged", "0.json; 1.json"), ("partly", "2.json"), ("engaged", "3.json"),
     ]  # fmt: skip
@@ -59,7 +59,7 @@ def test_the_ranks_of_a_server_share_a_glance_that_says_what_each_says(written: 
 def test_the_ranks_that_run_the_same_kernels_share_a_strip(written: Write) -> None:
     other = [DecisionGroup(tuple(made_files.LAYERS), decision((1, 256, "aiter")))]
     changes: list[dict[str, Any]] = [{"rank": 0}, {"rank": 1}, {"rank": 2, "decided": other}]
-    page = html_of([written(f"{one['rank']}.json", made_files.status(**one)) for one in changes])
+    page = render_page([written(f"{one['rank']}.json", made_files.status(**one)) for one in changes])
     strips = {
         title: text for title, text in re.findall(r"<h3>(Which kernel runs[^<]*?)\s*</h3>(.*?)<table>", page, re.DOTALL)
     }
@@ -74,7 +74,7 @@ def test_ranks_that_measured_the_same_share_one_table(written: Write) -> None:
         written(f"status-{rank}-{rank}.json", made_files.status(rank=rank, measured=[made_files.measured()]))
         for rank in range(2)
     ]
-    page = html_of(paths)
+    page = render_page(paths)
     assert page.count("<h3>Timed at start-up") == 1
     assert "rank 0: 4 layers" in page
     assert "rank 1: 4 layers" in page
@@ -84,14 +84,14 @@ def test_ranks_that_measured_the_same_share_one_table(written: Write) -> None:
 def test_a_status_names_each_reason_and_its_layers(written: Write) -> None:
     skipped = {made_files.LAYERS[3]: Skip("sparse_mla", "<b>sparse</b> MLA")}
     engaged = dict.fromkeys(made_files.LAYERS[:3], "triton")
-    page = html_of([written("status-1-0.json", made_files.status(engaged=engaged, skipped=skipped))])
+    page = render_page([written("status-1-0.json", made_files.status(engaged=engaged, skipped=skipped))])
     (row,) = (row for row in rows_of(page) if "3/4" in row)
     assert row[7].strip().endswith(f"sparse_mla: <b>sparse</b> MLA (1): {made_files.LAYERS[3]}")
 
 
 def test_a_plan_shows_every_reason(files: dict[str, Path]) -> None:
     plan = data_of(json.loads(files["plan"].read_text()))
-    page = html_of([files["plan"]])
+    page = render_page([files["plan"]])
     codes = {reason["code"] for reason in plan["reasons"]}
     assert len(codes) > 1
     assert all(f"{code}: " in page for code in codes)
@@ -99,7 +99,7 @@ def test_a_plan_shows_every_reason(files: dict[str, Path]) -> None:
 
 
 def test_one_layer_is_drawn_launch_after_launch(files: dict[str, Path]) -> None:
-    launches = dict(tables(html_of([files["plan"]])))
+    launches = dict(tables(render_page([files["plan"]])))
     (rows,) = (rows for title, rows in launches.items() if title.startswith("One layer at 64 tokens by formula"))
     launches = Counter(row[0] for row in rows)
     assert (launches["vLLM, unfused"], launches["aiter"], launches["triton"]) == (4, 2, 1)
@@ -111,7 +111,7 @@ def test_a_server_is_engaged_only_if_each_of_its_ranks_says_so(
 ) -> None:
     made_files.living(tmp_path)
     data = [made_files.status(rank=rank, ranks=3, model_name="r1", engine="0") for rank in given]
-    page = html_of([written(f"{number}.json", one) for number, one in enumerate(data)])
+    page = render_page([written(f"{number}.json", one) for number, one in enumerate(data)])
     assert {said for said, *_ in glances(page)} == {word}
     assert ('class="glance good' in page) is (word == "engaged")
 
@@ -124,7 +124,7 @@ def ranges_of(page: str) -> list[str]:
 
 def test_a_range_counts_as_rewritten_only_where_a_layer_matched(written: Write) -> None:
     compiled = {"1-8": {"matched": 0, "skipped": 4}, "9-16": {"matched": 4}, "17-32": {"matched": 1}}
-    assert ranges_of(html_of([written("status.json", made_files.status(compiled=compiled))])) == ["9-16, 17-32"]
+    assert ranges_of(render_page([written("status.json", made_files.status(compiled=compiled))])) == ["9-16, 17-32"]
 
 
 @pytest.mark.parametrize(("inside", "shown"), [(0, "-"), (1, "1-16")])
@@ -134,12 +134,12 @@ def test_a_plan_names_only_ranges_that_its_integration_rewrites(
     """The module integration rewrites none, also where a range ends at the decode limit."""
     read = json.loads(files["plan"].read_text())
     data_of(read).update(limit=16, compile_ranges={"ranges": [[1, 16], [17, 32]], "inside": inside, "note": ""})
-    assert ranges_of(html_of([written("plan.json", read)])) == [shown]
+    assert ranges_of(render_page([written("plan.json", read)])) == [shown]
 
 
 def test_a_plan_that_could_not_tell_shows_no_number_of_layers(files: dict[str, Path], written: Write) -> None:
     read = json.loads(files["plan"].read_text())
     data_of(read)["outcome"] = "unknown"
-    page = html_of([written("plan.json", read)])
+    page = render_page([written("plan.json", read)])
     rows = next(rows for title, rows in tables(page) if title.startswith("MLA layers"))
     assert rows[1][1] == "not known"

@@ -16,7 +16,7 @@ from tests.report import report_chromium as chromium
 from tests.report.pages import Write, check_run, data_of, glances, rows_of, sections_of, tables
 from vllm_aiter_mla import files as our_files
 from vllm_aiter_mla.commands.check.record import Step
-from vllm_aiter_mla.commands.report.page import html_of
+from vllm_aiter_mla.commands.report.page import render_page
 from vllm_aiter_mla.startup.first_call import first_call_marker
 
 
@@ -37,7 +37,7 @@ def test_each_chart_of_the_whole_page_is_named(page: str) -> None:
     ],
 )
 def test_a_file_fills_its_own_sections(files: dict[str, Path], name: str, sections: list[str]) -> None:
-    assert sections_of(html_of([files[name]])) == sections
+    assert sections_of(render_page([files[name]])) == sections
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_file_fills_its_own_sections(files: dict[str, Path], name: str, sectio
     ],
 )
 def test_field_o14_the_first_screen_answers(files: dict[str, Path], name: str, word: str, card: str) -> None:
-    page = html_of([files[name]])
+    page = render_page([files[name]])
     ((said, _, facts),) = glances(page)
     assert (said, facts["Card"].startswith(card)) == (word, True)
     stamp = json.loads(files[name].read_text())["evidence"]
@@ -108,25 +108,25 @@ def test_two_inputs_of_a_kind_are_shown_as_each_is_alone(files: dict[str, Path],
     for path, data in zip(paths, twins(files)[kind], strict=True):
         path.parent.mkdir()
         path.write_text(json.dumps(data))
-    page = html_of(paths)
+    page = render_page(paths)
     titles = [title for title, _ in tables(page)]
     charts = re.findall(r'<svg [^>]*aria-label="([^"]+)"', page)
     assert (len(titles), len(charts)) == (len(set(titles)), len(set(charts)))
     shown = [rows for _, rows in tables(page.replace("v.json (2)", "v.json"))]
     of_inputs = [row for rows in shown if rows[:1] and rows[0][0] == "input" for row in rows]
     for path in paths:
-        alone = html_of([path])
+        alone = render_page([path])
         for title, rows in tables(alone):
             of_all = rows[:1] and rows[0][0] == "input"
             assert [row for row in rows if row not in of_inputs] == [] if of_all else rows in shown, title
         assert glances(alone)[0] in glances(page.replace("v.json (2)", "v.json"))
     assert [facts["Input"] for _, _, facts in glances(page)] == ["v.json", "v.json (2)"]
-    assert len(re.findall(r"<svg ", page)) == sum(html_of([path]).count("<svg ") for path in paths)
+    assert len(re.findall(r"<svg ", page)) == sum(render_page([path]).count("<svg ") for path in paths)
 
 
 def test_two_plans_of_a_model_are_told_apart_by_their_options(files: dict[str, Path], written: Write) -> None:
     options = {"a.json": "a model on gfx942, TP 8, fp8_e5m2 cache", "b.json": "a model on gfx950, TP 16, auto cache"}
-    page = html_of([written(*one) for one in zip(options, twins(files)["plan"], strict=True)])
+    page = render_page([written(*one) for one in zip(options, twins(files)["plan"], strict=True)])
     for name, words in options.items():
         (what,) = (what for _, what, facts in glances(page) if facts["Input"] == name)
         assert words in what
@@ -161,7 +161,7 @@ def hostile(files: dict[str, Path], written: Write) -> list[Path]:
 
 
 def test_hostile_strings_stay_text(hostile: list[Path]) -> None:
-    page = html_of(hostile)
+    page = render_page(hostile)
     assert strays(page) == []
     assert page.count("&lt;script&gt;") > 20
     assert "{{ 7 * 7 }}" in page
@@ -175,7 +175,7 @@ def test_mutation_without_escaping_hostile_strings_are_seen(
 ) -> None:
     real = jinja2.Environment
     monkeypatch.setattr(jinja2, "Environment", lambda **options: real(**options | {"autoescape": False}))
-    assert "<script" in strays(html_of(hostile))
+    assert "<script" in strays(render_page(hostile))
 
 
 @pytest.mark.parametrize("kind", ["status", "kernels", "timing"])
@@ -188,10 +188,10 @@ def test_a_value_of_a_wrong_type_is_shown_or_names_its_file(
     for field in data:
         path.write_text(json.dumps(data | {field: value}))
         with contextlib.suppress(ValueError):
-            html_of([path])
+            render_page([path])
             continue
         with pytest.raises(ValueError) as caught:
-            html_of([path])
+            render_page([path])
         messages.append(str(caught.value))
     assert messages
     assert all(message.startswith(f"{path}: ") for message in messages)
@@ -201,12 +201,12 @@ def test_a_folder_with_what_a_crash_leaves_and_other_records_shows_its_status(
     files: dict[str, Path], tmp_path: Path
 ) -> None:
     (tmp_path / "status-1-0.json").write_bytes(files["status"].read_bytes())
-    alone = html_of([tmp_path])
+    alone = render_page([tmp_path])
     marking = first_call_marker(tmp_path, "first-call-1")
     marking.__enter__()  # and the process is no more
     assert len(list(tmp_path.glob("*first-call*"))) == 2, "its lock is there too"
     our_files.write(tmp_path / "engines.json", {our_files.STAMP_KEY: our_files.stamp("engines")})
-    assert html_of([tmp_path]) == alone
+    assert render_page([tmp_path]) == alone
     marking.__exit__(None, None, None)
 
 

@@ -15,7 +15,7 @@ from tests.support.planted import break_import
 from vllm_aiter_mla import commands
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.commands.report.page import html_of
+from vllm_aiter_mla.commands.report.page import render_page
 
 
 def report(*arguments: object) -> Result:
@@ -83,7 +83,7 @@ def test_packages_of_the_page_that_cannot_be_imported_are_named_with_their_versi
 ) -> None:
     monkeypatch.setattr(steps, "STEPS", {})
     break_import(monkeypatch, "jinja2", error)
-    monkeypatch.delitem(sys.modules, html_of.__module__)
+    monkeypatch.delitem(sys.modules, render_page.__module__)
     given = {
         "report": ["report", str(files["timing"]), "--out", str(tmp_path / "page.html")],
         "check": ["check", "deepseek-r1", "--html", str(tmp_path / "page.html")],

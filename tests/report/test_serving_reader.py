@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 from tests.report.pages import Write, glances, rows_of
-from vllm_aiter_mla.commands.report.page import html_of
+from vllm_aiter_mla.commands.report.page import render_page
 
 
 def test_served_times_are_drawn_with_their_errors(files: dict[str, Path]) -> None:
-    page = html_of([files["serving"]])
+    page = render_page([files["serving"]])
     assert ["1024", "0", "256", "5", *["10.00 ± 0.20", "8.00 ± 0.10"] * 3] in rows_of(page)
     drawn = re.findall(r'<svg [^>]*aria-label="([^"]+)"', page)
     assert [title.partition(", lengths ")[0] for title in drawn] == [
@@ -26,6 +26,6 @@ def test_served_times_are_drawn_with_their_errors(files: dict[str, Path]) -> Non
 def test_a_served_point_that_is_invalid_is_named_and_not_drawn(files: dict[str, Path], written: Write) -> None:
     data = json.loads(files["serving"].read_text())
     data["rows"][0] |= {"invalid": "200 failed", "estimates": {}}
-    page = html_of([written("serving.json", data)])
+    page = render_page([written("serving.json", data)])
     assert (glances(page)[0][0], "rate 1: invalid: 200 failed" in page) == ("failed", True)
     assert "over 1 rates" in page

@@ -21,7 +21,7 @@ from vllm_aiter_mla.commands.check.engine import steps as engine_steps
 from vllm_aiter_mla.commands.check.engine.record import SIDES, EngineAnswer, Side
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 from vllm_aiter_mla.commands.plan import model
-from vllm_aiter_mla.commands.report.page import html_of
+from vllm_aiter_mla.commands.report.page import render_page
 
 # With the roundings of vLLM's compiled graph, so that the tokens with the flag on equal those with the flag off.
 PLUGIN = "--additional-config.aiter_mla."
@@ -52,12 +52,12 @@ def context(folder: Path) -> Context:
     """Return what the demo asks of ``check``: a DeepSeek of two layers, which is written to ``folder``."""
     save_config(TinyDeepseek(num_hidden_layers=2).config(), folder)
     variables = model.plan_variables((), os.environ)
-    return Context(CheckOptions(model.find_config(str(folder)), ARGUMENTS, "gfx942", variables, on_cpu=True))
+    return Context(CheckOptions(model.find_config(str(folder)), ARGUMENTS, "gfx942", variables, uses_cpu=True))
 
 
 def with_arguments(asked: Context, *arguments: str) -> Context:
     """Return what is asked with further arguments of ``vllm serve``; nothing has been found about it."""
-    return Context(replace(asked.options, arguments=(*asked.options.arguments, *arguments)))
+    return Context(replace(asked.options, serve_arguments=(*asked.options.serve_arguments, *arguments)))
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def engines_on_this_cpu(variables: Mapping[str, str]) -> Iterator[None]:
     """Let the step ``engine`` run on this CPU in a block, under ``environment``; ``check`` would skip it."""
 
     def compare_engines(asked: Context) -> Step:
-        with engine_steps.engines(asked, asked.options.environment() | dict(variables)) as answer:
+        with engine_steps.engine_runner(asked, asked.options.environment() | dict(variables)) as answer:
             asked.answers = both(answer)
         return engine_steps.compare_tokens(asked)
 
@@ -84,7 +84,7 @@ def both(answer: Callable[[Side], EngineAnswer]) -> dict[Side, EngineAnswer]:
         except BaseException:  # a signal too
             # A side may be about to start its process, so one look is not enough.
             process.end_calls()
-            while wait(sides.values(), timeout=process.LOOK_S).not_done:
+            while wait(sides.values(), timeout=process.POLL_SECONDS).not_done:
                 process.end_calls()
             raise
         return {side: ended.result() for side, ended in sides.items()}
@@ -115,9 +115,9 @@ def main(html: Path | None = None) -> int:
             passes = with_arguments(planned, *PASSES)
             passes.plan = planned.plan
             found += run_steps(passes, f"passes, {cache}", *ENGINE)
-        status = run.exit_status(found, asked.options.on_cpu)
-        show.table(TITLE, found, show.last_line(found, status))
+        status = run.exit_status_of(found, asked.options.uses_cpu)
+        show.print_table(TITLE, found, show.summary_line(found, status))
         if html is not None:
             files.write(Path(work) / "check.json", CheckRun(TITLE, status, tuple(found), on_a_card=False))
-            files.write_text(html, html_of([Path(work) / "check.json"]))
+            files.write_text(html, render_page([Path(work) / "check.json"]))
         return status

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tests.sandbox.spec import EngineResult
-from vllm_aiter_mla.commands.check.engine.distance import Figures, figures
+from vllm_aiter_mla.commands.check.engine.distance import TokenComparison, compare_requests
 
 # The op called, and the first argument: for ``auto_functionalized`` the op inside it.
 _CALL = re.compile(r"= call_function\[target=([^\]]+)\](?:\(args = \(([\w.]+))?")
@@ -15,7 +15,7 @@ _FREE = re.compile(
 )
 
 
-def compare(base: EngineResult, other: EngineResult) -> dict[str, Figures]:
+def compare(base: EngineResult, other: EngineResult) -> dict[str, TokenComparison]:
     """Figures by scenario.
 
     Raises:
@@ -23,7 +23,7 @@ def compare(base: EngineResult, other: EngineResult) -> dict[str, Figures]:
     """
     if base.scenarios.keys() != other.scenarios.keys():
         raise ValueError(f"different scenarios: {list(base.scenarios)} and {list(other.scenarios)}")
-    return {name: figures(base.scenarios[name], other.scenarios[name]) for name in base.scenarios}
+    return {name: compare_requests(base.scenarios[name], other.scenarios[name]) for name in base.scenarios}
 
 
 def op_count(graph: str) -> int:

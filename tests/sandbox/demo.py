@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.sandbox import engine
-from tests.sandbox.compare import Figures, compare, op_count
+from tests.sandbox.compare import TokenComparison, compare, op_count
 from tests.sandbox.runs import Options, Run, describe, runs, why_no_gpu
 from tests.sandbox.spec import EngineResult, EngineSpec
 from vllm_aiter_mla import files
@@ -77,7 +77,7 @@ class Outcome:
     run: Run
     off: EngineResult
     on: EngineResult
-    figures: dict[str, Figures]
+    figures: dict[str, TokenComparison]
 
     @property
     def ok(self) -> bool:

@@ -44,7 +44,7 @@ class Bound:
     top1: float
     max_abs_dlogprob: float
 
-    def holds(self, found: distance.Figures) -> bool:
+    def holds(self, found: distance.TokenComparison) -> bool:
         """Whether a scenario's figures lie inside."""
         return (
             found.tokens > 0 and found.top1_agreement >= self.top1 and found.max_abs_dlogprob <= self.max_abs_dlogprob
@@ -58,7 +58,7 @@ class Bound:
 EXACT = Bound(1.0, 1e-3)
 """The reference kernel rounds as vLLM's kernels and compiled graph do; so does AITER's arithmetic over a bf16 cache."""
 
-SUM_ORDER = Bound(distance.TOP1, distance.MAX_DLOGPROB)
+SUM_ORDER = Bound(distance.MIN_TOP1_AGREEMENT, distance.MAX_DLOGPROB)
 """Another kernel adds the absorb BMM up in another order, so near ties of a random model give other tokens."""
 
 

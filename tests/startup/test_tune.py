@@ -207,7 +207,7 @@ TOLD = ("kept in ", "fnuz cache:", f"{BEST}: 5.0", "bfloat16 cache:", f"{BEST}: 
 
 @pytest.mark.parametrize("told", range(len(TOLD)))
 def test_tune_whose_process_ends_fails_and_nothing_that_it_told_is_lost(card, monkeypatch, tmp_path, told):
-    in_process.install(monkeypatch, ends={process.name_of(step.tune): told})
+    in_process.install(monkeypatch, ends={process.import_path_of(step.tune): told})
     assert tune("--type", "both", "--json", str(tmp_path / "sent.json")).exit_code == outputs.EXIT_FAILED
     (found,) = files.read(CheckRun, tmp_path / "sent.json").steps
     assert (found.status, found.detail) == ("failed", in_process.ENDED.sentence())
@@ -220,7 +220,7 @@ def test_tune_whose_process_ends_fails_and_nothing_that_it_told_is_lost(card, mo
 
 @pytest.mark.mutation
 def test_mutation_tiles_that_are_kept_at_the_end_only_are_caught(card, monkeypatch, tmp_path):
-    monkeypatch.setattr(step, "keep", lambda record: tmp_path)
+    monkeypatch.setattr(step, "save_tiles", lambda record: tmp_path)
     with pytest.raises(AssertionError, match="0 == 1"):
         test_tune_whose_process_ends_fails_and_nothing_that_it_told_is_lost(card, monkeypatch, tmp_path, 3)
 

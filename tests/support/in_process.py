@@ -27,7 +27,7 @@ def install(
 
     Args:
         monkeypatch: of the test.
-        noted: gets ``process.name_of`` each function that is called, and its variables.
+        noted: gets ``process.import_path_of`` each function that is called, and its variables.
         ends: names of functions whose first call ends by ``ENDED`` once it has told so many values; 0: before it
             begins.
     """
@@ -36,9 +36,9 @@ def install(
     def call(
         function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] = os.environ,
         log: int | None = None, on_value: Callable[[Any], None] = lambda value: None,
-        raises: tuple[type[Exception], ...] = (),
+        expected_errors: tuple[type[Exception], ...] = (),
     ) -> Any:  # fmt: skip
-        name = process.name_of(function)
+        name = process.import_path_of(function)
         noted(name, environment)
         most, told = left.pop(name, None), 0
 
@@ -51,13 +51,13 @@ def install(
 
         if most == 0:
             raise ENDED
-        process._listeners.append(hear)
+        process._value_listeners.append(hear)
         try:
             returned = function(*arguments)
         except _End:
             raise ENDED from None
         finally:
-            process._listeners.remove(hear)
+            process._value_listeners.remove(hear)
         assert most is None, f"{name} told {told} values and returned: nothing ended it after {most}"
         return returned
 

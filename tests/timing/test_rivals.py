@@ -81,7 +81,7 @@ def test_it_declines_what_it_would_do_wrongly():
         (synthetic_inputs(replace(SHAPE, weight=("mxfp4",))), "on gfx950 only"),
     ):
         assert word in str(bound.refuse(inputs)), word
-    assert OneLaunchBackend(MI300X, OPS, unit_scale=True).refuse(fp8) is None
+    assert OneLaunchBackend(MI300X, OPS, has_unit_scale=True).refuse(fp8) is None
 
 
 @pytest.mark.parametrize(

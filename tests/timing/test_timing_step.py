@@ -206,7 +206,7 @@ def test_timing_keeps_what_was_timed_when_a_size_fails(card, monkeypatch):
 # rivals, and for each number of tokens of the timing and its row.
 
 
-NAME = process.name_of(child.time_kernels)
+NAME = process.import_path_of(child.time_kernels)
 
 
 def ends(monkeypatch, folder, told):

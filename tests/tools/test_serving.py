@@ -18,7 +18,7 @@ import pytest
 from tests.support.signals import heard
 from tests.support.waiting import happened
 from tools import serving
-from vllm_aiter_mla.commands.report.page import html_of
+from vllm_aiter_mla.commands.report.page import render_page
 
 HERE = Path(__file__).parent
 TOOL = HERE.parents[1] / "tools" / "serving.py"
@@ -76,7 +76,7 @@ def test_two_sides_the_page_holds_each_side_the_ratio_and_what_ran(fakes: Simple
 
 def test_the_report_draws_what_the_tool_wrote(fakes: SimpleNamespace) -> None:
     assert fakes.run("speed", "--rates", "1,50") == 0
-    page = html_of([fakes.record])
+    page = render_page([fakes.record])
     assert [cell in page for cell in ("10.00 ± 0.10", "8.00 ± 0.20", "fake card")] == [True] * 3
     assert "TPOT off / on 1.250 to 1.250 over 2 rates, lengths 1024/0/256" in page
     assert len(re.findall(r"<svg ", page)) == 2
@@ -84,7 +84,7 @@ def test_the_report_draws_what_the_tool_wrote(fakes: SimpleNamespace) -> None:
 
 def test_the_report_shows_shares_of_right_answers(fakes: SimpleNamespace) -> None:
     assert fakes.run("accuracy") == 0
-    page = html_of([fakes.record])
+    page = render_page([fakes.record])
     assert "shares of right answers, run 1" in page
     for figures in (of["0"]["figures"] for of in json.loads(fakes.record.read_text())["answers"].values()):
         assert figures

@@ -169,7 +169,7 @@ def ends(monkeypatch, tmp_path, told):
     """Two back ends over two cases; the process of the first ends after it told so many values."""
     found, path = session.FINDERS["reference"], tmp_path / "out.json"
     monkeypatch.setattr(session, "FINDERS", {"first": found, "second": found})
-    in_process.install(monkeypatch, ends={process.name_of(child.verify_back_end): told})
+    in_process.install(monkeypatch, ends={process.import_path_of(child.verify_backend): told})
     done = cli("--quick", "--case", "fresh-data", "--case", "other-slots", "--variant", "bf16", "--json", str(path))
     assert done.exit_code == 1, done.output
     results = record(path)["results"]
@@ -194,13 +194,13 @@ def test_a_process_that_ends_fails_in_its_case_and_what_passed_is_kept(monkeypat
     assert [(one["backend"], one["case"]) for one in failed] == [("first", case)]
     (finding,) = failed[0]["findings"]
     assert finding["message"] == f"{in_process.ENDED.sentence(case)}; no later case of first ran"
-    assert f"{in_process.ENDED.how} in {case}" in done.stdout
+    assert f"{in_process.ENDED.ending} in {case}" in done.stdout
     assert (f"--case {case}" in failed[0]["command"]) == (case != "start")
 
 
 @pytest.mark.mutation
 def test_mutation_a_case_that_ended_its_process_and_is_left_out_is_caught(monkeypatch, tmp_path):
-    monkeypatch.setattr(step, "_with_failure", lambda record, *_: record)
+    monkeypatch.setattr(step, "_add_failure", lambda record, *_: record)
     with pytest.raises(AssertionError, match="0 == 1"):
         test_a_process_that_ends_fails_in_its_case_and_what_passed_is_kept(
             monkeypatch, tmp_path, 2, "fresh-data", set()
@@ -243,7 +243,7 @@ def test_a_back_end_that_breaks_while_it_is_looked_for_is_missing_not_a_crash(mo
 @pytest.mark.parametrize(("terminal", "told"), [("1", True), ("", False)])
 def test_a_terminal_shows_on_stderr_the_case_that_runs_and_a_file_does_not(monkeypatch, terminal, told):
     monkeypatch.setenv("FORCE_COLOR", terminal)
-    monkeypatch.setattr(show, "in_a_terminal", lambda: bool(terminal))
+    monkeypatch.setattr(show, "is_stderr_terminal", lambda: bool(terminal))
     run, words = session.run, "reference fp8 fresh-data"
 
     def runs(*asked):

@@ -69,8 +69,8 @@ def contenders(platform: Platform, aiter: Path | None) -> tuple[dict[str, Kernel
         absorb.GEMMS["fp8"] = _function(f"aiter.ops.triton.gemm.batched.{FP8_BMM}", FP8_BMM)
         found[UNFUSED] = StandInBackend(("plain", "fp8"))
         found[PAIR] = AiterPair(_function(*FUSED))
-        one = {"fp8": _function(rivals.MODULE, rivals.FUNCTIONS["fp8"])}
-        found[ONE] = rivals.OneLaunchBackend(platform, one, unit_scale=True)
+        one = {"fp8": _function(rivals.ONE_LAUNCH_MODULE, rivals.ONE_LAUNCH_FUNCTIONS["fp8"])}
+        found[ONE] = rivals.OneLaunchBackend(platform, one, has_unit_scale=True)
     except Exception as error:  # another AITER may have its functions elsewhere
         return found, {name: f"{type(error).__name__}: {error}" for name in (PAIR, ONE) if name not in found}
     return found, {}

@@ -15,48 +15,53 @@ from typer.core import TyperGroup
 from vllm_aiter_mla import __version__
 from vllm_aiter_mla.commands import outputs, process
 
-# Each module holds one function of the command's name and imports nothing heavy at its top.
+# Each module has a function with the name of the command, and no slow import at its top.
 COMMANDS = ("check", "status", "report")
 
 VERIFY_OPTIONS = {
     "-b": "--backend", "--only": "--case", "-k": "--case", "--seed": "--data-seed", "--replays": "--long-run"
 }  # fmt: skip
-TAKE_NUMBERS = ("--tokens", "--heads")
+NUMBER_OPTIONS = ("--tokens", "--heads")
 ALIASES: dict[str, tuple[str, dict[str, str]]] = {
     "doctor": ("machine", {}),
     "plan": ("plan", {}),
     "verify": ("kernels", VERIFY_OPTIONS),
     "measure": ("timing", {"-t": "--tokens", "-n": "--heads"}),
 }
-"""Former commands: the step of ``check`` that each is now, and options that have another name there. Until 0.3."""
+"""By former command, the step of ``check`` that replaces it, and its options that have another name. Until 0.3."""
 
 
-class WithAliases(TyperGroup):
-    """The commands, and the former ones."""
+class AliasGroup(TyperGroup):
+    """The commands, and the aliases of former commands."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line, and say the new spelling of an old one on stderr."""
+        """Parse the command line. For a former command, print the new command line on stderr."""
         if args and args[0] in ALIASES:
-            old, (step, renamed) = args[0], ALIASES[args[0]]
-            args = ["check", "--only", step, *(_renamed(word, renamed) for word in args[1:])]
-            typer.echo(outputs.one_line(f"vllm-aiter-mla {old} is now: vllm-aiter-mla {shlex.join(args)}"), err=True)
+            old_command, (step_name, new_names) = args[0], ALIASES[args[0]]
+            args = ["check", "--only", step_name, *(_new_spelling(word, new_names) for word in args[1:])]
+            typer.echo(
+                outputs.one_line(f"vllm-aiter-mla {old_command} is now: vllm-aiter-mla {shlex.join(args)}"), err=True
+            )
         return super().parse_args(ctx, args)
 
 
-def _renamed(word: str, renamed: Mapping[str, str]) -> str:
-    """Return an option by its new name: ``-n2`` too. ``-tp`` and ``-tp8`` are vLLM's, because ``-t`` takes a number."""
+def _new_spelling(word: str, new_names: Mapping[str, str]) -> str:
+    """Return an option with its new name, also in words like ``-n2``.
+
+    ``-tp`` and ``-tp8`` are vLLM's: after ``-t`` only a number can follow.
+    """
     if word.startswith("--"):
         name, equals, value = word.partition("=")
-        return renamed.get(name, name) + equals + value
-    option, value = renamed.get(word[:2]), word[2:]
-    if option is None or (option in TAKE_NUMBERS and value and not value.isdecimal()):
+        return new_names.get(name, name) + equals + value
+    new_name, value = new_names.get(word[:2]), word[2:]
+    if new_name is None or (new_name in NUMBER_OPTIONS and value and not value.isdecimal()):
         return word
-    return option + f"={value}" * bool(value)
+    return new_name + f"={value}" * bool(value)
 
 
 app = typer.Typer(
     name="vllm-aiter-mla",
-    cls=WithAliases,
+    cls=AliasGroup,
     help="Check the fused MLA decode path of the vLLM plugin, before and while it serves.",
     epilog=outputs.EXIT_STATUSES,
     no_args_is_help=True,
@@ -66,8 +71,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(has_version_option: bool) -> None:
+    if has_version_option:
         typer.echo(f"vllm-aiter-mla {__version__}")
         raise typer.Exit
 
@@ -78,7 +83,7 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Options before any command."""
+    """Define the options that come before any command."""
 
 
 for _name in COMMANDS:
@@ -89,36 +94,36 @@ for _name in COMMANDS:
 def main() -> None:
     """Run the console script.
 
-    Its exit status is 3 if torch or vLLM is not installed, or if standard output takes no more; and 128 + n if signal n
-    ended it.
+    The exit status is that of the command. It is 3 if torch or vLLM is not installed, or if standard output is full or
+    closed. It is 128 + n if signal n ended the command.
     """
     try:
-        with process.ended_by_signals():
+        with process.end_on_signals():
             _run_command()
     except process.SignalError as error:
-        signal, *more = error.args
-        typer.echo("; ".join((f"vllm-aiter-mla: ended by {signal.name}", *more)), err=True)
-        sys.exit(outputs.SIGNALS + signal)
+        received_signal, *progress_messages = error.args
+        typer.echo("; ".join((f"vllm-aiter-mla: ended by {received_signal.name}", *progress_messages)), err=True)
+        sys.exit(outputs.SIGNAL_EXIT_OFFSET + received_signal)
     except ModuleNotFoundError as error:
-        if error.name not in outputs.HOST:
+        if error.name not in outputs.HOST_PACKAGES:
             raise
         typer.echo(f"vllm-aiter-mla: {error.name} is not installed here; run this where vLLM serves", err=True)
         sys.exit(outputs.EXIT_INCOMPLETE)
 
 
 def _run_command() -> None:
-    """Run the command; end it with one line if standard output is on a full disk or the reader of a pipe has gone."""
+    """Run the command. End it with one line if the disk of standard output is full or the reader of a pipe has gone."""
     try:
         try:
             app()
         finally:
             sys.stdout.flush()
-            if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # click has met a closed pipe
+            if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # click found a closed pipe
                 raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO) or error.filename is not None:
             raise
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  or Python complains about the rest when it ends
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  otherwise Python would write the rest at exit, and report another error
         command = next((word for word in sys.argv[1:] if word in (*COMMANDS, *ALIASES)), "vllm-aiter-mla")
         typer.echo(f"{command}: standard output: {error.strerror}", err=True)
         sys.exit(outputs.EXIT_INCOMPLETE)

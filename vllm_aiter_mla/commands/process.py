@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Call a function in a process of its own, because AITER's checks end a process by an abort, and vLLM keeps state.
 
-``call`` starts ``python -m vllm_aiter_mla.commands.process MODULE:FUNCTION ARGUMENTS OUTCOME TOLD LIFELINE FOLDER``.
-That process leads a group, to which vLLM's engine and workers belong. The group ends with its caller, however the
-caller ends: otherwise it would keep the cards.
+``call`` starts ``python -m vllm_aiter_mla.commands.process`` with the arguments of ``main``. The new process leads a
+group, to which vLLM's engine and workers belong. The group ends with its caller, however the caller ends. Otherwise it
+would keep the cards.
 """
 
 import getpass
@@ -23,267 +23,284 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO, TypeVar, TypeVarTuple
 
-TIMEOUT_S = 3600
-"""Seconds without a value, and without output where that goes to a file, after which a process is ended."""
-GRACE_S = 60
-"""Seconds that a process may still run after it has written its outcome."""
-LOOK_S = 0.5
-"""How often ``call`` looks for the values that its process tells."""
-LAST_LINES = 12
-"""How many of its lines an error of a process has."""
-LONGEST_SOCKET_FOLDER = 70
-"""Most characters of a folder for vLLM's sockets: vLLM adds 37, and the path of a socket has at most 107."""
+TIMEOUT_SECONDS = 3600
+"""A process that is silent for so long is ended: it sent no value, and wrote no output to a file."""
+GRACE_SECONDS = 60
+"""A process that has written its outcome may run for so long."""
+POLL_SECONDS = 0.5
+"""Interval at which ``call`` reads the values that its process sends."""
+MAX_LAST_LINES = 12
+"""Lines of output in an ``EndedError``."""
+MAX_SOCKET_FOLDER_LENGTH = 70
+"""Characters in the path of a folder for vLLM's sockets: vLLM adds 37, and the path of a socket has at most 107."""
 
 Arguments = TypeVarTuple("Arguments")
 Returned = TypeVar("Returned")
 
-_groups: set[int] = set()
-"""The process groups of the calls that run now, in any thread. A signal to this process ends them all."""
+_running_groups: set[int] = set()
+"""The process groups of the calls that run now, in all threads. A signal to this process ends them all."""
 
-_folders: set[str] = set()
-"""The folder of ``workspace``, while its block runs."""
+_workspace_folders: set[str] = set()
+"""The folder of ``workspace`` while its block runs."""
 
-_listeners: list[Callable[[Any], None]] = []
-"""What takes each value that this process tells; empty if no ``call`` started this process."""
+_value_listeners: list[Callable[[Any], None]] = []
+"""The functions that get each value that this process sends; empty if no ``call`` started this process."""
 
 
 class EndedError(RuntimeError):
     """A process ended without an outcome.
 
     Args:
-        how: as in "was ended by SIGABRT".
+        ending: how the process ended, as in "was ended by SIGABRT".
         lines: the last lines that the process wrote.
-        who: the process in words.
+        process_label: the process in words.
     """
 
-    def __init__(self, how: str, *lines: str, who: str = "its process") -> None:
-        super().__init__(how, *lines)
-        self.how, self.lines, self.who = how, lines, who
+    def __init__(self, ending: str, *lines: str, process_label: str = "its process") -> None:
+        super().__init__(ending, *lines)
+        self.ending, self.lines, self.process_label = ending, lines, process_label
 
-    def sentence(self, doing: str | None = None) -> str:
-        """Return how the process ended, what it was ``doing``, and its last line."""
-        last_line = f": {self.lines[-1]}" if self.lines else ""  # the kernel's own kill leaves none
-        return f"{self.who} {self.how}" + (f" in {doing}" if doing else "") + last_line
+    def sentence(self, activity: str | None = None) -> str:
+        """Return one sentence: how the process ended, in which ``activity``, and its last line of output."""
+        last_line_text = f": {self.lines[-1]}" if self.lines else ""  # after a kill by the kernel there may be none
+        return f"{self.process_label} {self.ending}" + (f" in {activity}" if activity else "") + last_line_text
 
 
 class SignalError(BaseException):
-    """A signal, the first argument, asks this process to end. Not an ``Exception``: no step may take it for its own."""
+    """A signal, the first argument, asks this process to end. This is no ``Exception``, so that no step catches it."""
 
 
 @contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Let SIGINT, SIGTERM and SIGHUP end the calls that run and raise SignalError; an ignored signal stays ignored."""
-    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in ends}
-    handled = [number for number, handler in before.items() if handler != signal.SIG_IGN]
-    for number in handled:
-        signal.signal(number, _end)
+def end_on_signals() -> Iterator[None]:
+    """During the block, SIGINT, SIGTERM and SIGHUP end the running calls and raise SignalError.
+
+    A signal that is ignored stays ignored.
+    """
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    old_handlers = {number: signal.getsignal(number) for number in signals}
+    handled_signals = [number for number, handler in old_handlers.items() if handler != signal.SIG_IGN]
+    for number in handled_signals:
+        signal.signal(number, _handle_signal)
     try:
         yield
     finally:
-        for number in handled:
-            signal.signal(number, before[number])
+        for number in handled_signals:
+            signal.signal(number, old_handlers[number])
 
 
-def _end(number: int, _: FrameType | None) -> None:
+def _handle_signal(number: int, _: FrameType | None) -> None:
     end_calls()
     raise SignalError(signal.Signals(number))
 
 
 def end_calls() -> None:
-    """End the calls that run, in whichever thread."""
-    for group in tuple(_groups):
-        _kill(group)
+    """End the running calls of all threads."""
+    for group in tuple(_running_groups):
+        _kill_group(group)
 
 
-def _kill(group: int) -> None:
+def _kill_group(group: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 
 
 @contextmanager
 def workspace() -> Iterator[None]:
-    """Keep temporary files, those of calls too, in one folder during the block; remove it with the outermost block."""
-    if tempfile.tempdir in _folders:  # in the block of another call
+    """Keep all temporary files, also those of calls, in one folder during the block. The outermost block removes it."""
+    if tempfile.tempdir in _workspace_folders:  # inside another block
         yield
         return
-    before = tempfile.tempdir
+    outer_folder = tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="aiter-mla-") as folder:
-        _folders.add(folder)
+        _workspace_folders.add(folder)
         tempfile.tempdir = folder
         try:
             yield
         finally:
-            tempfile.tempdir = before
-            _folders.discard(folder)
+            tempfile.tempdir = outer_folder
+            _workspace_folders.discard(folder)
 
 
-def send(value: Any) -> None:
-    """Hand a value to ``on_value`` of the call that runs this process, now: it is kept if the process aborts later."""
-    for listener in _listeners:
+def send_value(value: Any) -> None:
+    """Send a value to ``on_value`` of the call that runs this process. The value arrives even if the process aborts."""
+    for listener in _value_listeners:
         listener(value)
 
 
-def name_of(function: Callable[..., Any]) -> str:
-    """Return "module:function", by which another process imports the function."""
+def import_path_of(function: Callable[..., Any]) -> str:
+    """Return "module:function", from which another process imports the function."""
     return f"{function.__module__}:{function.__qualname__}"
 
 
 def call(
     function: Callable[[*Arguments], Returned], *arguments: *Arguments, environment: Mapping[str, str] = os.environ,
     log: int | None = None, on_value: Callable[[Any], None] = lambda value: None,
-    raises: tuple[type[Exception], ...] = (),
+    expected_errors: tuple[type[Exception], ...] = (),
 ) -> Returned:  # fmt: skip
-    """Return what a function returns that is called in a process of its own.
+    """Call a function in a process of its own; return its result.
 
     Args:
         function: a function at the top of a module, which the process imports.
-        arguments: its arguments, which are pickled.
-        environment: the variables of the process.
-        log: the descriptor that the process writes to; by default its last lines are kept for EndedError.
-        on_value: called with each value that the process tells, in order, before this returns or raises.
-        raises: errors of the function that are raised here too. Any other one ends the process.
+        arguments: the arguments of the function, which are pickled.
+        environment: the environment variables of the process.
+        log: the descriptor that the process writes to. By default the last lines go into EndedError.
+        on_value: is called with each value that the process sends, in order, before this function returns or raises.
+        expected_errors: errors of the function that are raised here too. Any other error ends the process.
 
     Raises:
         EndedError: the process ended without an outcome, by an exception or otherwise.
     """
-    with tempfile.TemporaryDirectory(prefix="aiter-mla-") as work:
-        pickled, outcome, told, output = (Path(work) / name for name in ("arguments", "outcome", "told", "output"))
-        pickled.write_bytes(pickle.dumps((arguments, raises)))
-        told.touch()
-        words, shared = (name_of(function), *map(str, (pickled, outcome, told))), tempfile.gettempdir()
-        folder = shared if shared in _folders else work
-        with output.open("wb") as out, told.open("rb") as values:
-            where = out.fileno() if log is None else log
-            how = _run_to_its_end(words, folder, environment, where, lambda: _deliver(values, on_value), outcome)
-        last_lines = output.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
-        if outcome.is_file():
-            returned, error = pickle.loads(outcome.read_bytes())
+    with tempfile.TemporaryDirectory(prefix="aiter-mla-") as call_folder:
+        arguments_file, outcome_file, values_file, output_file = (
+            Path(call_folder) / name for name in ("arguments", "outcome", "values", "output")
+        )
+        arguments_file.write_bytes(pickle.dumps((arguments, expected_errors)))
+        values_file.touch()
+        child_arguments = (import_path_of(function), *map(str, (arguments_file, outcome_file, values_file)))
+        temp_folder = tempfile.gettempdir()
+        child_folder = temp_folder if temp_folder in _workspace_folders else call_folder
+        with output_file.open("wb") as output, values_file.open("rb") as values:
+            deliver_values = partial(_deliver_values, values, on_value)
+            child_log = output.fileno() if log is None else log
+            ending = _run_process(child_arguments, child_folder, environment, child_log, deliver_values, outcome_file)
+        last_lines = output_file.read_text(encoding="utf-8", errors="replace").splitlines()[-MAX_LAST_LINES:]
+        if outcome_file.is_file():
+            returned, error = pickle.loads(outcome_file.read_bytes())
             if error is not None:
                 raise error
             return returned
-    raise EndedError(how, *last_lines)
+    raise EndedError(ending, *last_lines)
 
 
-def _deliver(values: BinaryIO, on_value: Callable[[Any], None]) -> bool:
-    """Hand on each value that has been written completely; return whether there was one."""
+def _deliver_values(values: BinaryIO, on_value: Callable[[Any], None]) -> bool:
+    """Call ``on_value`` with each value that has been written completely; return whether there was one."""
     count = 0
     while True:
-        at = values.tell()
+        position = values.tell()
         try:
             value = pickle.load(values)
-        except (EOFError, pickle.UnpicklingError):  # none, or the process is about to write the rest
-            values.seek(at)
+        except (EOFError, pickle.UnpicklingError):  # no further value, or the process has not written all of it yet
+            values.seek(position)
             return count > 0
         on_value(value)
         count += 1
 
 
-def _run_to_its_end(
-    words: tuple[str, ...],
+def _run_process(
+    child_arguments: tuple[str, ...],
     folder: str,
     environment: Mapping[str, str],
     log: int,
-    hear: Callable[[], bool],
-    outcome: Path,
+    deliver_values: Callable[[], bool],
+    outcome_file: Path,
 ) -> str:
-    """Run the process to its end, and end what it leaves behind; return how it ended, or "" if only its outcome counts.
+    """Run the process, then end its group. Return how the process ended, or "" if it wrote its outcome and went on.
 
-    ``hear`` runs every ``LOOK_S``; it returns whether the process told something.
+    ``deliver_values`` is called every ``POLL_SECONDS`` and returns whether the process has sent a value.
     """
-    end, lifeline = os.pipe()
+    read_end, write_end = os.pipe()
     child = subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__, *words, str(end), folder], env=_with_folder(environment, folder),
-        stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(end,),
+        [sys.executable, "-P", "-m", __name__, *child_arguments, str(read_end), folder],
+        env=_variables_with_folder(environment, folder), stdin=subprocess.DEVNULL, stdout=log,
+        stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(read_end,),
     )  # fmt: skip
-    os.close(end)
-    _groups.add(child.pid)
-    until, has_outcome, printed = time.monotonic() + TIMEOUT_S, False, 0
+    os.close(read_end)
+    _running_groups.add(child.pid)
+    deadline, has_outcome, output_bytes = time.monotonic() + TIMEOUT_SECONDS, False, 0
     try:
-        while (code := _exit_status(child, min(LOOK_S, max(until - time.monotonic(), 0)))) is None:
-            earlier, printed = printed, 0 if log < 0 else os.fstat(log).st_size  # vLLM logs while it loads and compiles
-            if (hear() or printed > earlier) and not has_outcome:
-                until = time.monotonic() + TIMEOUT_S
-            if not has_outcome and outcome.is_file():
-                has_outcome, until = True, time.monotonic() + GRACE_S
-            if time.monotonic() >= until:
-                return "" if has_outcome else f"was silent for {TIMEOUT_S} s"
-        hear()
+        while (exit_status := _wait_for_exit_status(child, _poll_seconds(deadline))) is None:
+            previous_bytes, output_bytes = output_bytes, 0 if log < 0 else os.fstat(log).st_size
+            # Output counts as well as values: vLLM logs while it loads and compiles.
+            if (deliver_values() or output_bytes > previous_bytes) and not has_outcome:
+                deadline = time.monotonic() + TIMEOUT_SECONDS
+            if not has_outcome and outcome_file.is_file():
+                has_outcome, deadline = True, time.monotonic() + GRACE_SECONDS
+            if time.monotonic() >= deadline:
+                return "" if has_outcome else f"was silent for {TIMEOUT_SECONDS} s"
+        deliver_values()
     finally:
-        _kill(child.pid)
+        _kill_group(child.pid)
         child.wait()
-        _groups.discard(child.pid)
-        os.close(lifeline)
-    return f"ended with status {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+        _running_groups.discard(child.pid)
+        os.close(write_end)
+    if exit_status >= 0:
+        return f"ended with status {exit_status}"
+    return f"was ended by {signal.Signals(-exit_status).name}"
 
 
-def _exit_status(child: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """Return a process's exit status; None if it still runs after so many seconds."""
+def _poll_seconds(deadline: float) -> float:
+    return min(POLL_SECONDS, max(deadline - time.monotonic(), 0))
+
+
+def _wait_for_exit_status(child: subprocess.Popen[bytes], timeout: float) -> int | None:
+    """Return the exit status of a process; None if it still runs after ``timeout`` seconds."""
     try:
-        return child.wait(seconds)
+        return child.wait(timeout)
     except subprocess.TimeoutExpired:
         return None
 
 
-def _with_folder(environment: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Return the variables with ``folder`` for temporary files.
+def _variables_with_folder(environment: Mapping[str, str], folder: str) -> dict[str, str]:
+    """Return the variables with ``folder`` as the folder for temporary files.
 
-    torch's compile cache stays where it is without ``folder``; so do vLLM's sockets if the path of ``folder`` is too
-    long for them.
+    torch's compile cache stays outside ``folder``. vLLM's sockets do too if its path is too long for them.
     """
-    shared = tempfile.gettempdir()
-    outside = Path(shared).parent if shared in _folders else shared
+    temp_folder = tempfile.gettempdir()
+    outer_folder = Path(temp_folder).parent if temp_folder in _workspace_folders else temp_folder
     variables = {**environment, "TMPDIR": folder}
-    if len(folder) > LONGEST_SOCKET_FOLDER:
-        variables.setdefault("VLLM_RPC_BASE_PATH", str(outside))
+    if len(folder) > MAX_SOCKET_FOLDER_LENGTH:
+        variables.setdefault("VLLM_RPC_BASE_PATH", str(outer_folder))
     with suppress(KeyError, OSError):  # a container's user may have no name
-        variables.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{outside}/torchinductor_{getpass.getuser()}")
+        variables.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{outer_folder}/torchinductor_{getpass.getuser()}")
     return variables
 
 
-def main(function: str, arguments: str, outcome: str, told: str, lifeline: str, folder: str) -> None:
+def main(
+    function_path: str, arguments_file: str, outcome_file: str, values_file: str, caller_pipe: str, folder: str
+) -> None:
     """Call the function and write its outcome.
 
     Args:
-        function: as ``name_of`` names it.
-        arguments: the file of its pickled arguments, and of the errors that the caller raises too.
-        outcome: the file for what it returns or raises.
-        told: the file for the values that it tells before.
-        lifeline: a descriptor. Nothing comes from it; its end says that the caller is gone.
-        folder: the temporary files, which are removed then.
+        function_path: as ``import_path_of`` returns it.
+        arguments_file: has the pickled arguments of the function, and the expected errors.
+        outcome_file: gets the pickled result of the function, or an expected error.
+        values_file: gets the values that the function sends.
+        caller_pipe: the descriptor of a pipe that carries no data. It closes when the caller has gone.
+        folder: the temporary files, which are removed when the caller has gone.
     """
-    _end_with_caller(int(lifeline), folder)
-    # This module is ``__main__`` here, and what it runs imports it by its name.
-    pkgutil.resolve_name("vllm_aiter_mla.commands.process:_listeners").append(partial(_append, Path(told)))
-    values, raises = pickle.loads(Path(arguments).read_bytes())
+    _end_with_caller(int(caller_pipe), folder)
+    # This module is ``__main__`` here. The function imports it by name, and so gets another copy of the list.
+    listeners = pkgutil.resolve_name("vllm_aiter_mla.commands.process:_value_listeners")
+    listeners.append(partial(_append_value, Path(values_file)))
+    arguments, expected_errors = pickle.loads(Path(arguments_file).read_bytes())
     try:
-        returned, error = pkgutil.resolve_name(function)(*values), None
-    except raises as raised:
-        returned, error = None, raised
-    whole = Path(f"{outcome}.whole")
-    whole.write_bytes(pickle.dumps((returned, error)))
-    whole.rename(outcome)
+        returned, error = pkgutil.resolve_name(function_path)(*arguments), None
+    except expected_errors as expected_error:
+        returned, error = None, expected_error
+    unfinished_file = Path(f"{outcome_file}.whole")
+    unfinished_file.write_bytes(pickle.dumps((returned, error)))
+    unfinished_file.rename(outcome_file)
 
 
-def _append(told: Path, value: Any) -> None:
-    with told.open("ab") as out:
-        out.write(pickle.dumps(value))
+def _append_value(values_file: Path, value: Any) -> None:
+    with values_file.open("ab") as stream:
+        stream.write(pickle.dumps(value))
 
 
-def _end_with_caller(lifeline: int, folder: str) -> None:
-    """Fork a process that ends this group, and removes the command's temporary files, once the caller is gone.
+def _end_with_caller(caller_pipe: int, folder: str) -> None:
+    """Fork a process that ends this group and removes the temporary files once the caller has gone.
 
-    A thread would not do: code that holds Python's lock, or an abort, would stop it. Nothing has been imported yet that
-    a fork could harm.
+    A thread would not be enough: an abort, or code that holds Python's lock, would stop it. A fork is safe here,
+    because no library that a fork could harm has been imported yet.
     """
     group = os.getpid()
     if os.getpgrp() != group:
         raise RuntimeError("this process leads no group: only `call` starts it")
     if os.fork():
-        os.close(lifeline)
+        os.close(caller_pipe)
         return
     try:
-        while os.read(lifeline, 1):
+        while os.read(caller_pipe, 1):
             pass
         shutil.rmtree(folder, ignore_errors=True)
     finally:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-aiter-mla check [MODEL]``: every check of the fast path, or those named by ``--only``, in one run.
+"""``vllm-aiter-mla check [MODEL]``: run every check of the fast path, or those that ``--only`` names.
 
-``options`` declares the options of the steps. ``run`` goes through ``steps``. ``context`` is what a step gets,
-``show`` what is printed, ``record`` what is written.
+``options`` declares the options of the steps. ``run`` runs the ``steps`` in order and passes each a ``context``.
+``show`` prints, and ``record`` is the JSON file.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from vllm_aiter_mla.commands import outputs, process, serve_options
 from vllm_aiter_mla.commands.cards import Arch
 from vllm_aiter_mla.commands.check import show, steps
 from vllm_aiter_mla.commands.check.context import CheckOptions, Context, WrongOptionError
-from vllm_aiter_mla.commands.check.kernels.printout import list_cases
+from vllm_aiter_mla.commands.check.kernels.printout import print_cases
 from vllm_aiter_mla.commands.check.options import (
     Device,
     Group,
@@ -26,32 +26,32 @@ from vllm_aiter_mla.commands.check.options import (
     LayerOptions,
     TimingOptions,
     Weights,
-    from_typed,
-    parameters,
+    build_options,
+    option_parameters,
 )
-from vllm_aiter_mla.commands.check.run import Run, exit_status
+from vllm_aiter_mla.commands.check.run import Run, exit_status_of
 from vllm_aiter_mla.commands.plan.model import examples, find_config, plan_variables, split_deployments
-from vllm_aiter_mla.commands.report import renderer
+from vllm_aiter_mla.commands.report import load_renderer
 
 
 class ForwardingCommand(TyperCommand):
-    """A command that leaves every option it does not know to vLLM's own parser.
+    """A command that passes every option it does not know to vLLM's own parser.
 
-    Its own options have long names only: a one-letter option would be taken out of every ``-cc.…`` of vLLM's.
+    Its own options have long names only: click would find a one-letter option in each of vLLM's ``-cc.…`` words.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse our own options; from ``--`` on nothing is ours, and vLLM gets the ``--`` as well.
+        """Parse our own options. vLLM gets ``--`` and everything after it.
 
-        ``-h`` is a word here and no letter: click would find it in vLLM's single-dash words.
+        ``-h`` is replaced before click sees it: click would also find the letter in vLLM's single-dash words.
         """
-        end = args.index("--") if "--" in args else len(args)
-        super().parse_args(ctx, ["--help" if word == "-h" else word for word in args[:end]])
-        ctx.args += args[end:]
+        num_own_args = args.index("--") if "--" in args else len(args)
+        super().parse_args(ctx, ["--help" if word == "-h" else word for word in args[:num_own_args]])
+        ctx.args += args[num_own_args:]
         return list(ctx.args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write a section of the help for MODEL, one for the command's options, and one for each ``Group``."""
+        """Write three kinds of sections of the help: MODEL, the command's options, and one for each ``Group``."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             group = group_of(param)
@@ -64,7 +64,7 @@ class ForwardingCommand(TyperCommand):
 
 
 def group_of(param: Any) -> Group | None:
-    """Return the group of an option of this command; None for MODEL, and for an option that no step has alone."""
+    """Return the group of an option of this command; None for MODEL and for options that all steps share."""
     group = getattr(param, "rich_help_panel", None)
     return group if isinstance(group, Group) else None
 
@@ -105,7 +105,7 @@ def check(
     device: Annotated[Device, typer.Option(help="cpu: run on a CPU what a CPU can run.")] = Device.gpu,
     json: outputs.Json = None,
     html: Annotated[
-        Path | None, typer.Option(callback=outputs.writable, help="Write the page of `report` to this file.")
+        Path | None, typer.Option(callback=outputs.check_writable, help="Write the page of `report` to this file.")
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's own log on stderr.")] = False,
     arch: Annotated[
@@ -129,142 +129,149 @@ def check(
         bool,
         typer.Option("--list", rich_help_panel=Group.KERNELS, help="Print the cases and the oracles, and run nothing."),
     ] = False,
-    **of_steps: Any,
+    **step_options: Any,
 ) -> None:
-    """Check one model on this card, or single steps by --only.
+    """Check one model on this card; --only selects single steps.
 
-    The steps: machine looks at this machine, plan says what would engage (no GPU is needed), issues names known faults,
-    kernels replays captured graphs and compares bytes, timing times the kernels. engine runs vLLM with the flag off and
-    on and compares tokens; prefill, decode and launches look at what it did. What a named step needs runs too. Without
-    MODEL machine, kernels and timing can run, at DeepSeek's sizes; with it at the model's.
-    Exit status: 0 if every step that ran passed, 1 if one failed, 2 if an option or the model is wrong, 3 if something
-    could not be told, if a step was skipped that --only or --require-all asks for, or if neither is given and nothing
-    ran on a card without --device cpu, 4 if vLLM's own kernels are faster on this card: the flag gains nothing.
+    machine checks this machine. plan says which layers would engage and needs no GPU. issues names known faults.
+    kernels replays captured graphs and compares bytes. timing times the kernels. engine runs vLLM with the flag off and
+    on, and compares tokens. prefill, decode and launches compare what these two engines recorded.
+
+    The steps that a named step needs run too. Without MODEL the steps machine, kernels and timing can run, at
+    DeepSeek's sizes. With MODEL they run at the model's sizes.
+
+    Exit status 0: every step that ran passed. 1: a step failed. 2: an option or the model is wrong. 3: a step gave no
+    result, or was skipped although --only or --require-all asks for it; or no step ran on a card, and none of --only,
+    --require-all and --device cpu is given. 4: vLLM's own kernels are the fastest here, so the flag gains nothing.
     """
-    # vLLM logs to standard output, where the findings go. Processes of steps inherit it.
+    # By default vLLM logs to standard output, which is for the findings. The processes of the steps inherit this.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     try:
         if model is not None and not model.strip():
             raise WrongOptionError("MODEL is empty")
         if html == outputs.STDOUT:
-            raise WrongOptionError("--html -: a file is needed, standard output has the table")
-        html_of = None if html is None else renderer()
-        names = tuple(name.strip() for words in only or () for name in words.split(","))
-        names = names or ("kernels",) * listing
-        chosen = steps.chosen(names, model is not None)
-        _check_words(model, context, chosen)
-        _check_groups(context, chosen, model)
+            raise WrongOptionError("--html -: name a file, because the table goes to standard output")
+        render_page = None if html is None else load_renderer()
+        named_steps = tuple(name.strip() for words in only or () for name in words.split(","))
+        named_steps = named_steps or ("kernels",) * listing
+        step_names = steps.select_steps(named_steps, model is not None)
+        _check_serve_arguments(model, context, step_names)
+        _check_step_options(context, step_names, model)
         if listing:
-            list_cases(outputs.Stdout(highlight=False))
+            print_cases(outputs.Stdout(highlight=False))
             return
         check_options = CheckOptions(
             source=None if model is None else find_config(model),
-            arguments=tuple(context.args),
+            serve_arguments=tuple(context.args),
             arch=arch.architecture if arch else None,
             variables=plan_variables(env or [], os.environ),
-            on_cpu=device is Device.cpu,
+            uses_cpu=device is Device.cpu,
             strict=strict,
             verbose=verbose,
             checkpoint=checkpoint,
-            only=names,
-            layer=from_typed(LayerOptions, of_steps),
-            kernels=from_typed(KernelOptions, of_steps),
-            timing=from_typed(TimingOptions, of_steps),
+            named_steps=named_steps,
+            layer=build_options(LayerOptions, step_options),
+            kernels=build_options(KernelOptions, step_options),
+            timing=build_options(TimingOptions, step_options),
         )
-        _check_values(check_options, chosen)
+        _check_option_values(check_options, step_names)
     except (LookupError, ValueError) as error:
         outputs.fail(f"check: {error}")
-    run = Run(Context(check_options), chosen, model, json)
+    run = Run(Context(check_options), step_names, model, json)
     try:
         with outputs.text_on_stderr(json), process.workspace():
             run.carry_out()
     except WrongOptionError as error:
         outputs.fail(f"check: {error}")
-    require_all = require_all or bool(names)
-    status = exit_status(run.ended, check_options.on_cpu, require_all)
+    require_all = require_all or bool(named_steps)
+    exit_status = exit_status_of(run.ended_steps, check_options.uses_cpu, require_all)
     with outputs.text_on_stderr(json):
-        show.table(model, run.ended, show.last_line(run.ended, status, require_all))
-    run.write(status, html, html_of)
-    raise typer.Exit(status)
+        show.print_table(model, run.ended_steps, show.summary_line(run.ended_steps, exit_status, require_all))
+    run.write_outputs(exit_status, html, render_page)
+    raise typer.Exit(exit_status)
 
 
 # Typer reads the options of the steps from the signature.
 _signature = inspect.signature(check)
-_own = [param for param in _signature.parameters.values() if param.kind is not inspect.Parameter.VAR_KEYWORD]
+_own_parameters = [param for param in _signature.parameters.values() if param.kind is not inspect.Parameter.VAR_KEYWORD]
 check.__signature__ = _signature.replace(  # type: ignore[attr-defined]
-    parameters=[*_own, *parameters(KernelOptions, TimingOptions, LayerOptions)]
+    parameters=[*_own_parameters, *option_parameters(KernelOptions, TimingOptions, LayerOptions)]
 )
 
 
-def _check_words(model: str | None, context: typer.Context, chosen: Sequence[str]) -> None:
-    """Check what vLLM will get.
+def _check_serve_arguments(model: str | None, context: typer.Context, step_names: Sequence[str]) -> None:
+    """Check MODEL and the options that vLLM will get.
 
     Raises:
-        ValueError: MODEL is an option, as it is when options come first; a second one is named; there is none for
-            vLLM's options; an option is misspelt; or several deployments are asked for and more than their plans.
+        ValueError: MODEL is an option, which happens when options come first. Or two models are named, or vLLM's
+            options come without MODEL, or an option is misspelt. Or several deployments are given for more than plans.
     """
-    arguments, own = context.args, [name for option in context.command.params for name in option.opts]
-    serve_options.check_names([*([model] if model else []), *arguments], own)
+    serve_arguments = context.args
+    own_option_names = [name for option in context.command.params for name in option.opts]
+    serve_options.check_names([*([model] if model else []), *serve_arguments], own_option_names)
     if model is None:
-        if arguments:
-            raise WrongOptionError(f"{arguments[0]}: an option of vLLM's needs MODEL, which comes first")
+        if serve_arguments:
+            raise WrongOptionError(f"{serve_arguments[0]}: vLLM's options need MODEL, which comes first")
         return
     if model.startswith("-"):
         raise WrongOptionError(f"{model} in the place of MODEL: MODEL comes first, then the options of `vllm serve`")
-    for index, argument in enumerate(arguments):
+    for index, argument in enumerate(serve_arguments):
         option, equals, value = argument.partition("=")
         if option == "--model":
-            other = value if equals else next(iter(arguments[index + 1 : index + 2]), "")
-            raise WrongOptionError(f"--model {other} and MODEL {model}: give the model once, as MODEL")
-    sizes, _ = split_deployments(arguments)
-    if len(sizes) > 1 and tuple(chosen) != ("plan",):
-        raise WrongOptionError(f"-tp {','.join(sizes)}: several sizes work only with --only plan")
+            other_model = value if equals else next(iter(serve_arguments[index + 1 : index + 2]), "")
+            raise WrongOptionError(f"--model {other_model} and MODEL {model}: give the model once, as MODEL")
+    tp_sizes, _ = split_deployments(serve_arguments)
+    if len(tp_sizes) > 1 and tuple(step_names) != ("plan",):
+        raise WrongOptionError(f"-tp {','.join(tp_sizes)}: several sizes work only with --only plan")
 
 
-def _check_groups(context: typer.Context, chosen: Sequence[str], model: str | None) -> None:
-    """Raise WrongOptionError for an option of a step that does not run, or one that says what MODEL says."""
+def _check_step_options(context: typer.Context, step_names: Sequence[str], model: str | None) -> None:
+    """Raise WrongOptionError for an option of a step that does not run, or for a size that MODEL determines."""
     for param in context.command.params:
-        source, group = context.get_parameter_source(param.name or ""), group_of(param)
-        if group is None or source is None or source.name != "COMMANDLINE":
+        parameter_source, group = context.get_parameter_source(param.name or ""), group_of(param)
+        if group is None or parameter_source is None or parameter_source.name != "COMMANDLINE":
             continue
-        as_typed = _as_typed(param.opts[0], context.params[param.name or ""])
-        if not set(group.steps) & set(chosen):
-            raise WrongOptionError(f"{as_typed}: only the step {' or '.join(group.steps)} takes this option")
-        if group.is_without_model and model is not None:
-            raise WrongOptionError(f"{as_typed}: the sizes are those of MODEL {model}; leave one out")
+        option_text = _option_text(param.opts[0], context.params[param.name or ""])
+        if not set(group.steps) & set(step_names):
+            raise WrongOptionError(f"{option_text}: only the step {' or '.join(group.steps)} takes this option")
+        if group.excludes_model and model is not None:
+            raise WrongOptionError(f"{option_text}: the sizes are those of MODEL {model}; leave one out")
 
 
-def _check_values(check_options: CheckOptions, chosen: Sequence[str]) -> None:
-    """Check the values of which only the steps ``kernels`` and ``timing`` know what they may be.
+def _check_option_values(check_options: CheckOptions, step_names: Sequence[str]) -> None:
+    """Check the option values whose limits only the steps ``kernels`` and ``timing`` know.
 
-    Without torch nobody knows, and these steps are skipped.
+    Without torch the limits cannot be imported. The values stay unchecked then, because these steps are skipped.
 
     Raises:
-        ValueError: one is wrong; names option and value.
+        ValueError: a value is wrong; the message names the option and the value.
     """
-    layer, of_kernels = check_options.layer, check_options.kernels
-    if "kernels" in chosen and len(layer.heads) > 1:
-        raise WrongOptionError(f"{_as_typed('--heads', layer.heads)}: the step kernels takes one number of heads")
-    if (layer, of_kernels) == (LayerOptions(), KernelOptions()):
-        return  # every value is a default of ours, and the import takes seconds
+    layer_options, kernel_options = check_options.layer, check_options.kernels
+    if "kernels" in step_names and len(layer_options.head_counts) > 1:
+        raise WrongOptionError(
+            f"{_option_text('--heads', layer_options.head_counts)}: the step kernels takes one number of heads"
+        )
+    if (layer_options, kernel_options) == (LayerOptions(), KernelOptions()):
+        return  # the defaults are right, and the import takes seconds
     try:
         from vllm_aiter_mla.kernels.formats import MXFP4_GROUP
         from vllm_aiter_mla.verify.cases import LIMITS
         from vllm_aiter_mla.verify.session import select
     except ModuleNotFoundError:
         return
-    if layer.weights is Weights.mxfp4 and layer.nope is not None and layer.nope % MXFP4_GROUP:
-        raise WrongOptionError(f"--weights mxfp4 --nope {layer.nope}: a multiple of {MXFP4_GROUP} expected")
-    if "kernels" in chosen:
-        limit = LIMITS[0] if of_kernels.limit is None else of_kernels.limit
-        one_format = layer.weights is not None or (check_options.source is not None and not check_options.on_cpu)
+    if layer_options.weights is Weights.mxfp4 and layer_options.nope is not None and layer_options.nope % MXFP4_GROUP:
+        raise WrongOptionError(f"--weights mxfp4 --nope {layer_options.nope}: a multiple of {MXFP4_GROUP} expected")
+    if "kernels" in step_names:
+        limit = LIMITS[0] if kernel_options.limit is None else kernel_options.limit
+        is_quick, is_on_gpu = kernel_options.quick or kernel_options.small, not check_options.uses_cpu
+        has_one_format = layer_options.weights is not None or (check_options.source is not None and is_on_gpu)
         select(
-            of_kernels.backend, of_kernels.case, of_kernels.variant, limit, of_kernels.quick or of_kernels.small,
-            not check_options.on_cpu, ("plain",) if one_format else None,  # which format it is changes no name
+            kernel_options.backend, kernel_options.case, kernel_options.variant, limit, is_quick, is_on_gpu,
+            ("plain",) if has_one_format else None,  # the names of the variants do not depend on which format it is
         )  # fmt: skip
 
 
-def _as_typed(name: str, value: Any) -> str:
-    """Return an option as it was typed."""
+def _option_text(name: str, value: Any) -> str:
+    """Return an option with its value, as the user typed it."""
     values = value if isinstance(value, (list, tuple)) else [value]
     return name if value is True else " ".join((name, *map(str, values)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step of ``check`` gets: the options, what earlier steps found, and whom to tell how it goes."""
+"""The context of a step of ``check``: the options, the results of earlier steps, and the progress callbacks."""
 
 import os
 from collections.abc import Callable
@@ -15,7 +15,7 @@ NO_GPU = "no GPU"
 
 
 class WrongOptionError(ValueError):
-    """An option, or the model, is wrong: the message names it, and no later step can run."""
+    """An option or the model is wrong. The message names it, and no later step can run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,50 +23,55 @@ class CheckOptions:
     """The options of a command line."""
 
     source: Source | None = None  # the model's config; None without a model
-    arguments: tuple[str, ...] = ()  # of ``vllm serve``
+    serve_arguments: tuple[str, ...] = ()  # of ``vllm serve``
     arch: str | None = None  # architecture to plan for; None for this machine's
     variables: Variables = field(default_factory=dict)
-    on_cpu: bool = False  # --device cpu: run what a CPU can run too
+    uses_cpu: bool = False  # --device cpu: run on a CPU what a CPU can run
     strict: bool = False  # a known issue is a failure
     verbose: bool = False  # vLLM's log goes to stderr
-    checkpoint: bool = False  # load the weights of the folder; otherwise a few layers of random weights
-    only: tuple[str, ...] = ()  # the steps that --only names; empty for all
+    checkpoint: bool = False  # load the model's own weights; otherwise draw random ones for a few layers
+    named_steps: tuple[str, ...] = ()  # the steps that --only names; empty for all
     layer: LayerOptions = field(default_factory=LayerOptions)
     kernels: KernelOptions = field(default_factory=KernelOptions)
     timing: TimingOptions = field(default_factory=TimingOptions)
 
     @property
-    def on_a_card(self) -> bool:
-        """Whether steps may use a GPU: torch sees one, and --device cpu is not given."""
-        if self.on_cpu:
+    def can_use_gpu(self) -> bool:
+        """Whether steps can use a GPU: torch sees one, and --device cpu is not given."""
+        if self.uses_cpu:
             return False
         try:
             from vllm_aiter_mla.kernels.device import card
         except Exception as error:
             if isinstance(error, ModuleNotFoundError) and error.name == "torch":
                 raise
-            return False  # a torch that is here and does not load sees no GPU; the step ``machine`` says why
+            return False  # torch is installed and cannot be imported: the step ``machine`` says why
         return card().is_there()
 
-    def environment(self, assumed: bool = True) -> dict[str, str]:
-        """Return the server's variables: this process's, and over them --env and what the plan has ``assumed``."""
-        over = {name: value for name, (value, origin) in self.variables.items() if assumed or origin != "default"}
-        return {**os.environ, **over}
+    def environment(self, with_assumed: bool = True) -> dict[str, str]:
+        """Return the server's variables: this process's, overridden by --env.
+
+        ``with_assumed`` adds the variables that the plan assumes where nobody set them.
+        """
+        overrides = {
+            name: value for name, (value, origin) in self.variables.items() if with_assumed or origin != "default"
+        }
+        return {**os.environ, **overrides}
 
 
 @dataclass(slots=True)
 class Progress:
-    """Whom a step tells how it goes; by default nobody."""
+    """The callbacks by which a step reports its progress. The defaults do nothing."""
 
-    show_activity: Callable[[str], None] = lambda text: None  # what the step does now
-    report_partial: Callable[[Step], None] = lambda step: None  # what the step has found so far
+    show_activity: Callable[[str], None] = lambda activity: None  # gets what the step does now
+    report_partial: Callable[[Step], None] = lambda partial_step: None  # gets the findings so far
 
 
 @dataclass(slots=True)
 class Context:
-    """What a step gets. The steps ``plan`` and ``engine`` fill in what they found, for later ones."""
+    """The argument of each step. The steps ``plan`` and ``engine`` store their results in it for later steps."""
 
     options: CheckOptions = field(default_factory=CheckOptions)
     progress: Progress = field(default_factory=Progress)
     plan: Plan | None = None
-    answers: dict[Side, EngineAnswer] = field(default_factory=dict)  # empty where no engine ran
+    answers: dict[Side, EngineAnswer] = field(default_factory=dict)  # empty if no engine ran

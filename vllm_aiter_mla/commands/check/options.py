@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of the steps of ``check``: each is one field of a record, with its name, its help and its group.
+"""The options of the steps of ``check``. Each is a field of a record, and carries its name, its help and its group.
 
-``parameters`` makes the options of the command line from the records, and ``from_typed`` makes a record from what was
-typed.
+``option_parameters`` makes the options of the command line from the records. ``build_options`` makes a record from the
+typed values.
 """
 
 import inspect
@@ -20,7 +20,7 @@ Options = TypeVar("Options")
 
 
 class Device(StrEnum):
-    """Where something runs."""
+    """The values of --device."""
 
     gpu = "gpu"
     cpu = "cpu"
@@ -40,16 +40,16 @@ class Weights(StrEnum):
 
     @classmethod
     def of_format(cls, name: str) -> "Weights":
-        """Return the member of a format of ``kernels.absorb``."""
+        """Return the member whose name in ``kernels.absorb`` is ``name``."""
         return next(weights for weights in cls if weights.format_name == name)
 
-    def key(self, fp8: Any) -> tuple[Any, ...]:
-        """Return the format as ``AbsorbWeight.key`` names it; ``fp8`` is the card's type."""
-        return (self.format_name, fp8) if self is Weights.fp8 else (self.format_name,)
+    def key(self, fp8_dtype: Any) -> tuple[Any, ...]:
+        """Return the value of ``AbsorbWeight.key`` for this format; ``fp8_dtype`` is the card's fp8 dtype."""
+        return (self.format_name, fp8_dtype) if self is Weights.fp8 else (self.format_name,)
 
 
 class CacheType(StrEnum):
-    """Types of the query and the cache."""
+    """The values of --type: types of the query and the cache."""
 
     fp8 = "fp8"
     bf16 = "bf16"
@@ -57,59 +57,63 @@ class CacheType(StrEnum):
 
 
 class Group(StrEnum):
-    """Options that the same steps take: the help has a section for each group."""
+    """Options that the same steps take. The value is the title of their section in the help."""
 
-    PLAN = "plan"
-    ISSUES = "issues"
-    ENGINE = "engine"
-    KERNELS = "kernels"
-    KERNELS_WITHOUT_MODEL = "kernels, without MODEL"
-    TIMING = "timing"
-    TIMING_WITHOUT_MODEL = "timing, without MODEL"
-    WITHOUT_MODEL = "kernels and timing, without MODEL"
+    steps: tuple[str, ...]
+    """The steps that take these options."""
+    excludes_model: bool
+    """Whether these options say what a model says, so that both cannot be given."""
 
-    @property
-    def steps(self) -> list[str]:
-        """The steps that take these options."""
-        return self.value.partition(",")[0].split(" and ")
+    def __new__(cls, title: str, steps: tuple[str, ...], excludes_model: bool = False) -> "Group":
+        """Return the member with this title."""
+        member = str.__new__(cls, title)
+        member._value_ = title
+        member.steps, member.excludes_model = steps, excludes_model
+        return member
 
-    @property
-    def is_without_model(self) -> bool:
-        """Whether these options say what a model says, so that both cannot be given."""
-        return self.value.endswith("without MODEL")
+    PLAN = "plan", ("plan",)
+    ISSUES = "issues", ("issues",)
+    ENGINE = "engine", ("engine",)
+    KERNELS = "kernels", ("kernels",)
+    KERNELS_WITHOUT_MODEL = "kernels, without MODEL", ("kernels",), True
+    TIMING = "timing", ("timing",)
+    TIMING_WITHOUT_MODEL = "timing, without MODEL", ("timing",), True
+    WITHOUT_MODEL = "kernels and timing, without MODEL", ("kernels", "timing"), True
 
 
-def option(name: str, group: Group, text: str, **limits: Any) -> Any:
-    """Return an option of the command line, with its group and its help; ``limits`` are ``min`` and ``max``."""
-    return typer.Option(name, rich_help_panel=group, help=text, **limits)
+def step_option(name: str, group: Group, help_text: str, **limits: Any) -> Any:
+    """Return an option of the command line; ``limits`` are ``min`` and ``max``."""
+    return typer.Option(name, rich_help_panel=group, help=help_text, **limits)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelOptions:
-    """The options of the step ``kernels``, under the names that ``verify.session.Session`` has for them."""
+    """The options of the step ``kernels``. The fields have the names of ``verify.session.Session``."""
 
     backend: Annotated[
-        tuple[str, ...], option("--backend", Group.KERNELS, "Back end; may be repeated. Default: all here.")
+        tuple[str, ...], step_option("--backend", Group.KERNELS, "Back end; may be repeated. Default: all here.")
     ] = ()
     case: Annotated[
-        tuple[str, ...], option("--case", Group.KERNELS, "A case, or a part of its name; may be repeated.")
+        tuple[str, ...], step_option("--case", Group.KERNELS, "A case, or a part of its name; may be repeated.")
     ] = ()
     variant: Annotated[
-        tuple[str, ...], option("--variant", Group.KERNELS, "fp8, bf16, fp8-cache, ...; may be repeated.")
+        tuple[str, ...], step_option("--variant", Group.KERNELS, "fp8, bf16, fp8-cache, ...; may be repeated.")
     ] = ()
-    seed: Annotated[int, option("--data-seed", Group.KERNELS, "Seed of the data.")] = 0
-    repeat: Annotated[int, option("--repeat", Group.KERNELS, "Rounds, each with the next seed.", min=1)] = 1
+    seed: Annotated[int, step_option("--data-seed", Group.KERNELS, "Seed of the data.")] = 0
+    repeat: Annotated[int, step_option("--repeat", Group.KERNELS, "Rounds, each with the next seed.", min=1)] = 1
     quick: Annotated[
-        bool, option("--quick", Group.KERNELS, "Two variants, fewer cases, short long runs. MODEL implies it.")
+        bool, step_option("--quick", Group.KERNELS, "Two variants, fewer cases, short long runs. MODEL implies it.")
     ] = False
     emulated: Annotated[
-        bool, option("--emulated", Group.KERNELS, "Note in the JSON that the card is an emulator's.")
+        bool, step_option("--emulated", Group.KERNELS, "Note in the JSON that the card is an emulator's.")
     ] = False
-    limit: Annotated[int | None, option("--limit", Group.KERNELS, "Last capture size, in tokens: 8 to 8192.")] = None
-    replays: Annotated[int | None, option("--long-run", Group.KERNELS, "Replays of a long run.", min=4)] = None
+    limit: Annotated[int | None, step_option("--limit", Group.KERNELS, "Last capture size, in tokens: 8 to 8192.")] = (
+        None
+    )
+    replays: Annotated[int | None, step_option("--long-run", Group.KERNELS, "Replays of a long run.", min=4)] = None
     small: Annotated[
         bool,
-        option(
+        step_option(
             "--small", Group.KERNELS_WITHOUT_MODEL, "The quick cases at sizes that an emulator finishes, with digests."
         ),
     ] = False
@@ -119,56 +123,64 @@ class KernelOptions:
 class TimingOptions:
     """The options of the step ``timing``."""
 
-    tokens: Annotated[
-        tuple[int, ...], option("--tokens", Group.TIMING, "Tokens; may be repeated.", min=1, max=MAX_TIMED_TOKENS)
+    token_counts: Annotated[
+        tuple[int, ...], step_option("--tokens", Group.TIMING, "Tokens; may be repeated.", min=1, max=MAX_TIMED_TOKENS)
     ] = ()
     tune: Annotated[
-        bool, option("--tune", Group.TIMING, "Time the Triton kernel's tiles; starts take the fastest.")
+        bool, step_option("--tune", Group.TIMING, "Time the Triton kernel's tiles; starts take the fastest.")
     ] = False
     cache_type: Annotated[
-        CacheType, option("--type", Group.TIMING_WITHOUT_MODEL, "Type of the query and the cache.")
+        CacheType, step_option("--type", Group.TIMING_WITHOUT_MODEL, "Type of the query and the cache.")
     ] = CacheType.both
 
 
 @dataclass(frozen=True, slots=True)
 class LayerOptions:
-    """The sizes of a layer that were given by hand; None or empty where a step's own default counts."""
+    """The sizes of a layer that the user typed. A step uses its default for a size that is None or empty."""
 
-    heads: Annotated[
+    head_counts: Annotated[
         tuple[int, ...],
-        option("--heads", Group.WITHOUT_MODEL, "Query heads of a rank; timing takes several.", min=1, max=MAX_HEADS),
+        step_option(
+            "--heads", Group.WITHOUT_MODEL, "Query heads of a rank; timing takes several.", min=1, max=MAX_HEADS
+        ),
     ] = ()
     nope: Annotated[
-        int | None, option("--nope", Group.WITHOUT_MODEL, "Un-rotated width of a query head.", min=1, max=MAX_WIDTH)
+        int | None,
+        step_option("--nope", Group.WITHOUT_MODEL, "Un-rotated width of a query head.", min=1, max=MAX_WIDTH),
     ] = None
     weights: Annotated[
         Weights | None,
-        option("--weights", Group.WITHOUT_MODEL, "Format of the absorb weights; by default several, of timing bf16."),
+        step_option(
+            "--weights", Group.WITHOUT_MODEL, "Format of the absorb weights; by default several, of timing bf16."
+        ),
     ] = None
     v: Annotated[
-        int | None, option("--v", Group.KERNELS_WITHOUT_MODEL, "Width of a value head.", min=1, max=MAX_WIDTH)
+        int | None, step_option("--v", Group.KERNELS_WITHOUT_MODEL, "Width of a value head.", min=1, max=MAX_WIDTH)
     ] = None
 
 
-def parameters(*records: type) -> list[inspect.Parameter]:
+def option_parameters(*record_types: type) -> list[inspect.Parameter]:
     """Return the parameters of a command from which typer makes the options of these records.
 
-    A field that is a tuple may be repeated. Typer wants a list for that: it takes a tuple for an option of many words.
+    An option whose field is a tuple may be repeated. Typer needs a list for that: to typer, a tuple is one option with
+    several values.
     """
-    result = []
-    for item in (item for record in records for item in fields(record)):
-        (kind, typer_option), default = get_args(item.type), item.default
+    parameters = []
+    for item in (item for record_type in record_types for item in fields(record_type)):
+        (value_type, typer_option), default = get_args(item.type), item.default
         if isinstance(default, tuple):
-            kind, default = list[get_args(kind)[0]] | None, None  # type: ignore[misc]
-        annotation = Annotated[kind, typer_option]  # type: ignore[valid-type]
-        result.append(
+            value_type, default = list[get_args(value_type)[0]] | None, None  # type: ignore[misc]
+        annotation = Annotated[value_type, typer_option]  # type: ignore[valid-type]
+        parameters.append(
             inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
         )
-    return result
+    return parameters
 
 
-def from_typed(record: type[Options], typed: Mapping[str, Any]) -> Options:
-    """Return a record with what typer gives for the parameters that ``parameters`` makes from its fields."""
-    values = {item.name: typed[item.name] for item in fields(record)}  # type: ignore[arg-type]
-    repeated = {item.name for item in fields(record) if isinstance(item.default, tuple)}  # type: ignore[arg-type]
-    return record(**{name: tuple(value or ()) if name in repeated else value for name, value in values.items()})
+def build_options(record_type: type[Options], typed_values: Mapping[str, Any]) -> Options:
+    """Return a record of the values that typer parsed for the parameters of ``option_parameters``."""
+    values = {}
+    for item in fields(record_type):  # type: ignore[arg-type]
+        is_repeated, value = isinstance(item.default, tuple), typed_values[item.name]
+        values[item.name] = tuple(value or ()) if is_repeated else value
+    return record_type(**values)

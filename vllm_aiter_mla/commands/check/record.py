@@ -14,21 +14,21 @@ class Step:
     """How one step ended."""
 
     name: str = field(default="", kw_only=True)  # set by ``run``
-    # "failed" if the fast path must not be used as it is; "no gain" if nothing is wrong and vLLM's own kernels run;
-    # "skipped" if the step could not run here; "unknown" if it ran without a result; "cut off" if it had not ended
+    # "failed": do not use the fast path. "no gain": nothing is wrong, and vLLM's own kernels are the fastest.
+    # "skipped": the step could not run here. "unknown": the step ran and gave no result. "cut off": it had not ended.
     status: Status
     detail: str  # the finding in one line
-    lines: tuple[str, ...] = ()  # more lines for the reader
-    # JSON of any layout; of the steps `plan`, `kernels` and `timing` a record with a stamp of its own
+    lines: tuple[str, ...] = ()  # details, printed below the finding
+    # JSON of any layout. The steps `plan`, `kernels` and `timing` have records with a stamp of their own.
     data: Any = None
     seconds: float = field(default=0.0, kw_only=True)  # how long the step took; set by ``run``
 
 
 @dataclass(frozen=True)
 class CheckRun:
-    """A run of ``check``, as it is written to the file of --json."""
+    """A run of ``check``, as --json writes it."""
 
-    model: str | None  # as given
+    model: str | None  # as typed
     exit: int | None  # the exit status; None if the run was cut off
     steps: tuple[Step, ...]
     on_a_card: bool | None = None  # whether the steps that can run on a card did; None if none of them ran

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of ``check``: its steps in order, the record that is kept meanwhile, and the exit status."""
+"""A run of ``check``: its steps in order, the JSON file that is updated meanwhile, and the exit status."""
 
 import tempfile
 import time
@@ -15,101 +15,107 @@ from vllm_aiter_mla.commands.check.context import Context, WrongOptionError
 from vllm_aiter_mla.commands.check.engine import steps as engine_steps
 from vllm_aiter_mla.commands.check.record import CheckRun, Step
 
-KEEP_S = 2.0
-"""Seconds between two writes of the file, at least, while a step tells what it has found so far."""
+MIN_WRITE_INTERVAL_SECONDS = 2.0
+"""Shortest time between two updates of the JSON file while a step reports partial findings."""
 
 
 @dataclass(slots=True)
 class Run:
-    """The chosen steps, and how those ended that have run."""
+    """The selected steps, and the results of those that have ended."""
 
     context: Context
-    chosen: tuple[str, ...]  # names of steps
-    model: str | None  # as given
-    json: Path | None = None  # the file that keeps the record
-    ended: list[Step] = field(default_factory=list)
-    _so_far: tuple[Step, ...] = ()  # what the step that runs now has found so far; empty if nothing
-    _kept_at: float = 0.0  # when the file was last written, by the monotonic clock
+    step_names: tuple[str, ...]  # the selected steps
+    model: str | None  # as typed
+    json_path: Path | None = None  # the file of --json
+    ended_steps: list[Step] = field(default_factory=list)
+    _partial_steps: tuple[Step, ...] = ()  # the findings so far of the step that runs now; empty if there are none
+    _written_at: float = 0.0  # when the file was last updated, by the monotonic clock
 
     def carry_out(self) -> None:
-        """Run the steps. Write the record to the file after each step, and while a step runs.
+        """Run the steps. Update the JSON file after each step and while a step runs.
 
         Raises:
             WrongOptionError: the model or an option is wrong, so no later step can run.
-            SignalError: its last argument says how many steps ended, and which file has their findings.
+            SignalError: a signal ends the run. The last argument counts the steps that ended and names the JSON file.
         """
-        self.context.progress.report_partial = self._note
-        self._keep(None)
+        self.context.progress.report_partial = self._note_partial
+        self._update_file(None)
         try:
-            for step in run_steps(self.context, self.chosen):
-                self.ended.append(step)
-                self._so_far = ()
-                self._keep(None)
+            for step in run_steps(self.context, self.step_names):
+                self.ended_steps.append(step)
+                self._partial_steps = ()
+                self._update_file(None)
         except WrongOptionError:
-            self._keep(outputs.EXIT_USAGE)
+            self._update_file(outputs.EXIT_USAGE)
             raise
         except process.SignalError as error:
-            self._keep(None)
-            kept = self.json is not None and self.json != outputs.STDOUT
-            where = f"; {self.json} has what was found" if kept else ""
-            how_far = f"check: {len(self.ended)} of {len(self.chosen)} steps ended{where}"
-            raise process.SignalError(*error.args, how_far) from None
+            self._update_file(None)
+            has_file = self.json_path is not None and self.json_path != outputs.STDOUT
+            file_message = f"; {self.json_path} has what was found" if has_file else ""
+            progress_message = f"check: {len(self.ended_steps)} of {len(self.step_names)} steps ended{file_message}"
+            raise process.SignalError(*error.args, progress_message) from None
 
-    def record(self, status: int | None) -> CheckRun:
-        """Return the record with this exit status, which is None while the run goes on and if it was cut off."""
-        on_a_card = self.context.options.on_a_card if steps.ran_what_a_card_can(self.ended) else None
-        return CheckRun(self.model, status, (*self.ended, *self._so_far), on_a_card)
+    def record(self, exit_status: int | None) -> CheckRun:
+        """Return the record of the run. ``exit_status`` is None until the run ends, and stays None if it is cut off."""
+        ran_on_card = self.context.options.can_use_gpu if steps.has_run_card_step(self.ended_steps) else None
+        return CheckRun(self.model, exit_status, (*self.ended_steps, *self._partial_steps), ran_on_card)
 
-    def _note(self, step: Step) -> None:
-        self._so_far = (replace(step, name=self.chosen[len(self.ended)]),)
-        if time.monotonic() - self._kept_at >= KEEP_S:
-            self._keep(None)
+    def _note_partial(self, step: Step) -> None:
+        self._partial_steps = (replace(step, name=self.step_names[len(self.ended_steps)]),)
+        if time.monotonic() - self._written_at >= MIN_WRITE_INTERVAL_SECONDS:
+            self._update_file(None)
 
-    def _keep(self, status: int | None) -> None:
-        """Write the file, unless it is a stream: there the whole record could not replace this one later."""
-        self._kept_at = time.monotonic()
-        if self.json is not None and self.json != outputs.STDOUT and not files.is_device(self.json):
+    def _update_file(self, exit_status: int | None) -> None:
+        """Update the JSON file. A stream is skipped: a later record could not replace an earlier one there."""
+        self._written_at = time.monotonic()
+        if self.json_path is not None and self.json_path != outputs.STDOUT and not files.is_device(self.json_path):
             with suppress(OSError):  # the last write reports a full disk
-                files.write(self.json, self.record(status))
+                files.write(self.json_path, self.record(exit_status))
 
-    def write(self, status: int, html: Path | None, html_of: Callable[[Sequence[Path]], str] | None) -> None:
-        """Write the files of --json and --html; end the command with a line if that fails.
+    def write_outputs(
+        self, exit_status: int, html: Path | None, render_page: Callable[[Sequence[Path]], str] | None
+    ) -> None:
+        """Write the files of --json and --html. If a write fails, end the command with one line on stderr.
 
-        The exit status is then ``status``, or ``WRONG`` if all was well.
+        The command then ends with ``exit_status``, or with ``EXIT_USAGE`` if ``exit_status`` is 0.
         """
-        record, if_it_fails = self.record(status), status or outputs.EXIT_USAGE
+        record, failure_status = self.record(exit_status), exit_status or outputs.EXIT_USAGE
         try:
-            if self.json is not None:
-                outputs.write("check", self.json, files.to_json(record), if_it_fails)
-        finally:  # the page too, where the JSON could not be written
-            if html is not None and html_of is not None:
-                outputs.write("check", html, _page(html, record, html_of, if_it_fails), if_it_fails)
+            if self.json_path is not None:
+                outputs.write_output("check", self.json_path, files.to_json(record), failure_status)
+        finally:  # write the page even if the JSON file could not be written
+            if html is not None and render_page is not None:
+                outputs.write_output(
+                    "check", html, _render_html(html, record, render_page, failure_status), failure_status
+                )
 
 
-def _page(html: Path, record: CheckRun, html_of: Callable[[Sequence[Path]], str], if_it_fails: int) -> str:
-    """Return the page of a record; end the command with the exit status ``if_it_fails`` if there can be none."""
+def _render_html(
+    html: Path, record: CheckRun, render_page: Callable[[Sequence[Path]], str], failure_status: int
+) -> str:
+    """Return the page of a record. If it cannot be rendered, end the command with ``failure_status``."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "check.json"
         try:
             files.write(path, record)
-            return html_of([path])
+            return render_page([path])
         except (OSError, ValueError) as error:
-            outputs.fail(f"check: --html {html}: {str(error).replace(str(path), 'the record')}", if_it_fails)
+            outputs.fail(f"check: --html {html}: {str(error).replace(str(path), 'the record')}", failure_status)
 
 
-def run_steps(context: Context, chosen: Sequence[str] = tuple(steps.STEPS)) -> Iterator[Step]:
-    """Run the steps in order; yield and then print how each ended. A step that raises has failed.
+def run_steps(context: Context, step_names: Sequence[str] = tuple(steps.STEPS)) -> Iterator[Step]:
+    """Run the steps in order; yield the result of each, then print it. A step that raises has failed.
 
     Raises:
         WrongOptionError: the model or an option is wrong.
     """
-    for number, name in enumerate(chosen, 1):
-        began = time.monotonic()
-        with show.progress(name, number, len(chosen)) as context.progress.show_activity:
+    for number, name in enumerate(step_names, 1):
+        started_at = time.monotonic()
+        with show.show_progress(name, number, len(step_names)) as context.progress.show_activity:
             step = run_step(context, name)
-        # The caller keeps the step first: a closed pipe ends the printing.
-        yield replace(step, name=name, seconds=round(time.monotonic() - began, 1))
-        show.findings(step, name in context.options.only)
+        # Yield before printing, so that the caller saves the step even if a closed pipe ends the printing.
+        yield replace(step, name=name, seconds=round(time.monotonic() - started_at, 1))
+        show.print_findings(step, name in context.options.named_steps)
 
 
 def run_step(context: Context, name: str) -> Step:
@@ -119,41 +125,43 @@ def run_step(context: Context, name: str) -> Step:
         WrongOptionError: the model or an option is wrong.
         SignalError: a signal asks this process to end.
     """
-    entry, options = steps.STEPS[name], context.options
-    why = steps.why_without_a_shape(context.plan) if options.source is not None and entry.needs_shape else None
-    if why is not None:
-        return Step("skipped", why)
+    spec, options = steps.STEPS[name], context.options
+    reason = steps.missing_shape_reason(context.plan) if options.source is not None and spec.needs_shape else None
+    if reason is not None:
+        return Step("skipped", reason)
     try:
-        if entry.needs_idle_cards and options.on_a_card and (why := _why_not_idle(context, name)) is not None:
-            return Step("unknown", why)
-        return entry.run(context)
+        if spec.needs_idle_cards and options.can_use_gpu and (reason := _busy_cards_reason(context, name)) is not None:
+            return Step("unknown", reason)
+        return spec.run(context)
     except WrongOptionError:
         raise
     except process.EndedError as error:
         return Step("failed", error.sentence(), error.lines)
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and error.name in outputs.HOST:
+        if isinstance(error, ModuleNotFoundError) and error.name in outputs.HOST_PACKAGES:
             return Step("skipped", f"{error.name} is not installed here; run this where vLLM serves")
         return Step("failed", f"{type(error).__name__}: {error}")
 
 
-def _why_not_idle(context: Context, name: str) -> str | None:
-    """Return why the cards of a step are not idle: a server or another check is on one. None if they are."""
-    needed = engine_steps.cards_of(context.plan) if name == "engine" and context.plan is not None else 1
-    return process.call(idle.why_busy, needed, environment=context.options.environment())
+def _busy_cards_reason(context: Context, name: str) -> str | None:
+    """Return why the cards of a step are busy, for example with a server; None if they are idle."""
+    num_cards = engine_steps.num_cards_of(context.plan) if name == "engine" and context.plan is not None else 1
+    return process.call(idle.busy_cards_reason, num_cards, environment=context.options.environment())
 
 
-def exit_status(ended: Sequence[Step], on_cpu: bool, require_all: bool = False) -> int:
-    """Return 1 if a step failed, else 4 if one gains nothing, else 3 if not everything was looked at, else 0.
+def exit_status_of(ended_steps: Sequence[Step], uses_cpu: bool, require_all: bool = False) -> int:
+    """Return 1 if a step failed, else 4 if a step has no gain, else 3 if the check is incomplete, else 0.
 
-    Any step that is "unknown" gives 3. With ``require_all``, as where steps are asked for by name, so does one that was
-    skipped. Otherwise a step must have run that can run on a card, unless ``on_cpu``.
+    An "unknown" step makes the check incomplete. With ``require_all``, which --only implies, a skipped step does too.
+    Without ``require_all`` and ``uses_cpu``, a check is also incomplete if no step ran on a card.
     """
-    states = {step.status for step in ended}
+    states = {step.status for step in ended_steps}
     if "failed" in states:
         return outputs.EXIT_FAILED
     if "no gain" in states:
         return outputs.EXIT_NO_GAIN
     if "unknown" in states or (require_all and "skipped" in states):
         return outputs.EXIT_INCOMPLETE
-    return outputs.EXIT_OK if require_all or on_cpu or steps.ran_what_a_card_can(ended) else outputs.EXIT_INCOMPLETE
+    return (
+        outputs.EXIT_OK if require_all or uses_cpu or steps.has_run_card_step(ended_steps) else outputs.EXIT_INCOMPLETE
+    )

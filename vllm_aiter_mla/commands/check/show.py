@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run of ``check`` prints: each step as it begins and ends, then a table and what a reader takes away."""
+"""Print a run of ``check``: each step as it begins and ends, then a table and a summary line."""
 
 import sys
 import threading
@@ -22,108 +22,110 @@ from vllm_aiter_mla.commands.plan import printout as plan_printout
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.verify.results import Verification
 
-HEARTBEAT_S = 30
-"""Where stderr is no terminal, a line every so many seconds says what a long step does."""
-IN_A_FILE = 200
-"""Characters in a line of a table that goes to a file."""
-STYLES = {"passed": "green", "failed": "bold red", "warning": "yellow", "skipped": "yellow", "unknown": "yellow"}
+HEARTBEAT_SECONDS = 30
+"""Interval of the lines that say what a long step does, if stderr is not a terminal."""
+FILE_LINE_WIDTH = 200
+"""Characters in a line of a table, if standard output is not a terminal."""
+STATUS_STYLES = {"passed": "green", "failed": "bold red", "warning": "yellow", "skipped": "yellow", "unknown": "yellow"}
 
 
 @contextmanager
-def progress(name: str, number: int, of: int) -> Iterator[Callable[[str], None]]:
-    """Print on stderr that a step begins, and what it does while the block runs.
+def show_progress(step_name: str, number: int, total: int) -> Iterator[Callable[[str], None]]:
+    """Print on stderr that a step begins, and what the step does while the block runs.
 
-    Gives a function that takes the words for what the step does now.
+    Yield a function that takes a description of what the step does now.
     """
-    _say(f"{number}/{of} {name} ...")
-    with _in_a_terminal(name) if in_a_terminal() else _by_lines(name) as doing:
-        yield doing
+    _print_to_stderr(f"{number}/{total} {step_name} ...")
+    with _show_spinner(step_name) if is_stderr_terminal() else _print_heartbeats(step_name) as show_activity:
+        yield show_activity
 
 
 @contextmanager
-def _in_a_terminal(name: str) -> Iterator[Callable[[str], None]]:
+def _show_spinner(step_name: str) -> Iterator[Callable[[str], None]]:
     columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task(name)
-        yield lambda what: shown.update(task, description=f"{name}: {outputs.one_line(what)}")
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task_id = progress.add_task(step_name)
+        yield lambda activity: progress.update(task_id, description=f"{step_name}: {outputs.one_line(activity)}")
 
 
 @contextmanager
-def _by_lines(name: str) -> Iterator[Callable[[str], None]]:
-    began, doing, ended = time.monotonic(), "", threading.Event()
+def _print_heartbeats(step_name: str) -> Iterator[Callable[[str], None]]:
+    started_at, activity_text, has_ended = time.monotonic(), "", threading.Event()
 
-    def now_doing(what: str) -> None:
-        nonlocal doing
-        doing = f": {outputs.one_line(what)}"
+    def show_activity(activity: str) -> None:
+        nonlocal activity_text
+        activity_text = f": {outputs.one_line(activity)}"
 
-    def beat() -> None:
-        while not ended.wait(HEARTBEAT_S):
-            _say(f"{name}, {time.monotonic() - began:.0f} s{doing}")
+    def print_until_end() -> None:
+        while not has_ended.wait(HEARTBEAT_SECONDS):
+            _print_to_stderr(f"{step_name}, {time.monotonic() - started_at:.0f} s{activity_text}")
 
-    beats = threading.Thread(target=beat, daemon=True)
-    beats.start()
+    heartbeat = threading.Thread(target=print_until_end, daemon=True)
+    heartbeat.start()
     try:
-        yield now_doing
+        yield show_activity
     finally:
-        ended.set()
-        beats.join()
+        has_ended.set()
+        heartbeat.join()
 
 
-def in_a_terminal() -> bool:
+def is_stderr_terminal() -> bool:
     """Return whether stderr is a terminal."""
     return sys.stderr.isatty()
 
 
-def _say(text: str) -> None:
-    """Print on stderr. It does not matter if its reader has gone."""
+def _print_to_stderr(text: str) -> None:
+    """Print on stderr. Ignore the error if nobody reads stderr any more."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
-def findings(step: Step, whole: bool) -> None:
-    """Print what a step found: its lines, or the ``whole`` record as text and tables, for a step that --only names."""
-    # In a file no figure is cut off.
-    console = outputs.Stdout(highlight=False, width=None if sys.stdout.isatty() else IN_A_FILE)
-    if whole and isinstance(step.data, Verification):
-        kernels_printout.show(step.data, console)
-    elif whole and isinstance(step.data, Measurement):
-        timing_printout.show(step.data, console)
-    elif whole and isinstance(step.data, Plan):
-        print(outputs.folded(plan_printout.text(step.data)))
+def print_findings(step: Step, is_full: bool) -> None:
+    """Print the findings of a step: its lines. If ``is_full``, print its record as text and tables instead."""
+    # A file is wide enough to show every figure in full.
+    console = outputs.Stdout(highlight=False, width=None if sys.stdout.isatty() else FILE_LINE_WIDTH)
+    if is_full and isinstance(step.data, Verification):
+        kernels_printout.print_record(step.data, console)
+    elif is_full and isinstance(step.data, Measurement):
+        timing_printout.print_record(step.data, console)
+    elif is_full and isinstance(step.data, Plan):
+        print(outputs.fold_text(plan_printout.text(step.data)))
     elif isinstance(step.data, tuple) and all(isinstance(plan, Plan) for plan in step.data) and step.data:
-        print(outputs.folded(plan_printout.table(step.data)))
+        print(outputs.fold_text(plan_printout.table(step.data)))
     else:
-        for text in step.lines:
-            print(outputs.folded(f"  {outputs.one_line(text)}"))
+        for line in step.lines:
+            print(outputs.fold_text(f"  {outputs.one_line(line)}"))
 
 
-def table(model: str | None, ended: Sequence[Step], last: str) -> None:
+def print_table(model: str | None, ended_steps: Sequence[Step], last_line: str) -> None:
     """Print the table of the steps and the last line."""
-    console = outputs.Stdout(markup=False, highlight=False, width=outputs.width())
+    console = outputs.Stdout(markup=False, highlight=False, width=outputs.terminal_width())
     title = f"check {outputs.one_line(model)}" if model else "check"
     table = Table("step", "outcome", "s", "finding", title=title, title_justify="left", box=box.ASCII)
-    for step in ended:
-        outcome = Text(step.status, STYLES.get(step.status, ""))
-        table.add_row(step.name, outcome, f"{step.seconds:.0f}", outputs.one_line(step.detail))
+    for step in ended_steps:
+        status_text = Text(step.status, STATUS_STYLES.get(step.status, ""))
+        table.add_row(step.name, status_text, f"{step.seconds:.0f}", outputs.one_line(step.detail))
     console.print(table)
-    print(outputs.folded(f"check: {last}"))
+    print(outputs.fold_text(f"check: {last_line}"))
 
 
-def last_line(ended: Sequence[Step], status: int, require_all: bool = False) -> str:
-    """Return in one line what the run as a whole showed, and what to do; the arguments are those of ``exit_status``."""
-    count = sum(step.status == "skipped" for step in ended)
-    if status == outputs.EXIT_FAILED:
+def summary_line(ended_steps: Sequence[Step], exit_status: int, require_all: bool = False) -> str:
+    """Return one line that says what the run showed, and what to do. The arguments are as for ``exit_status_of``."""
+    num_skipped = sum(step.status == "skipped" for step in ended_steps)
+    if exit_status == outputs.EXIT_FAILED:
         return "FAILED: do not switch the fast path on before the steps above pass"
-    if status == outputs.EXIT_NO_GAIN:
+    if exit_status == outputs.EXIT_NO_GAIN:
         return "the flag gains nothing on this card: vLLM's own kernels are the fastest for this model; leave it off"
-    if status == outputs.EXIT_INCOMPLETE:
-        if any(step.status == "unknown" for step in ended):
+    if exit_status == outputs.EXIT_INCOMPLETE:
+        if any(step.status == "unknown" for step in ended_steps):
             return "some steps gave no result; they say why above"
         if require_all:
-            return f"{count} skipped of the steps that were asked for"
+            return f"{num_skipped} skipped of the steps that were asked for"
         return "nothing ran on a card: run this where vLLM serves (--device cpu runs what a CPU can run)"
-    warned = sum(step.status == "warning" for step in ended)
-    with_warnings = f", {warned} with a warning" if warned else ""
+    num_warnings = sum(step.status == "warning" for step in ended_steps)
+    warnings_text = f", {num_warnings} with a warning" if num_warnings else ""
     return (
-        f"every step that ran passed{with_warnings}; {count} skipped" if count else f"every step passed{with_warnings}"
+        f"every step that ran passed{warnings_text}; {num_skipped} skipped"
+        if num_skipped
+        else f"every step passed{warnings_text}"
     )

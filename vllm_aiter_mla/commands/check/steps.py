@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of ``check`` and what each needs; here are those that need no card.
+"""The table of the steps of ``check``, and the steps that need no card.
 
-A step takes a ``Context`` and returns how it ended.
+A step takes a ``Context`` and returns a ``Step``, which says how it ended.
 """
 
 from collections import Counter
@@ -27,33 +27,34 @@ NO_PLAN = "there is no plan"
 
 
 def look_at_machine(context: Context) -> Step:
-    """Look at the machine. The step fails if a check finds a problem.
+    """Check the machine. The step fails if a check finds a problem.
 
-    If --only names the step, a check without a result makes it "unknown". In a whole run the later steps find out.
-    The checks run in a process of their own: with vLLM loaded this one would take seconds to end at a signal.
+    If --only names the step, a check without a result makes the step "unknown". In a full run the later steps find
+    such faults. The checks run in a process of their own: a process that has loaded vLLM takes seconds to end at a
+    signal.
     """
-    env = context.options.environment(assumed=False)
+    env = context.options.environment(with_assumed=False)
     checks = process.call(machine.check_machine, env, environment=env)
-    by_name = "machine" in context.options.only
+    is_named = "machine" in context.options.named_steps
     counts = Counter(check.status for check in checks)
     detail = ", ".join(f"{counts[name]} {name}" for name in ("ok", "warning", "problem", "unknown"))
     problems = tuple(f"{check.name}: {check.detail} -> {check.remedy}" for check in checks if check.status == "problem")
-    lines = tuple(machine.check_lines(checks)) if by_name else problems
-    unknown = by_name and counts["unknown"]
+    lines = tuple(machine.check_lines(checks)) if is_named else problems
+    unknown = is_named and counts["unknown"]
     return Step("failed" if problems else "unknown" if unknown else "passed", detail, lines, checks)
 
 
 def plan_model(context: Context) -> Step:
     """Plan the model. The step fails unless every MLA layer would engage.
 
-    With several sizes of tensor parallelism, as in ``-tp 1,2,4,8``, each is planned.
+    Several sizes of tensor parallelism, as in ``-tp 1,2,4,8``, give several plans.
 
     Raises:
         WrongOptionError: the model or an option is wrong.
     """
     options = context.options
     assert options.source is not None, "there is a model"
-    sizes, deployments = model.split_deployments(options.arguments)
+    tp_sizes, deployments = model.split_deployments(options.serve_arguments)
     try:
         plans = planner.make_plans(options.source, deployments, options.arch, options.variables, options.verbose)
     except ValueError as error:
@@ -64,27 +65,27 @@ def plan_model(context: Context) -> Step:
         answers = (
             "not known" if plan.outcome == "unknown" else f"{plan.layers.engaged}/{plan.layers.mla}" for plan in plans
         )
-        detail = ", ".join(f"-tp {size}: {answer}" for size, answer in zip(sizes, answers, strict=True))
-        return Step(_status_of_plans({plan.outcome for plan in plans}), detail, data=plans)
+        detail = ", ".join(f"-tp {tp_size}: {answer}" for tp_size, answer in zip(tp_sizes, answers, strict=True))
+        return Step(_plan_step_status({plan.outcome for plan in plans}), detail, data=plans)
     context.plan = plan = plans[0]
     detail = f"{plan.layers.engaged}/{plan.layers.mla} MLA layers would engage on {plan.arch}"
     if plan.outcome == "unknown":
         detail = f"not known whether layers would engage on {plan.arch}"
     lines = tuple(str(reason) for reason in plan.reasons)
-    return Step(_status_of_plans({plan.outcome}), detail, lines, plan)
+    return Step(_plan_step_status({plan.outcome}), detail, lines, plan)
 
 
-def _status_of_plans(outcomes: set[str]) -> Status:
-    """Return the status of the step whose plans have these outcomes: that of the worst."""
+def _plan_step_status(outcomes: set[str]) -> Status:
+    """Return the status of a step whose plans have these outcomes. The worst outcome decides."""
     if "skipped" in outcomes or "some" in outcomes:
         return "failed"
     return "unknown" if "unknown" in outcomes else "passed"
 
 
 def look_up_issues(context: Context) -> Step:
-    """Name the known faults of AITER and vLLM that concern this shape."""
-    if (why := why_without_a_shape(context.plan)) is not None:
-        return Step("skipped", f"not looked up: {why}")
+    """List the known faults of AITER and vLLM that concern this shape."""
+    if (reason := missing_shape_reason(context.plan)) is not None:
+        return Step("skipped", f"not looked up: {reason}")
     assert context.plan is not None, "there is a shape"
     issues = context.plan.known_issues
     if not issues:
@@ -95,14 +96,14 @@ def look_up_issues(context: Context) -> Step:
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """A step, and what it needs."""
+    """The function of a step, and its requirements."""
 
     run: Callable[[Context], Step]
-    needs: tuple[str, ...] = ("plan",)  # steps that run before this one, where there is a model
+    needs: tuple[str, ...] = ("plan",)  # steps that run before this one, if there is a model
     needs_model: bool = True
     needs_shape: bool = False  # the plan must know the shape of a layer
-    can_run_on_card: bool = False  # on a card the step runs there; ``kernels`` can run on a CPU too
-    needs_idle_cards: bool = False  # another process on the cards would spoil the step
+    can_run_on_card: bool = False  # the step runs on a card if there is one; ``kernels`` can run on a CPU too
+    needs_idle_cards: bool = False  # another process on the cards would distort the result
 
 
 STEPS: dict[str, StepSpec] = {
@@ -118,30 +119,34 @@ STEPS: dict[str, StepSpec] = {
 }
 
 
-def chosen(only: Sequence[str], with_model: bool) -> tuple[str, ...]:
-    """Return the steps to run, in order: those asked for by name, all by default, and what they need.
+def select_steps(named_steps: Sequence[str], has_model: bool) -> tuple[str, ...]:
+    """Return the names of the steps to run, in order: the named steps, by default all, and the steps they need.
 
     Raises:
-        WrongOptionError: no such step, or one that needs a model where there is none.
+        WrongOptionError: there is no such step, or a named step needs a model and there is none.
     """
-    if unknown := [name for name in only if name not in STEPS]:
-        raise WrongOptionError(f"--only {unknown[0]}: no such step; there are {', '.join(STEPS)}")
-    wanted = set(only or STEPS)
-    if not with_model and (without := [name for name in STEPS if name in wanted and STEPS[name].needs_model]):
-        able = ",".join(name for name, entry in STEPS.items() if not entry.needs_model)
-        problem = f"--only {without[0]} needs MODEL" if only else "MODEL is missing"
-        raise WrongOptionError(f"{problem}; without one there is --only {able}")
-    if with_model:
-        wanted |= {needed for name in wanted for needed in STEPS[name].needs}
-    return tuple(name for name in STEPS if name in wanted)
+    if unknown_names := [name for name in named_steps if name not in STEPS]:
+        raise WrongOptionError(f"--only {unknown_names[0]}: no such step; there are {', '.join(STEPS)}")
+    selected_names = set(named_steps or STEPS)
+    if not has_model and (
+        names_needing_model := [name for name in STEPS if name in selected_names and STEPS[name].needs_model]
+    ):
+        allowed_names = ",".join(name for name, spec in STEPS.items() if not spec.needs_model)
+        problem = f"--only {names_needing_model[0]} needs MODEL" if named_steps else "MODEL is missing"
+        raise WrongOptionError(f"{problem}; without one there is --only {allowed_names}")
+    if has_model:
+        selected_names |= {needed_name for name in selected_names for needed_name in STEPS[name].needs}
+    return tuple(name for name in STEPS if name in selected_names)
 
 
-def why_without_a_shape(plan: Plan | None) -> str | None:
+def missing_shape_reason(plan: Plan | None) -> str | None:
     """Return why a step that needs a layer's shape cannot run, or None."""
     return NO_PLAN if plan is None else no_shape_reason(plan)
 
 
-def ran_what_a_card_can(ended: Sequence[Step]) -> bool:
-    """Return whether a step ran that can run on a card: with --device cpu it did not."""
-    ran = ("passed", "failed", "warning", "no gain")
-    return any(step.status in ran for step in ended if step.name in STEPS and STEPS[step.name].can_run_on_card)
+def has_run_card_step(ended_steps: Sequence[Step]) -> bool:
+    """Return whether a step ran that can run on a card."""
+    ran_statuses = ("passed", "failed", "warning", "no gain")
+    return any(
+        step.status in ran_statuses for step in ended_steps if step.name in STEPS and STEPS[step.name].can_run_on_card
+    )

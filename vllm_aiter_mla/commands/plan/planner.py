@@ -42,10 +42,10 @@ def make_plans(
                 make_plans_in_child, folder, deployments, arch, variables,
                 environment=child_environment(variables, cache),
                 log=2 if verbose else subprocess.DEVNULL,  # 2 is stderr
-                raises=FORWARDED_ERRORS,
+                expected_errors=FORWARDED_ERRORS,
             )  # fmt: skip
         except process.EndedError as error:
-            raise RuntimeError(f"vLLM {error.how}; --verbose shows its log") from error
+            raise RuntimeError(f"vLLM {error.ending}; --verbose shows its log") from error
     return tuple(issues.with_known_issues(with_source(plan, source)) for plan in plans)
 
 

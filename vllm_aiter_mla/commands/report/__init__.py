@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-aiter-mla report``: one HTML page from the files of other commands. It loads nothing and runs no script.
+"""``vllm-aiter-mla report``: render one HTML page from the files of other commands.
 
-``page`` reads the files. ``check_reader``, ``engine_reader`` and ``serving_reader`` say what the page shows of each
-kind, as ``blocks``. ``charts`` draws, ``page.html.j2`` holds the markup and the CSS. ``serving_record`` is what
-``tools/serving.py`` writes.
+``page`` reads the files. ``check_reader``, ``engine_reader`` and ``serving_reader`` add each kind of record to the page
+as ``blocks``. ``charts`` draws, and ``page.html.j2`` has the markup and the CSS. ``serving_record`` is the record of
+``tools/serving.py``.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,41 +22,42 @@ def report(
         typer.Argument(metavar="INPUT...", help="JSON of check, a status file, or a folder of them."),
     ],
     out: Annotated[
-        Path, typer.Option("--out", "-o", callback=outputs.writable, help="File to write; - for stdout.")
+        Path, typer.Option("--out", "-o", callback=outputs.check_writable, help="File to write; - for stdout.")
     ] = Path("report.html"),
 ) -> None:
-    """Draw one HTML page from what the other commands wrote.
+    """Draw one HTML page from the files of the other commands.
 
-    The page loads nothing, runs no script and opens without a network. Every figure is in a table too. Exit status: 2,
-    with nothing written, if an input cannot be shown; else 0.
+    The page loads nothing, runs no script and opens without a network. Every figure is also in a table. Exit status 0:
+    the page is written. 2: an input cannot be shown, and nothing is written.
     """
     try:
-        text = renderer()(inputs)
+        text = load_renderer()(inputs)
     except ValueError as error:
         outputs.fail(f"report: {error}")
     except OSError as error:
         outputs.fail(f"report: {error.filename}: {error.strerror or error}")
-    outputs.write("report", out, text)
-    # The page may have gone to stdout.
-    done = f"report written to {out} ({len(text.encode()) // 1024} KiB)"
-    typer.echo(outputs.one_line(done), err=out == outputs.STDOUT or files.is_device(out))
+    outputs.write_output("report", out, text)
+    # The page itself may be on stdout.
+    message = f"report written to {out} ({len(text.encode()) // 1024} KiB)"
+    typer.echo(outputs.one_line(message), err=out == outputs.STDOUT or files.is_device(out))
 
 
-def renderer() -> Callable[[Sequence[Path]], str]:
-    """Return ``page.html_of``.
+def load_renderer() -> Callable[[Sequence[Path]], str]:
+    """Return ``page.render_page``.
 
     Raises:
-        ValueError: jinja2, matplotlib or what they need is not installed, or is here and cannot be imported.
+        ValueError: jinja2, matplotlib or a package that they need is not installed or cannot be imported.
     """
     try:
-        from vllm_aiter_mla.commands.report.page import html_of
-    except Exception as error:  # a package that was built for another numpy may raise anything
-        absent = packages.missing_package(error)
-        if absent is not None:
-            raise ValueError(f"{absent} is not installed; in a checkout: pip install '.[report]'") from error
-        held = " and ".join(packages.installed_distribution(name) or name for name in ("jinja2", "matplotlib"))
+        from vllm_aiter_mla.commands.report.page import render_page
+    except Exception as error:  # a package built for another numpy may raise anything
+        missing_package = packages.missing_package(error)
+        if missing_package is not None:
+            raise ValueError(f"{missing_package} is not installed; in a checkout: pip install '.[report]'") from error
+        package_names = " and ".join(packages.installed_distribution(name) or name for name in ("jinja2", "matplotlib"))
         problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ValueError(
-            f"{held} are here and cannot be imported: {problem}; in a checkout: pip install --upgrade '.[report]'"
+            f"{package_names} are installed and cannot be imported: {problem}; in a checkout: pip install --upgrade "
+            "'.[report]'"
         ) from error
-    return html_of
+    return render_page

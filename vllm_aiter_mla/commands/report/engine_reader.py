@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker's status says of its engine's layers, and what a plan promises: the same tables for both."""
+"""Add a worker's status or a plan to a page. Both have the same tables of layers and kernels."""
 
 import socket
 from collections import defaultdict
@@ -18,18 +18,18 @@ from vllm_aiter_mla.status.line import status_line
 from vllm_aiter_mla.status.record import RankStatus
 from vllm_aiter_mla.status.status_files import is_serving
 
-DRAWN = 64
-"""Tokens of the step whose layer is drawn; the nearest planned one, if that is none."""
+DRAWN_STEP_TOKENS = 64
+"""Tokens of the step whose layer is drawn. If it is not planned, the nearest planned step is drawn."""
 
 
-def status(page: Page, record: RankStatus) -> Glance:
-    """Add what a worker's layers run on, by how many tokens, and what it timed."""
-    name = f"{page.input.name}, rank {record.rank}"
+def add_status(page: Page, record: RankStatus) -> Glance:
+    """Add the kernels of a worker's layers by number of tokens, and its timings."""
+    name = f"{page.current_input.name}, rank {record.rank}"
     by_range = sorted((int(tokens.partition("-")[0]), tokens, counts) for tokens, counts in record.compiled.items())
     rewritten = [tokens for _, tokens, counts in by_range if counts["matched"]]
     _add_layers(page, "Status", (
-        name, f"{len(record.engaged)}/{record.total}", _joined(sorted({*record.engaged.values()})),
-        record.kv_cache_dtype, record.decode_limit or None, _joined(rewritten), _joined(record.capture_sizes),
+        name, f"{len(record.engaged)}/{record.total}", _join(sorted({*record.engaged.values()})),
+        record.kv_cache_dtype, record.decode_limit or None, _join(rewritten), _join(record.capture_sizes),
     ), record.skipped.items())  # fmt: skip
     for group in record.decided:
         if spans := group.decision.kernels:
@@ -37,30 +37,38 @@ def status(page: Page, record: RankStatus) -> Glance:
     for shape in record.measured:
         names = sorted({kernel for figures in shape.us.values() for kernel in figures})
         by_tokens = sorted(shape.us.items())
-        rows = [(tokens, *map(us.get, names), kernel_at(shape.chosen, tokens)) for tokens, us in by_tokens]
-        heads, chart = ("tokens", *(f"{kernel}, us" for kernel in names), "runs"), charts.over_tokens(names, rows)
+        rows = [
+            (tokens, *map(us_by_kernel.get, names), kernel_at(shape.chosen, tokens))
+            for tokens, us_by_kernel in by_tokens
+        ]
+        columns, draw = (
+            ("tokens", *(f"{kernel}, us" for kernel in names), "runs"),
+            charts.chart_over_tokens(names, rows),
+        )
         notes = [f"{name}: {len(shape.layers)} layers"]
-        page.add("Status", f"Timed at start-up, {shape.shape}, per layer", heads, rows, chart, notes)
-    word, means = _outcome(page.input.folder, record, max(record.ranks - page.input.ranks, 0))
+        page.add_block("Status", f"Timed at start-up, {shape.shape}, per layer", columns, rows, draw, notes)
+    outcome, meaning = _status_outcome(
+        page.current_input.folder, record, max(record.ranks - page.current_input.num_ranks, 0)
+    )
     reasons = dict.fromkeys(skip.reason for skip in record.skipped.values())
-    not_told = "not told" if record.engaged else "not told: the engine was skipped as a whole"
-    card = "a CPU, for tests" if record.card == "cpu" else record.card or not_told
-    return Glance(word, f"server of {record.model_name or 'a model'}", card, means, tuple(reasons), run=record.run)
+    unknown_card = "not told" if record.engaged else "not told: the engine was skipped as a whole"
+    card = "a CPU, for tests" if record.card == "cpu" else record.card or unknown_card
+    return Glance(outcome, f"server of {record.model_name or 'a model'}", card, meaning, tuple(reasons), run=record.run)
 
 
-def _outcome(folder: Path, record: RankStatus, silent: int) -> tuple[str, str]:
-    """Return the word for a status, and what it means. Only an engine that lives and is whole can be engaged.
+def _status_outcome(folder: Path, record: RankStatus, num_silent: int) -> tuple[str, str]:
+    """Return the outcome of a status and its meaning. Only a live engine with all its ranks can be "engaged".
 
-    ``silent`` ranks of its engine are not among the inputs.
+    ``num_silent`` ranks of the engine are not among the inputs.
     """
-    lives = is_serving(folder, [record]) if record.evidence.host == socket.gethostname() else None
-    if lives is None:
+    is_alive = is_serving(folder, [record]) if record.evidence.host == socket.gethostname() else None
+    if is_alive is None:
         return "unknown", f"whether its server lives cannot be told here; it had: {status_line(record)}"
-    if not lives:
+    if not is_alive:
         return "ended", f"its engine or front end has ended; it had: {status_line(record)}"
-    if silent:
-        without = f"{silent} of {record.ranks} ranks have no status file here"
-        return "unknown", f"{without}; this one has: {status_line(record)}"
+    if num_silent:
+        silent_text = f"{num_silent} of {record.ranks} ranks have no status file here"
+        return "unknown", f"{silent_text}; this one has: {status_line(record)}"
     if not record.engaged:
         return "skipped", status_line(record)
     if record.skipped or len(record.engaged) < record.total:
@@ -70,17 +78,17 @@ def _outcome(folder: Path, record: RankStatus, silent: int) -> tuple[str, str]:
     return "engaged on a CPU" if record.card == "cpu" else "engaged", status_line(record)
 
 
-def plan(page: Page, record: Plan) -> None:
-    """Add a plan: nothing in it was run."""
-    captures, label = record.captures, f"{page.input.name}: {label_of(record)}"
+def add_plan(page: Page, record: Plan) -> None:
+    """Add a plan. Nothing in it was run."""
+    captures, label = record.captures, f"{page.current_input.name}: {plan_label(record)}"
     kernels = dict.fromkeys(span.kernel for span in record.kernels or ())
     skipped = [(f"{skip.level} {skip.code}", skip) for skip in record.reasons]
     ranges = record.compile_ranges.ranges[: record.compile_ranges.inside]
     _add_layers(page, PLAN, (
         label, "not known" if record.outcome == "unknown" else f"{record.layers.engaged}/{record.layers.mla}",
-        _joined(kernels), record.options.kv_cache_dtype, record.limit,
-        _joined(f"{first}-{last}" for first, last in ranges),
-        _joined((*captures.inside, *captures.outside)) or captures.note,
+        _join(kernels), record.options.kv_cache_dtype, record.limit,
+        _join(f"{first}-{last}" for first, last in ranges),
+        _join((*captures.inside, *captures.outside)) or captures.note,
     ), skipped)  # fmt: skip
     if record.kernels:
         note = "The first start on a card times them."
@@ -90,50 +98,56 @@ def plan(page: Page, record: Plan) -> None:
     fields = ("id", "effect", "state", "remedy", "link")
     issues = [(label, *(getattr(issue, field) for field in fields)) for issue in record.known_issues]
     if issues:
-        page.add(PLAN, "Known issues beside the plugin", ("input", *fields), issues)
+        page.add_block(PLAN, "Known issues beside the plugin", ("input", *fields), issues)
 
 
-def label_of(record: Plan) -> str:
-    """Return what a plan is of, in words."""
+def plan_label(record: Plan) -> str:
+    """Return the model, the card and the main options of a plan, in words."""
     return f"{record.model.name} on {record.arch}, TP {record.options.tp}, {record.options.kv_cache_dtype} cache"
 
 
 def _add_layer(page: Page, label: str, by_tokens: Mapping[int, Mapping[str, Cost]]) -> None:
-    """Draw one layer of each path, launch after launch."""
-    tokens = min(by_tokens, key=lambda planned: abs(planned - DRAWN))
-    paths = {path: cost.launches for path, cost in by_tokens[tokens].items()}
-    rows = [(path, each.name, f"{each.read + each.written:,}") for path, run in paths.items() for each in run]
-    strips = {path: _end_to_end(run) for path, run in paths.items()}
-    draw = partial(charts.strips, "MB moved, launch after launch", strips, planned=True)
-    page.add(PLAN, f"One layer at {tokens} tokens by formula, {label}", ("path", "launch", "bytes"), rows, draw)
+    """Add one layer of each path, launch after launch, as a chart and a table."""
+    tokens = min(by_tokens, key=lambda planned_tokens: abs(planned_tokens - DRAWN_STEP_TOKENS))
+    launches_by_path = {path: cost.launches for path, cost in by_tokens[tokens].items()}
+    rows = [
+        (path, launch.name, f"{launch.read + launch.written:,}")
+        for path, launches in launches_by_path.items()
+        for launch in launches
+    ]
+    strips = {path: _end_to_end(launches) for path, launches in launches_by_path.items()}
+    draw = partial(charts.draw_strips, "MB moved, launch after launch", strips, is_planned=True)
+    page.add_block(PLAN, f"One layer at {tokens} tokens by formula, {label}", ("path", "launch", "bytes"), rows, draw)
 
 
 def _end_to_end(launches: Sequence[Launch]) -> list[tuple[float, float, str]]:
-    """Return the parts of a strip: launch after launch, in MB moved."""
-    ends = [*accumulate((launch.read + launch.written for launch in launches), initial=0)]
-    return [(at / 1e6, end / 1e6, of.name) for (at, end), of in zip(pairwise(ends), launches, strict=True)]
+    """Return the parts of a strip: one per launch, as long as the MB that it moves."""
+    offsets = [*accumulate((each.read + each.written for each in launches), initial=0)]
+    return [
+        (start / 1e6, end / 1e6, launch.name) for (start, end), launch in zip(pairwise(offsets), launches, strict=True)
+    ]
 
 
-def _add_layers(page: Page, section: str, cells: Sequence[object], skipped: Iterable[tuple[str, Skip]]) -> None:
-    """Add a row to the table of layers; ``skipped`` says why each layer is."""
+def _add_layers(page: Page, section: str, cells: Sequence[object], skipped_layers: Iterable[tuple[str, Skip]]) -> None:
+    """Add a row to the table of layers; ``skipped_layers`` has each skipped layer with its reason."""
     layers_by_reason = defaultdict(list)
-    for layer, skip in skipped:
+    for layer, skip in skipped_layers:
         layers_by_reason[skip.reason].append(layer)
-    reasons = [f"{why} ({len(layers)}): {_joined(layers)}" for why, layers in layers_by_reason.items()]
-    heads = ("input", "would engage" if section == PLAN else "engaged", "kernels", "KV cache", "decode limit",
+    reasons = [f"{reason} ({len(layers)}): {_join(layers)}" for reason, layers in layers_by_reason.items()]
+    columns = ("input", "would engage" if section == PLAN else "engaged", "kernels", "KV cache", "decode limit",
              "rewritten ranges", "captured sizes", "skipped")  # fmt: skip
-    page.add(section, "MLA layers", heads, [(*cells, reasons or "none")])
+    page.add_block(section, "MLA layers", columns, [(*cells, reasons or "none")])
 
 
-def _joined(values: Iterable[object]) -> str | None:
+def _join(values: Iterable[object]) -> str | None:
     return ", ".join(map(str, values)) or None
 
 
-def _add_spans(page: Page, section: str, about: str, note: str, spans: Sequence[Span]) -> None:
-    """Add which kernel runs at how many tokens; variants of one kernel count as one."""
+def _add_spans(page: Page, section: str, title_start: str, note: str, spans: Sequence[Span]) -> None:
+    """Add a block that shows which kernel runs at which number of tokens. Variants of a kernel count as one kernel."""
     spans = merge_spans(spans)
-    title = f"{about}: " + ", ".join(f"{span.kernel} {span.tokens}" for span in spans)
+    title = f"{title_start}: " + ", ".join(f"{span.kernel} {span.tokens}" for span in spans)
     strip = {"": [(span.first, span.last + 1, span.kernel) for span in spans]}
-    draw = partial(charts.strips, "tokens in the step", strip, planned=section == PLAN, log=True)
+    draw = partial(charts.draw_strips, "tokens in the step", strip, is_planned=section == PLAN, is_log_scale=True)
     rows = [(span.tokens, span.kernel) for span in spans]
-    page.add(section, title, ("tokens", "kernel"), rows, draw, [note])
+    page.add_block(section, title, ("tokens", "kernel"), rows, draw, [note])

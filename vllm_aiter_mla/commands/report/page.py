@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From files to a page: each file's reader adds it to the ``blocks`` of one page, which the template prints.
+"""Render a page from files: the reader of each file adds it to one ``Page``, which the template prints.
 
-The template escapes every value but the SVG of ``charts``: names and messages in the files may hold anything.
+The template escapes every value except the SVG of ``charts``, because names and messages in the files may contain
+anything.
 """
 
 from collections import Counter
@@ -13,100 +14,103 @@ import jinja2
 
 from vllm_aiter_mla import __version__, files
 from vllm_aiter_mla.commands.check.record import CheckRun
-from vllm_aiter_mla.commands.outputs import printable
-from vllm_aiter_mla.commands.report.blocks import OUTCOMES, PLAN, Glance, Input, Page
-from vllm_aiter_mla.commands.report.check_reader import check
-from vllm_aiter_mla.commands.report.engine_reader import status
-from vllm_aiter_mla.commands.report.serving_reader import serving
+from vllm_aiter_mla.commands.outputs import escape_unprintable
+from vllm_aiter_mla.commands.report.blocks import OUTCOMES, PLAN, Glance, Page, PageInput
+from vllm_aiter_mla.commands.report.check_reader import add_check
+from vllm_aiter_mla.commands.report.engine_reader import add_status
+from vllm_aiter_mla.commands.report.serving_reader import add_serving
 from vllm_aiter_mla.commands.report.serving_record import Serving
 from vllm_aiter_mla.status.record import RankStatus
 
 READERS: dict[str, tuple[type[Any], Callable[[Page, Any], Glance]]] = {
-    "check": (CheckRun, check),
-    "status": (RankStatus, status),
-    "serving": (Serving, serving),
+    "check": (CheckRun, add_check),
+    "status": (RankStatus, add_status),
+    "serving": (Serving, add_serving),
 }
-"""Record and reader by the schema that a file's stamp names."""
+"""The record type and its reader, by the schema in the stamp of a file."""
 
 
-def html_of(paths: Sequence[Path]) -> str:
+def render_page(paths: Sequence[Path]) -> str:
     """Return the page for these files and folders.
 
     Raises:
         OSError: names a file that cannot be read.
-        ValueError: names a file that is no JSON, of no known kind, or with other fields than are written here.
+        ValueError: names a file that is not JSON, is of an unknown kind, or has other fields than this version writes.
     """
-    page, records = Page(), [*_records(paths)]
+    page, records = Page(), [*_load_records(paths)]
     for path, name, record in records:
-        page.input = Input(name, path.parent, _ranks_given(record, (other for *_, other in records)))
-        _, reader = READERS[files.schema_of(type(record))]
+        page.current_input = PageInput(
+            name, path.parent, _num_ranks_in_inputs(record, (other_record for *_, other_record in records))
+        )
+        _, add_record = READERS[files.schema_of(type(record))]
         try:
-            page.begin(reader(page, record), record.evidence)
-        except Exception as error:  # whatever another hand wrote
+            page.add_glance(add_record(page, record), record.evidence)
+        except Exception as error:  # a file that was edited by hand may raise anything
             raise ValueError(f"{path}: not what this version writes: {type(error).__name__}: {error}") from error
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_shown)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_cell_text)
     template = environment.from_string(Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8"))
-    text = template.render(
-        glances=page.glances, outcomes=OUTCOMES, sections=page.sections, planned=PLAN, plugin=__version__
+    html = template.render(
+        glances=page.glances, outcomes=OUTCOMES, sections=page.sections, plan_section=PLAN, plugin=__version__
     )
-    return text + "\n"
+    return html + "\n"
 
 
-def _shown(value: Any) -> Any:
-    """Return what a value of the page is printed as."""
+def _cell_text(value: Any) -> Any:
+    """Return the printed form of a value of the page."""
     return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else value
 
 
-def _records(paths: Sequence[Path]) -> Iterator[tuple[Path, str, Any]]:
+def _load_records(paths: Sequence[Path]) -> Iterator[tuple[Path, str, Any]]:
     """Yield each file, its name on the page, and its record.
 
     Raises:
-        ValueError: a file is of another kind or version.
+        ValueError: a file is of an unknown kind or another version.
     """
     names = Counter[str]()
-    for path, name, schema, data in _files(paths):
+    for path, name, schema, data in _load_files(paths):
         if schema not in READERS:
             raise ValueError(f"{path}: not recognised ({schema}); expected JSON of {', '.join(READERS)}")
         names[name] += 1
         yield path, name if names[name] == 1 else f"{name} ({names[name]})", files.parse(READERS[schema][0], path, data)
 
 
-def _ranks_given(record: Any, records: Iterable[Any]) -> int:
-    """Return how many ranks of a status' engine are among the records; 0 for a record of another kind."""
+def _num_ranks_in_inputs(record: Any, records: Iterable[Any]) -> int:
+    """Return the number of ranks of a status's engine among the records; 0 for a record of another kind."""
     if not isinstance(record, RankStatus):
         return 0
     statuses = (other for other in records if isinstance(other, RankStatus))
     return len({other.rank for other in statuses if (other.run, other.engine) == (record.run, record.engine)})
 
 
-def _files(paths: Sequence[Path]) -> Iterator[tuple[Path, str, str, Any]]:
-    """Yield each file, its name for the reader (never a full path), its kind as its stamp names it, and its content.
+def _load_files(paths: Sequence[Path]) -> Iterator[tuple[Path, str, str, Any]]:
+    """Yield each file, its name on the page (never a full path), the schema in its stamp, and its content.
 
-    Of a folder, records that the page does not show are left out: a worker keeps others next to its status.
+    In a folder, files of kinds that the page cannot show are skipped: a worker writes such files next to its status.
     """
     for path in paths:
         if not path.is_dir():
-            yield path, printable(path.name), *_read(path)
+            yield path, escape_unprintable(path.name), *_read_file(path)
             continue
         all_files = [
-            (file, printable(f"{path.name}/{file.stem}"), *_read(file)) for file in sorted(path.glob("*.json"))
+            (file, escape_unprintable(f"{path.name}/{file.stem}"), *_read_file(file))
+            for file in sorted(path.glob("*.json"))
         ]
-        shown = [file for file in all_files if file[2] in READERS]
-        if not shown:
+        files_to_show = [file for file in all_files if file[2] in READERS]
+        if not files_to_show:
             raise ValueError(f"{path}: no JSON file in this folder that can be shown")
-        yield from shown
+        yield from files_to_show
 
 
-def _read(path: Path) -> tuple[str, Any]:
-    """Return a file's kind, as its stamp names it, and its content."""
-    data = _clean(files.load(path))
+def _read_file(path: Path) -> tuple[str, Any]:
+    """Return the schema in the stamp of a file, and its content."""
+    data = _escape_strings(files.load(path))
     return files.layout_of(data)[0], data
 
 
-def _clean(value: Any) -> Any:
-    """Return the value with control characters in its strings and keys written out."""
+def _escape_strings(value: Any) -> Any:
+    """Return the value with the control characters in its strings and keys as escapes."""
     if isinstance(value, dict):
-        return {printable(key): _clean(inner) for key, inner in value.items()}
+        return {escape_unprintable(key): _escape_strings(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_clean(inner) for inner in value]
-    return printable(value) if isinstance(value, str) else value
+        return [_escape_strings(inner) for inner in value]
+    return escape_unprintable(value) if isinstance(value, str) else value

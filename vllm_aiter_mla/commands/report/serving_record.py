@@ -9,7 +9,7 @@ from vllm_aiter_mla import files
 SIDES = OFF, ON = "off", "on"
 LENGTHS = ("input", "prefix", "output")
 METRICS = {"ttft": "mean_ttft_ms", "tpot": "mean_tpot_ms", "throughput": "output_throughput"}
-"""By name what ``vllm bench serve`` calls it: milliseconds to the first and per further token, and tokens a second."""
+"""The name in ``vllm bench serve`` by metric: milliseconds to the first and per further token, and tokens a second."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Row:
-    """What was found at one point: tokens of ``LENGTHS``, and ``rate`` in requests per second."""
+    """The results at one point. ``point`` has the tokens of ``LENGTHS``, and ``rate`` in requests per second."""
 
     point: dict[str, float]
     estimates: dict[str, dict[str, Estimate]]  # by metric and side; empty if the row is invalid
-    invalid: str | None  # why
+    invalid: str | None  # why the row is invalid
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,6 @@ class Serving:
     about: dict[str, str]  # versions, and the card
     status: str  # the status line of the servers with the flag on
     rows: tuple[Row, ...] = ()
-    results: Any = None  # what the client saved, by side and run
+    results: Any = None  # the client's result files, by side and run
     answers: Any = None  # by side and run: the figures by filter, and each answer
     evidence: files.Stamp = files.stamp_field("serving")

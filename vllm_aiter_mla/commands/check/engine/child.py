@@ -6,114 +6,124 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_aiter_mla.commands.check.engine.record import ABOVE, MIXED, PREFILLS, EngineAnswer, Side
+from vllm_aiter_mla.commands.check.engine.record import ABOVE_LIMIT, MIXED, PREFILL_STEPS, EngineAnswer, Side
 from vllm_aiter_mla.commands.compat import engine as compat_engine
 from vllm_aiter_mla.commands.compat.engine import Prompt
 from vllm_aiter_mla.commands.compat.vllm_options import load_plugins, parse_serve_options
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
 
-DECODING_REQUESTS = 4
-"""How many decode in a step of ``MIXED``."""
-TIMED_STEPS = 11
-"""How often each kind of step is timed."""
-SHORTEST_PROMPT = 3
-"""Tokens of a prompt in such a step, if the engine takes enough of them.
+NUM_DECODING_REQUESTS = 4
+"""Requests that decode in a step of ``MIXED``."""
+NUM_TIMED_STEPS = 11
+"""Timed steps of each kind."""
+MIN_PROMPT_TOKENS = 3
+"""Shortest prompt in a step with prefill rows. Prompts are longer if the engine takes too few requests.
 
 A prompt of three tokens has a log-probability behind one rotated row of each layer. Behind many rows, and in deep
-models, one other bit moves all that follows: over 23 tokens of two layers, another rounding of one value of q_pe and
-k_pe in 4096 gave a mean |dlogprob| of 0.016, and three roundings of each value 0.025 (CPU engine, 2026-11-27)."""
+models, one different bit changes everything after it. Over 23 tokens of two layers, another rounding of one value in
+4096 of q_pe and k_pe gave a mean |dlogprob| of 0.016, and three roundings of each value 0.025 (CPU engine,
+2026-11-27)."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What one engine runs over."""
+    """The options of one engine."""
 
-    folder: str  # holds ``config.json``, and the checkpoint if it is to be loaded
-    arguments: tuple[str, ...]  # of ``vllm serve``
-    side: Side  # whether the flag is off or on
-    random_layers: int | None  # how many layers of random weights to draw; None loads the checkpoint
-    limit: int  # the decode limit in tokens, for batches on both sides of it
+    model_folder: str  # has ``config.json``, and the weights if the checkpoint is loaded
+    serve_arguments: tuple[str, ...]  # of ``vllm serve``
+    side: Side
+    num_random_layers: int | None  # layers with random weights; None loads the checkpoint
+    decode_limit: int  # in tokens; the batches lie on both sides of it
 
 
-def random_prompts(seed: int, lengths: Sequence[int], new_tokens: int, arrivals: Sequence[int] = ()) -> list[Prompt]:
-    """Return random prompts of these lengths; all arrive at once by default."""
-    rng = random.Random(seed)
+def random_prompts(
+    seed: int, lengths: Sequence[int], new_tokens: int, arrival_steps: Sequence[int] = ()
+) -> list[Prompt]:
+    """Return random prompts of these lengths. By default all arrive at once."""
+    generator = random.Random(seed)
     return [
-        Prompt(f"{seed}-{i}", [rng.randrange(2, 512) for _ in range(length)], new_tokens, arrival)
-        for i, (length, arrival) in enumerate(zip(lengths, arrivals or [0] * len(lengths), strict=True))
+        Prompt(f"{seed}-{index}", [generator.randrange(2, 512) for _ in range(length)], new_tokens, arrival_step)
+        for index, (length, arrival_step) in enumerate(zip(lengths, arrival_steps or [0] * len(lengths), strict=True))
     ]
 
 
 SCENARIOS = {
-    # Prompts shorter than the decode limit, one at a time: prefill rows inside it.
+    # Prompts shorter than the decode limit, one at a time: prefill rows within the limit.
     "short": random_prompts(2, [3, 11, 1, 7], 12, [0, 20, 40, 60]),
     # Requests that arrive while others decode: mixed batches within the decode limit.
     "mixed": random_prompts(3, [6, 4, 5, 3, 7, 2, 5, 4], 24, [0, 0, 4, 6, 6, 9, 12, 15]),
-    # Prompts longer than a small decode limit: their prefill runs vLLM's own graph, their decode ours.
+    # Prompts longer than a small decode limit: prefill runs vLLM's own graph, and decode runs ours.
     "long": random_prompts(4, [60, 17, 33, 48], 12),
     # Sixteen requests that decode together.
     "concurrent": random_prompts(1, [5 + i % 4 for i in range(16)], 20),
 }
 
 
-def short_prompts(total: int, requests: int, longest: int) -> list[int]:
-    """Return lengths of prompts that have ``total`` tokens together, as short as so many requests allow.
+def short_prompt_lengths(num_tokens: int, max_requests: int, max_length: int) -> list[int]:
+    """Return lengths of prompts that have ``num_tokens`` tokens together, as short as so many requests allow.
 
-    The list is empty if no such prompts fit.
+    Return an empty list if no such prompts fit.
     """
-    count = min(total // SHORTEST_PROMPT, requests)
-    if count < 1 or total > count * longest:
+    num_prompts = min(num_tokens // MIN_PROMPT_TOKENS, max_requests)
+    if num_prompts < 1 or num_tokens > num_prompts * max_length:
         return []
-    return [total // count + (number < total % count) for number in range(count)]
+    return [num_tokens // num_prompts + (number < num_tokens % num_prompts) for number in range(num_prompts)]
 
 
 def drive_engine(options: EngineOptions) -> EngineAnswer:
-    """Start one engine in this process and send it the prompts; return its answer, but for what the ranks wrote."""
-    engine, left_out = _start(options)
-    generated = {name: compat_engine.generate(engine, prompts) for name, prompts in SCENARIOS.items()}
-    prefilled = {}
+    """Start one engine in this process and send it the prompts; return its answer without ``rank_statuses``."""
+    engine, unsupported_options = _start_engine(options)
+    generated_tokens = {name: compat_engine.generate(engine, prompts) for name, prompts in SCENARIOS.items()}
+    prefill_logprobs = {}
     for name, prompts in SCENARIOS.items():
-        pairs = zip(prompts, generated[name], strict=True)
-        texts = [prompt.tokens + [token for token, _ in tokens] for prompt, tokens in pairs]
-        prefilled[name] = compat_engine.prompt_logprobs(engine, texts)
-    logprobs_of_prompts, seconds = _with_prefill_rows(engine, options.limit)
-    launches = compat_engine.count_decode_launches(engine, SCENARIOS["concurrent"])
-    return EngineAnswer(generated, prefilled, logprobs_of_prompts, seconds, launches, tuple(left_out))
+        prompts_and_tokens = zip(prompts, generated_tokens[name], strict=True)
+        texts = [prompt.tokens + [token for token, _ in tokens] for prompt, tokens in prompts_and_tokens]
+        prefill_logprobs[name] = compat_engine.prompt_logprobs(engine, texts)
+    prompt_logprobs, step_seconds = _run_prefill_steps(engine, options.decode_limit)
+    num_launches = compat_engine.count_decode_launches(engine, SCENARIOS["concurrent"])
+    return EngineAnswer(
+        generated_tokens, prefill_logprobs, prompt_logprobs, step_seconds, num_launches, tuple(unsupported_options)
+    )
 
 
-def _start(options: EngineOptions) -> tuple[Any, list[str]]:
-    """Start vLLM's engine with the flag as ``options.side`` says; return it, and the options that it cannot honour."""
+def _start_engine(options: EngineOptions) -> tuple[Any, list[str]]:
+    """Start vLLM's engine with the flag of ``options.side``; return the engine, and the options it does not support."""
     load_plugins()
-    parsed = parse_serve_options([options.folder, *options.arguments])
-    setattr(parsed.compilation_config.pass_config, FLAG_FIELD, options.side == "on")
-    additional = parsed.additional_config or {}
-    # ``enabled`` in the plugin's own config is another spelling of the flag.
-    own = {name: value for name, value in additional.get(NAMESPACE, {}).items() if name != "enabled"}
-    parsed.additional_config = {**additional, NAMESPACE: own}
-    left_out = compat_engine.reset_unsupported_options(parsed)
-    parsed.model = options.folder
-    return compat_engine.start_engine(parsed, options.random_layers), left_out
+    engine_args = parse_serve_options([options.model_folder, *options.serve_arguments])
+    setattr(engine_args.compilation_config.pass_config, FLAG_FIELD, options.side == "on")
+    additional_config = engine_args.additional_config or {}
+    # ``enabled`` in the plugin's config is another spelling of the flag.
+    own_config = {name: value for name, value in additional_config.get(NAMESPACE, {}).items() if name != "enabled"}
+    engine_args.additional_config = {**additional_config, NAMESPACE: own_config}
+    unsupported_options = compat_engine.reset_unsupported_options(engine_args)
+    engine_args.model = options.model_folder
+    return compat_engine.start_engine(engine_args, options.num_random_layers), unsupported_options
 
 
-def _with_prefill_rows(engine: Any, limit: int) -> tuple[dict[str, list[list[list[float]]]], dict[str, list[float]]]:
-    """Run the steps of ``PREFILLS``; return ``EngineAnswer.prompts`` and ``EngineAnswer.seconds``."""
-    scheduler, longest = engine.vllm_config.scheduler_config, engine.model_config.max_model_len - 8
-    budget, requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-    decoding = min(requests // 2, DECODING_REQUESTS)
-    room = min(limit, budget) - decoding * (1 + engine.vllm_config.num_speculative_tokens)
-    above = limit + 8 if limit + 8 <= budget else 0
+def _run_prefill_steps(
+    engine: Any, decode_limit: int
+) -> tuple[dict[str, list[list[list[float]]]], dict[str, list[float]]]:
+    """Run the steps of ``PREFILL_STEPS``; return their ``prompt_logprobs`` and ``step_seconds``."""
+    scheduler, max_length = engine.vllm_config.scheduler_config, engine.model_config.max_model_len - 8
+    max_batched_tokens, max_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    num_decoding = min(max_requests // 2, NUM_DECODING_REQUESTS)
+    num_decode_rows = num_decoding * (1 + engine.vllm_config.num_speculative_tokens)
+    num_mixed_tokens = min(decode_limit, max_batched_tokens) - num_decode_rows
+    num_tokens_above_limit = decode_limit + 8 if decode_limit + 8 <= max_batched_tokens else 0
     lengths = {
-        ABOVE: short_prompts(above, requests, longest), MIXED: short_prompts(room, requests - decoding, longest)
-    }  # fmt: skip
-    logprobs, seconds = {}, {}
-    for name in PREFILLS:
-        others = SCENARIOS["concurrent"][: decoding if name == MIXED else 0]
-        # Other prompts for each step: vLLM would take those of an earlier one from its prefix cache.
+        ABOVE_LIMIT: short_prompt_lengths(num_tokens_above_limit, max_requests, max_length),
+        MIXED: short_prompt_lengths(num_mixed_tokens, max_requests - num_decoding, max_length),
+    }
+    logprobs, step_seconds = {}, {}
+    for step_kind in PREFILL_STEPS:
+        decoding_prompts = SCENARIOS["concurrent"][: num_decoding if step_kind == MIXED else 0]
+        # Each step has its own prompts: vLLM would take repeated ones from its prefix cache.
         batches = [
-            [prompt.tokens for prompt in random_prompts(8 + turn, lengths[name], 1)] for turn in range(1 + TIMED_STEPS)
+            [prompt.tokens for prompt in random_prompts(8 + repetition, lengths[step_kind], 1)]
+            for repetition in range(1 + NUM_TIMED_STEPS)
         ]
-        compared, *timed = batches
-        with compat_engine.decode_batch(engine, others):
-            logprobs[name] = [compat_engine.prompt_logprobs(engine, compared) for _ in range(2)]
-            seconds[name] = [compat_engine.prefill_seconds(engine, batch) for batch in timed if batch]
-    return logprobs, seconds
+        compared_batch, *timed_batches = batches
+        with compat_engine.decode_batch(engine, decoding_prompts):
+            logprobs[step_kind] = [compat_engine.prompt_logprobs(engine, compared_batch) for _ in range(2)]
+            step_seconds[step_kind] = [compat_engine.prefill_seconds(engine, batch) for batch in timed_batches if batch]
+    return logprobs, step_seconds

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far apart two engines are: in tokens and log-probabilities, in the bytes of prefill, in time."""
+"""Measures of the distance between two engines: tokens, log-probabilities, bytes of prefill, and time."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ from vllm_aiter_mla.commands.check.engine.record import SIDES, EngineAnswer, Sid
 if TYPE_CHECKING:
     from vllm_aiter_mla.commands.compat.engine import TokenLogprobs
 
-# Kernels that add up in another order give other tokens where two are nearly as likely. Through Triton's interpreter a
-# random model gave 97.6 % of equal tokens and differences of at most 0.15. With the RoPE of prefill rows lost, it gave
-# at most 81 % and at least 1.7.
-TOP1 = 0.95
-"""Least share of positions with the same likeliest token that rounding explains."""
+# Kernels that sum in another order give other tokens where two tokens are nearly as likely. Through Triton's
+# interpreter a random model gave 97.6 % equal tokens and differences of at most 0.15. Without the RoPE of prefill rows
+# it gave at most 81 % and at least 1.7.
+MIN_TOP1_AGREEMENT = 0.95
+"""Smallest share of positions with the same likeliest token that rounding explains."""
 MAX_DLOGPROB = 0.5
 """Largest difference of log-probabilities that rounding explains."""
-# Over an fp8 cache the reference with another rounding gave 90 % and 0.94. There the mean of the request that was most
-# apart is compared with ``decode_against_prefill``: it was 0.11 where that was 0.18. It was 0.36 or more with the query
-# scaled twice, and 0.41 or more with one wrong row in each decode step.
-DECODE_AGAINST_PREFILL = 0.5
+# Over an fp8 cache the reference with another rounding gave 90 % and 0.94. So for such a cache the largest mean of a
+# request is compared with ``mean_decode_prefill_dlogprob`` instead. The mean was 0.11 where that noise was 0.18. It was
+# 0.36 or more with the query scaled twice, and 0.41 or more with one wrong row in each decode step.
+MAX_DECODE_PREFILL_DLOGPROB = 0.5
 """Largest mean difference of log-probabilities between the steps that generated tokens and prefill of the same text.
 
-On a CPU a small random model gave 0.02 (bf16 cache) and 0.17 (fp8), and 8.4 with mixed up channels in decode."""
+On a CPU a small random model gave 0.02 (bf16 cache) and 0.17 (fp8). With permuted channels in decode it gave 8.4."""
 
-MOST_UNEQUAL = 0.5
+MAX_UNEQUAL_SHARE = 0.5
 """Largest share of the prompts whose bytes may differ.
 
-Of 8 prompts in the sandbox's engine, 8 had the same bytes where q_pe and k_pe are rounded once, 7 with another rounding
-of one value in 4096, and none with two or three roundings of each value. Multiply and add may be contracted or not: the
-product of two values of 16 bits is exact in float32."""
-SLOWER = 1.02
-"""Ratio of times, on to off, above which ``check`` warns on a card."""
+Of 8 prompts in the sandbox's engine, 8 had the same bytes if q_pe and k_pe were rounded once. 7 had with another
+rounding of one value in 4096, and none had with two or three roundings of each value. A compiler may contract multiply
+and add without effect, because the product of two 16-bit values is exact in float32."""
+MAX_TIME_RATIO = 1.02
+"""Ratio of the times, flag on to flag off, above which ``check`` warns on a card."""
 
 
 @dataclass(slots=True)
-class Figures:
-    """One scenario of one run against its baseline."""
+class TokenComparison:
+    """One scenario of one run, compared with its baseline."""
 
     tokens: int = 0  # generated tokens of the baseline
-    tokens_equal: int = 0  # how many are the same, up to each request's first difference
+    tokens_equal: int = 0  # equal tokens, up to each request's first difference
     compared: int = 0  # positions whose context is the same in both runs
     max_abs_dlogprob: float = 0.0  # largest difference of log-probability over the common top 5 of these positions
-    mean_abs_dlogprob: float = 0.0  # their mean in the request where it is largest: others would hide a wrong row
+    # Mean difference of the request with the largest mean: a mean over all requests would hide a wrong row
+    mean_abs_dlogprob: float = 0.0
 
     @property
     def top1_agreement(self) -> float:
@@ -59,90 +60,100 @@ class Figures:
         return asdict(self) | {"agreed": self.tokens_equal, "top1_agreement": self.top1_agreement}
 
 
-def figures(base: Sequence[Sequence[TokenLogprobs]], other: Sequence[Sequence[TokenLogprobs]]) -> Figures:
+def compare_requests(
+    base_requests: Sequence[Sequence[TokenLogprobs]], other_requests: Sequence[Sequence[TokenLogprobs]]
+) -> TokenComparison:
     """Compare the requests of one scenario with those of the baseline."""
-    result = Figures()
-    for base_tokens, other_tokens in zip(base, other, strict=True):
-        total, entries = 0.0, 0
-        result.tokens += len(base_tokens)
-        for (base_token, base_probs), (other_token, probs) in zip(base_tokens, other_tokens, strict=True):
-            common = base_probs.keys() & probs.keys()
-            differences = [distance(base_probs[token], probs[token]) for token in common] or [math.inf]
-            result.compared += 1
-            result.max_abs_dlogprob = max([result.max_abs_dlogprob, *differences])
-            total, entries = total + sum(differences), entries + len(differences)
+    comparison = TokenComparison()
+    for base_tokens, other_tokens in zip(base_requests, other_requests, strict=True):
+        distance_sum, num_distances = 0.0, 0
+        comparison.tokens += len(base_tokens)
+        for (base_token, base_probs), (other_token, other_probs) in zip(base_tokens, other_tokens, strict=True):
+            common_tokens = base_probs.keys() & other_probs.keys()
+            distances = [logprob_distance(base_probs[token], other_probs[token]) for token in common_tokens]
+            distances = distances or [math.inf]
+            comparison.compared += 1
+            comparison.max_abs_dlogprob = max([comparison.max_abs_dlogprob, *distances])
+            distance_sum, num_distances = distance_sum + sum(distances), num_distances + len(distances)
             if base_token != other_token:
-                break  # from here on the two runs answer different questions
-            result.tokens_equal += 1
-        result.mean_abs_dlogprob = max(result.mean_abs_dlogprob, total / entries if entries else 0.0)
-    return result
+                break  # from here on the contexts differ
+            comparison.tokens_equal += 1
+        mean = distance_sum / num_distances if num_distances else 0.0
+        comparison.mean_abs_dlogprob = max(comparison.mean_abs_dlogprob, mean)
+    return comparison
 
 
-def is_explained(figures: Figures, noise: float = 0.0) -> bool:
+def is_explained_by_rounding(comparison: TokenComparison, fp8_noise: float = 0.0) -> bool:
     """Return whether rounding explains how far apart the two runs are.
 
-    Over an fp8 cache another kernel's rounding before the cast moves a value by a step of fp8. There each request's
-    mean difference must stay below ``noise``: what the cast does to vLLM's own decode, see ``decode_against_prefill``.
-    A noise that fails that step explains nothing more.
+    Over an fp8 cache another kernel's rounding before the cast can move a value by a step of fp8. So each request's
+    mean difference must stay below ``fp8_noise``, the effect of the cast on vLLM's own decode. That noise is
+    ``mean_decode_prefill_dlogprob`` with the flag off. The noise counts up to the bound of the step ``decode``.
     """
-    if noise:
-        return figures.tokens > 0 and figures.mean_abs_dlogprob <= min(noise, DECODE_AGAINST_PREFILL)
-    return figures.tokens > 0 and figures.top1_agreement >= TOP1 and figures.max_abs_dlogprob <= MAX_DLOGPROB
+    if fp8_noise:
+        return comparison.tokens > 0 and comparison.mean_abs_dlogprob <= min(fp8_noise, MAX_DECODE_PREFILL_DLOGPROB)
+    return (
+        comparison.tokens > 0
+        and comparison.top1_agreement >= MIN_TOP1_AGREEMENT
+        and comparison.max_abs_dlogprob <= MAX_DLOGPROB
+    )
 
 
-def distance(x: float, y: float) -> float:
-    """Return the difference; infinite if one is not a number, because ``max`` would pass over it."""
+def logprob_distance(x: float, y: float) -> float:
+    """Return the absolute difference. It is infinite if ``x`` or ``y`` is NaN, because ``max`` would ignore a NaN."""
     difference = abs(x - y)
     return math.inf if math.isnan(difference) else difference
 
 
-def decode_against_prefill(answer: EngineAnswer) -> float:
-    """Return the mean difference between a token's log-probability when it was generated and in prefill."""
-    differences = []
-    for name, requests in answer.generated.items():
-        for tokens, prefilled in zip(requests, answer.prefilled[name], strict=True):
-            for (token, probs), in_prefill in zip(tokens, prefilled[-len(tokens) :], strict=True):
-                differences.append(distance(probs[token], in_prefill))
-    return sum(differences) / len(differences) if differences else math.inf
+def mean_decode_prefill_dlogprob(answer: EngineAnswer) -> float:
+    """Return the mean difference of the generated tokens' log-probabilities between decode and prefill."""
+    distances = []
+    for name, requests in answer.generated_tokens.items():
+        for tokens, prefill_logprobs in zip(requests, answer.prefill_logprobs[name], strict=True):
+            for (token, probs), prefill_logprob in zip(tokens, prefill_logprobs[-len(tokens) :], strict=True):
+                distances.append(logprob_distance(probs[token], prefill_logprob))
+    return sum(distances) / len(distances) if distances else math.inf
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillRows:
-    """One step with prefill rows, with the flag off and on."""
+class PrefillComparison:
+    """One kind of step with prefill rows, compared with the flag off and on."""
 
     prompts: int
-    equal: int  # how many of them have the same bytes with the flag off and on
-    repeated: int  # how many have them in two such steps with the flag off
+    equal: int  # prompts with the same bytes with the flag off and on
+    repeated: int  # prompts with the same bytes in two steps with the flag off
     max_abs_dlogprob: float  # between off and on
-    off_ms: float  # median time of such a step
+    off_ms: float  # median time of a step
     on_ms: float
 
     @property
-    def is_explained(self) -> bool:
-        """Return whether one rounding of q_pe and k_pe, or vLLM's own noise, explains what differs."""
-        unequal, noise = self.prompts - self.equal, self.prompts - self.repeated
-        return unequal <= MOST_UNEQUAL * self.prompts + noise and self.max_abs_dlogprob <= MAX_DLOGPROB
+    def is_explained_by_rounding(self) -> bool:
+        """Whether one rounding of q_pe and k_pe, or vLLM's own noise, explains the differences."""
+        num_unequal, noise = self.prompts - self.equal, self.prompts - self.repeated
+        return num_unequal <= MAX_UNEQUAL_SHARE * self.prompts + noise and self.max_abs_dlogprob <= MAX_DLOGPROB
 
     @property
     def ratio(self) -> float:
-        """Time with the flag on to that with the flag off."""
+        """Time with the flag on, divided by the time with the flag off."""
         return self.on_ms / self.off_ms
 
-    def shown(self) -> str:
+    def summary(self) -> str:
         """Return the figures in one line."""
-        apart = f", max |dlogprob| {self.max_abs_dlogprob:.2g}" * (self.equal < self.prompts)
-        again = f" (off, repeated: {self.repeated})" * (self.repeated < self.prompts)
+        distance_text = f", max |dlogprob| {self.max_abs_dlogprob:.2g}" * (self.equal < self.prompts)
+        repeated_text = f" (off, repeated: {self.repeated})" * (self.repeated < self.prompts)
         return (
-            f"{self.equal} of {self.prompts} prompts have the same bytes{again}{apart}; "
+            f"{self.equal} of {self.prompts} prompts have the same bytes{repeated_text}{distance_text}; "
             f"{self.off_ms:.2f} ms off, {self.on_ms:.2f} ms on, ratio {self.ratio:.3f}"
         )
 
 
-def prefill_rows(answers: Mapping[Side, EngineAnswer], name: str) -> PrefillRows | None:
-    """Compare the steps of one name of ``PREFILLS``; None if no such batch fits."""
-    (off, again), (on, _) = (answers[side].prompts[name] for side in SIDES)
+def compare_prefill(answers: Mapping[Side, EngineAnswer], step_kind: str) -> PrefillComparison | None:
+    """Compare the steps of one kind of ``PREFILL_STEPS``; return None if no such batch fits."""
+    (off, off_again), (on, _) = (answers[side].prompt_logprobs[step_kind] for side in SIDES)
     if not off:
         return None
-    apart, noise = ([max(map(distance, *pair)) for pair in zip(off, other, strict=True)] for other in (on, again))
-    off_ms, on_ms = (1e3 * statistics.median(answers[side].seconds[name]) for side in SIDES)
-    return PrefillRows(len(apart), apart.count(0), noise.count(0), max(apart), off_ms, on_ms)
+    distances, off_distances = (
+        [max(map(logprob_distance, *pair)) for pair in zip(off, other, strict=True)] for other in (on, off_again)
+    )
+    off_ms, on_ms = (1e3 * statistics.median(answers[side].step_seconds[step_kind]) for side in SIDES)
+    return PrefillComparison(len(distances), distances.count(0), off_distances.count(0), max(distances), off_ms, on_ms)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's engine answers with the flag off or on. Imports no torch."""
+"""The answer of vLLM's engine with the flag off or on. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ if TYPE_CHECKING:
 Side = Literal["off", "on"]
 """The user's options with the flag off, or the same with the flag on."""
 SIDES: tuple[Side, ...] = ("off", "on")
-"""In the order in which they are shown."""
-ABOVE, MIXED = "above the decode limit", "prompts among decodes"
-PREFILLS = (ABOVE, MIXED)
-"""Steps with prefill rows: more tokens than the decode limit, and decode rows with prompts that it can hold."""
+"""Both sides, in the order in which they are shown."""
+ABOVE_LIMIT, MIXED = "above the decode limit", "prompts among decodes"
+PREFILL_STEPS = (ABOVE_LIMIT, MIXED)
+"""Two kinds of steps with prefill rows: more tokens than the decode limit, and a mixed batch within the limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
-    """What one engine gave.
+    """The answer of one engine.
 
-    A log-probability of prefill is that of each token of a text but the first.
+    Prefill gives a log-probability for each token of a text except the first.
     """
 
-    generated: dict[str, list[list[TokenLogprobs]]]  # by name of ``SCENARIOS``: the tokens of each request
-    prefilled: dict[str, list[list[float]]]  # likewise: log-probabilities of prompt and generated tokens in prefill
-    prompts: dict[str, list[list[list[float]]]]  # by name of ``PREFILLS``: those of each prompt, in two equal steps
-    seconds: dict[str, list[float]]  # likewise: of each timed step
-    launches: int  # kernels of one decode step on the first rank; 0 on a CPU
-    left_out: tuple[str, ...] = ()  # options of a deployment, which one engine cannot honour
-    ranks: tuple[RankStatus, ...] = ()  # what each rank wrote of itself
+    # By key of ``SCENARIOS``, and request: the tokens, and the log-probabilities of prefill of the same text
+    generated_tokens: dict[str, list[list[TokenLogprobs]]]
+    prefill_logprobs: dict[str, list[list[float]]]
+    # By kind of step, one of ``PREFILL_STEPS``: the log-probabilities of two equal steps by prompt, and the step times
+    prompt_logprobs: dict[str, list[list[list[float]]]]
+    step_seconds: dict[str, list[float]]
+    num_launches: int  # kernels of one decode step on the first rank; 0 on a CPU
+    unsupported_options: tuple[str, ...] = ()  # options of a deployment that one engine does not support
+    rank_statuses: tuple[RankStatus, ...] = ()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step ``engine`` runs both sides; ``prefill``, ``decode`` and ``launches`` look at what these answered."""
+"""The step ``engine`` runs both sides; ``prefill``, ``decode`` and ``launches`` compare their answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_aiter_mla.admission import VLLM_FASTER
 from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check.context import NO_GPU, Context
 from vllm_aiter_mla.commands.check.engine import distance
-from vllm_aiter_mla.commands.check.engine.record import PREFILLS, SIDES, EngineAnswer, Side
+from vllm_aiter_mla.commands.check.engine.record import PREFILL_STEPS, SIDES, EngineAnswer, Side
 from vllm_aiter_mla.commands.check.record import Step
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.decided import kernel_at
@@ -27,54 +27,57 @@ from vllm_aiter_mla.status.record import records_of_all_ranks
 
 if TYPE_CHECKING:
     from vllm_aiter_mla.commands.check.engine.child import EngineOptions
+    from vllm_aiter_mla.status.record import RankStatus
 
 RANDOM_LAYERS = 4
 RANDOM_ARGUMENTS = ("--max-model-len", "512")
 """Options of ``vllm serve`` for an engine over random weights."""
-DID_NOT_RUN = "the engine did not run"
+ENGINE_DID_NOT_RUN = "the engine did not run"
 
 
 def compare_engines(context: Context) -> Step:
-    """Run vLLM's engine with the flag off and on, all other options alike; compare the tokens.
+    """Run vLLM's engine with the flag off and on, with the same other options; compare the tokens.
 
-    It fails if the two are further apart than rounding explains, or if a layer did not engage for which vLLM's own
-    kernels were not the fastest.
+    The step fails if the two sides are further apart than rounding explains. It also fails if a layer did not engage
+    although vLLM's own kernels were not the fastest for it.
     """
-    if not context.options.on_a_card:
+    if not context.options.can_use_gpu:
         return Step("skipped", NO_GPU)
     assert context.plan is not None, "there is a shape"
-    if (too_few := _why_too_few_gpus(context.plan)) is not None:
-        return Step("skipped", too_few)
-    with engines(context, context.options.environment()) as run_side:
-        # A GPU holds one engine at a time. What is new is the first to fail.
+    if (reason := _too_few_gpus_reason(context.plan)) is not None:
+        return Step("skipped", reason)
+    with engine_runner(context, context.options.environment()) as run_side:
+        # A GPU holds one engine at a time. The flag is on first, because that side is more likely to fail.
         context.answers = {side: run_side(side) for side in reversed(SIDES)}
     return compare_tokens(context)
 
 
 @contextmanager
-def engines(context: Context, environment: Mapping[str, str]) -> Iterator[Callable[[Side], EngineAnswer]]:
-    """Give what runs one side over the model: its checkpoint, or a few layers of random weights."""
+def engine_runner(context: Context, environment: Mapping[str, str]) -> Iterator[Callable[[Side], EngineAnswer]]:
+    """Yield a function that runs one side over the model's checkpoint, or over a few layers of random weights."""
     from vllm_aiter_mla.commands.check.engine.child import EngineOptions
 
     options, plan = context.options, context.plan
     assert plan is not None, "there is a shape"
     assert options.source is not None, "there is a model"
-    # One dense layer and one with experts, where the model has both.
-    random_layers = None if options.checkpoint else min(plan.layers.total, max(RANDOM_LAYERS, plan.options.pp))
-    if random_layers is not None:  # it divides the layers of the whole model
+    # Enough layers for a dense one and one with experts, if the model has both.
+    num_random_layers = None if options.checkpoint else min(plan.layers.total, max(RANDOM_LAYERS, plan.options.pp))
+    if num_random_layers is not None:  # that partition counts the layers of the full model
         environment = {name: value for name, value in environment.items() if name != "VLLM_PP_LAYER_PARTITION"}
-    arguments = (*options.arguments, *(() if options.checkpoint else RANDOM_ARGUMENTS))
+    serve_arguments = (*options.serve_arguments, *(() if options.checkpoint else RANDOM_ARGUMENTS))
     with options.source.folder() as folder:
 
         def run_side(side: Side) -> EngineAnswer:
             context.progress.show_activity(f"vLLM's engine, flag {side}")  # each takes a minute or more
-            return run_engine(EngineOptions(str(folder), arguments, side, random_layers, plan.limit), environment)
+            return run_engine(
+                EngineOptions(str(folder), serve_arguments, side, num_random_layers, plan.limit), environment
+            )
 
         yield run_side
 
 
 def run_engine(options: EngineOptions, environment: Mapping[str, str]) -> EngineAnswer:
-    """Run one engine in a process of its own, which has these environment variables; return its answer.
+    """Run one engine in a process of its own with these environment variables; return its answer.
 
     Raises:
         EndedError: the engine's process ended without an answer.
@@ -82,185 +85,209 @@ def run_engine(options: EngineOptions, environment: Mapping[str, str]) -> Engine
     """
     from vllm_aiter_mla.commands.check.engine import child
 
-    with tempfile.TemporaryDirectory(prefix="aiter-mla-check-") as work:
-        # A status file of another server must not be taken for this one's, and no graph of a broken run be kept.
-        cache = Path(work)
-        _share_model_notes(cache, environment)
-        variables = {**environment, "VLLM_CACHE_ROOT": str(cache), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    with tempfile.TemporaryDirectory(prefix="aiter-mla-check-") as work_folder:
+        # A folder of its own: no status file of another server is read here, and no graph of a broken run is reused.
+        cache_folder = Path(work_folder)
+        _share_model_notes(cache_folder, environment)
+        variables = {**environment, "VLLM_CACHE_ROOT": str(cache_folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         variables.pop(status_files.RUN_VARIABLE, None)
         try:
             answer = process.call(child.drive_engine, options, environment=variables)
         except process.EndedError as error:
-            who = f"vLLM's engine with the flag {options.side}"
-            raise process.EndedError(error.how, *error.lines, who=who) from error
-        unreadable = list[str]()
-        ranks = status_files.read_records(cache / "aiter_mla", "*", unreadable.append)
-    if unreadable:
-        raise RuntimeError("; ".join(unreadable))
-    return replace(answer, ranks=tuple(ranks))
+            process_label = f"vLLM's engine with the flag {options.side}"
+            raise process.EndedError(error.ending, *error.lines, process_label=process_label) from error
+        unreadable_reasons = list[str]()
+        rank_statuses = status_files.read_records(cache_folder / "aiter_mla", "*", unreadable_reasons.append)
+    if unreadable_reasons:
+        raise RuntimeError("; ".join(unreadable_reasons))
+    return replace(answer, rank_statuses=tuple(rank_statuses))
 
 
-def _share_model_notes(cache: Path, environment: Mapping[str, str]) -> None:
-    """Let an engine find vLLM's notes on model classes: without them it spends ten seconds on inspecting one."""
-    notes = files.cache_folder(environment).with_name("modelinfos")
-    with suppress(OSError):  # a home that takes no file: the engine inspects for itself
-        notes.mkdir(parents=True, exist_ok=True)
-        (cache / notes.name).symlink_to(notes.resolve(), target_is_directory=True)
+def _share_model_notes(cache_folder: Path, environment: Mapping[str, str]) -> None:
+    """Link vLLM's notes on model classes into the engine's cache. Without them it inspects a class for ten seconds."""
+    notes_folder = files.cache_folder(environment).with_name("modelinfos")
+    with suppress(OSError):  # the home is not writable: the engine inspects the class
+        notes_folder.mkdir(parents=True, exist_ok=True)
+        (cache_folder / notes_folder.name).symlink_to(notes_folder.resolve(), target_is_directory=True)
 
 
-def cards_of(plan: Plan) -> int:
-    """Return how many cards one engine of the plan takes."""
+def num_cards_of(plan: Plan) -> int:
+    """Return the number of cards that one engine of the plan needs."""
     return math.prod(getattr(plan.options, size) for size in ("tp", "pp", "pcp"))
 
 
-def _why_too_few_gpus(plan: Plan) -> str | None:
+def _too_few_gpus_reason(plan: Plan) -> str | None:
     """Return why this machine cannot hold one engine of the plan, or None."""
     from vllm_aiter_mla.kernels.device import card
 
-    needed, here = cards_of(plan), card().count()
-    return f"one engine needs {needed} GPUs; this machine has {here}" if here < needed else None
+    num_needed, num_present = num_cards_of(plan), card().count()
+    return f"one engine needs {num_needed} GPUs; this machine has {num_present}" if num_present < num_needed else None
 
 
 def compare_tokens(context: Context) -> Step:
-    """Compare the tokens with the flag off and on, and look at which layers engaged."""
+    """Compare the tokens with the flag off and on, and check which layers engaged."""
     plan = context.plan
     assert plan is not None, "there is a shape"
     off, on = (context.answers[side] for side in SIDES)
-    by_scenario = {name: distance.figures(requests, on.generated[name]) for name, requests in off.generated.items()}
-    lines = [f"{name}: {_in_words(figures)}" for name, figures in by_scenario.items()]
-    if on.left_out:
-        lines.append(f"left out of these engines, which serve nobody: {', '.join(on.left_out)}")
-    lines += map(status_line, on.ranks)
-    data = {"distances": {name: figures.as_dict() for name, figures in by_scenario.items()}}
-    if (wrong := _why_not_engaged(on) or _why_apart(by_scenario, off, plan)) is not None:
+    comparisons = {
+        scenario: distance.compare_requests(requests, on.generated_tokens[scenario])
+        for scenario, requests in off.generated_tokens.items()
+    }
+    lines = [f"{scenario}: {_comparison_text(comparison)}" for scenario, comparison in comparisons.items()]
+    if on.unsupported_options:
+        lines.append(f"options that these engines ran without: {', '.join(on.unsupported_options)}")
+    lines += map(status_line, on.rank_statuses)
+    data = {"distances": {scenario: comparison.as_dict() for scenario, comparison in comparisons.items()}}
+    if (failure := _not_engaged_reason(on) or _token_difference_reason(comparisons, off, plan)) is not None:
         if plan.known_issues:
             names = ", ".join(issue.id for issue in plan.known_issues)
-            wrong += f"; known faults outside the plugin may be the cause: {names}"
-        return Step("failed", wrong, tuple(lines), data)
-    equal, tokens = (
-        sum(getattr(figures, name) for figures in by_scenario.values()) for name in ("tokens_equal", "tokens")
-    )
-    detail = f"{equal} of {tokens} tokens are equal, flag off and on"
-    if not any(rank.engaged for rank in on.ranks):
+            failure += f"; known faults outside the plugin may be the cause: {names}"
+        return Step("failed", failure, tuple(lines), data)
+    num_equal = sum(comparison.tokens_equal for comparison in comparisons.values())
+    num_tokens = sum(comparison.tokens for comparison in comparisons.values())
+    detail = f"{num_equal} of {num_tokens} tokens are equal, flag off and on"
+    if not any(rank.engaged for rank in on.rank_statuses):
         return Step("no gain", f"{detail}; vLLM's own kernels were the fastest for every layer", tuple(lines), data)
-    skipped = {layer for rank in on.ranks for layer in rank.skipped}
-    but = f" but {len(skipped)}, for which vLLM's own kernels were the fastest" if skipped else ""
-    return Step("passed", f"{detail}; every MLA layer engaged{but}", tuple(lines), data)
+    skipped = {layer for rank in on.rank_statuses for layer in rank.skipped}
+    exception_text = f" but {len(skipped)}, for which vLLM's own kernels were the fastest" if skipped else ""
+    return Step("passed", f"{detail}; every MLA layer engaged{exception_text}", tuple(lines), data)
 
 
-def _why_apart(by_scenario: Mapping[str, distance.Figures], off: EngineAnswer, plan: Plan) -> str | None:
+def _token_difference_reason(
+    comparisons: Mapping[str, distance.TokenComparison], off: EngineAnswer, plan: Plan
+) -> str | None:
     """Return in which scenarios the tokens are further apart than rounding explains, or None."""
-    noise = distance.decode_against_prefill(off) if plan.has_fp8_cache else 0.0
-    apart = [name for name, figures in by_scenario.items() if not distance.is_explained(figures, noise)]
-    return f"off and on are apart in {', '.join(apart)}" if apart else None
-
-
-def _why_not_engaged(on: EngineAnswer) -> str | None:
-    """Return why not every layer of every rank runs the fast path or is faster with vLLM's own kernels, or None."""
-    explained = [
-        len(rank.engaged) + sum(skip.code == VLLM_FASTER for skip in rank.skipped.values()) == rank.total
-        for rank in on.ranks
+    fp8_noise = distance.mean_decode_prefill_dlogprob(off) if plan.has_fp8_cache else 0.0
+    scenarios = [
+        scenario
+        for scenario, comparison in comparisons.items()
+        if not distance.is_explained_by_rounding(comparison, fp8_noise)
     ]
-    if not all(explained) or not any(rank.total for rank in on.ranks):  # a stage of a pipeline may have no layer
+    return f"off and on are apart in {', '.join(scenarios)}" if scenarios else None
+
+
+def _not_engaged_reason(on: EngineAnswer) -> str | None:
+    """Return a reason if a layer neither engaged nor is faster with vLLM's own kernels, or if a rank has no status."""
+
+    def explains_all_layers(rank: RankStatus) -> bool:
+        num_faster_with_vllm = sum(skip.code == VLLM_FASTER for skip in rank.skipped.values())
+        return len(rank.engaged) + num_faster_with_vllm == rank.total
+
+    has_layers = any(rank.total for rank in on.rank_statuses)  # one stage of a pipeline may have none
+    if not has_layers or not all(map(explains_all_layers, on.rank_statuses)):
         return "not every MLA layer engaged"
-    silent = records_of_all_ranks(on.ranks).count(None)
-    return f"{silent} of {silent + len(on.ranks)} ranks wrote no status" if silent else None
+    num_silent = records_of_all_ranks(on.rank_statuses).count(None)
+    return f"{num_silent} of {num_silent + len(on.rank_statuses)} ranks wrote no status" if num_silent else None
 
 
-def _in_words(figures: distance.Figures) -> str:
+def _comparison_text(comparison: distance.TokenComparison) -> str:
     """Return one scenario's figures in one line."""
     return (
-        f"{figures.tokens_equal} of {figures.tokens} tokens equal, top-1 {figures.top1_agreement:.1%}, "
-        f"max |dlogprob| {figures.max_abs_dlogprob:.2g}"
+        f"{comparison.tokens_equal} of {comparison.tokens} tokens equal, top-1 {comparison.top1_agreement:.1%}, "
+        f"max |dlogprob| {comparison.max_abs_dlogprob:.2g}"
     )
 
 
 def compare_prefill_rows(context: Context) -> Step:
-    """Compare steps that are not all decode, in which the flag changes nothing: their bytes, and how long they take.
+    """Compare the bytes and the times of steps with prefill rows, which the flag should not change.
 
-    It fails if more differs than one rounding of RoPE explains, and warns if they take longer on a card.
+    The step fails if the bytes differ by more than one rounding of RoPE. It warns if such steps are slower on a card.
     """
     if not context.answers:
-        return Step("skipped", DID_NOT_RUN)
-    by_kind = {name: distance.prefill_rows(context.answers, name) for name in PREFILLS}
-    compared = {name: rows for name, rows in by_kind.items() if rows is not None}
-    if not compared:
+        return Step("skipped", ENGINE_DID_NOT_RUN)
+    comparisons = {
+        step_kind: comparison
+        for step_kind in PREFILL_STEPS
+        if (comparison := distance.compare_prefill(context.answers, step_kind)) is not None
+    }
+    if not comparisons:
         return Step("skipped", "no such step fits")
-    lines = tuple(f"{name}: {rows.shown()}" for name, rows in compared.items())
-    data = {name: asdict(rows) for name, rows in compared.items()}
-    if apart := [name for name, rows in compared.items() if not rows.is_explained]:
-        return Step("failed", f"one rounding of RoPE does not explain what differs: {', '.join(apart)}", lines, data)
-    slower = [f"{name} ({rows.ratio:.3f})" for name, rows in compared.items() if rows.ratio > distance.SLOWER]
-    if slower and context.options.on_a_card:  # a CPU's times say nothing about a card
-        return Step("warning", f"slower with the flag on: {', '.join(slower)}", lines, data)
-    equal, prompts = (sum(getattr(rows, field) for rows in compared.values()) for field in ("equal", "prompts"))
-    return Step("passed", f"{equal} of {prompts} prompts have the same bytes, flag off and on", lines, data)
+    lines = tuple(f"{step_kind}: {comparison.summary()}" for step_kind, comparison in comparisons.items())
+    data = {step_kind: asdict(comparison) for step_kind, comparison in comparisons.items()}
+    if differing_kinds := [kind for kind, item in comparisons.items() if not item.is_explained_by_rounding]:
+        detail = f"one rounding of RoPE does not explain the differences: {', '.join(differing_kinds)}"
+        return Step("failed", detail, lines, data)
+    slower_kinds = [
+        f"{step_kind} ({comparison.ratio:.3f})"
+        for step_kind, comparison in comparisons.items()
+        if comparison.ratio > distance.MAX_TIME_RATIO
+    ]
+    if slower_kinds and context.options.can_use_gpu:  # a CPU's times say nothing about a card
+        return Step("warning", f"slower with the flag on: {', '.join(slower_kinds)}", lines, data)
+    num_equal = sum(comparison.equal for comparison in comparisons.values())
+    num_prompts = sum(comparison.prompts for comparison in comparisons.values())
+    return Step("passed", f"{num_equal} of {num_prompts} prompts have the same bytes, flag off and on", lines, data)
 
 
 def compare_decode_with_prefill(context: Context) -> Step:
     """Compare each generated token's log-probability with prefill of the same text, on each side.
 
-    A decode kernel that is broken with the flag off too gives equal tokens on both sides; prefill runs another kernel.
+    A decode kernel that is also broken with the flag off gives equal tokens on both sides. Prefill runs another kernel.
     """
     if not context.answers:
-        return Step("skipped", DID_NOT_RUN)
-    means = {side: distance.decode_against_prefill(context.answers[side]) for side in SIDES}
+        return Step("skipped", ENGINE_DID_NOT_RUN)
+    means = {side: distance.mean_decode_prefill_dlogprob(context.answers[side]) for side in SIDES}
     detail = ", ".join(f"{side}: {mean:.2g}" for side, mean in means.items()) + " on average"
-    wrong = [side for side, mean in means.items() if not mean <= distance.DECODE_AGAINST_PREFILL]
-    if not wrong:
+    wrong_sides = [side for side, mean in means.items() if not mean <= distance.MAX_DECODE_PREFILL_DLOGPROB]
+    if not wrong_sides:
         return Step("passed", detail, data=means)
-    whose = "only the fast path differs" if wrong == ["on"] else "vLLM's own decode is wrong here"
-    return Step("failed", f"{detail}; {whose}", data=means)
+    cause = "only the fast path differs" if wrong_sides == ["on"] else "vLLM's own decode is wrong here"
+    return Step("failed", f"{detail}; {cause}", data=means)
 
 
 def compare_launches(context: Context) -> Step:
-    """Count the kernels of one decode step on each side. It fails if fewer are saved than planned."""
-    if not context.options.on_a_card:
+    """Count the kernels of one decode step on each side. The step fails if the flag saves fewer than planned."""
+    if not context.options.can_use_gpu:
         return Step("skipped", NO_GPU)
     if not context.answers:
-        return Step("skipped", DID_NOT_RUN)
-    counts = {side: context.answers[side].launches for side in SIDES}
+        return Step("skipped", ENGINE_DID_NOT_RUN)
+    counts = {side: context.answers[side].num_launches for side in SIDES}
     if 0 in counts.values():
         return Step("failed", "torch's profiler saw no kernel", data=counts)
-    planned, saved = _planned_savings(context), counts["off"] - counts["on"]
-    each = ", ".join(f"{side} {count}" for side, count in counts.items())
-    detail = f"{each}: {saved} fewer, planned {planned}"
-    return Step("passed" if saved >= planned else "failed", detail, data=counts)
+    num_planned, num_saved = _num_planned_savings(context), counts["off"] - counts["on"]
+    counts_text = ", ".join(f"{side} {count}" for side, count in counts.items())
+    detail = f"{counts_text}: {num_saved} fewer, planned {num_planned}"
+    return Step("passed" if num_saved >= num_planned else "failed", detail, data=counts)
 
 
-def _planned_savings(context: Context) -> int:
-    """Return how many launches the counted step of the first rank saves by plan, where our kernels run in it."""
+def _num_planned_savings(context: Context) -> int:
+    """Return the launches that the layers of the first rank should save in the profiled step.
+
+    A layer whose kernel in that step is vLLM's own saves none.
+    """
     plan = context.plan
     assert plan is not None, "there is a plan"
-    tokens = _counted_tokens(plan)
-    first_rank = min(context.answers["on"].ranks, key=lambda rank: rank.rank, default=None)
-    if tokens > plan.limit or first_rank is None:
+    num_tokens = _num_profiled_tokens(plan)
+    first_rank = min(context.answers["on"].rank_statuses, key=lambda rank: rank.rank, default=None)
+    if num_tokens > plan.limit or first_rank is None:
         return 0  # vLLM's own graph
-    launches, of_vllm = _launches_of_a_layer(plan)
+    launches_by_path, vllm_launches = _launches_of_a_layer(plan)
     kernels = [
-        kernel_at(group.decision.kernels, tokens)
+        kernel_at(group.decision.kernels, num_tokens)
         for group in first_rank.decided for layer in group.layers if layer in first_rank.engaged
     ]  # fmt: skip
-    return sum(max(of_vllm - launches.get(kernel.partition("-")[0], of_vllm), 0) for kernel in kernels)
+    return sum(
+        max(vllm_launches - launches_by_path.get(kernel.partition("-")[0], vllm_launches), 0) for kernel in kernels
+    )
 
 
-def _counted_tokens(plan: Plan) -> int:
-    """Return the tokens of the step whose kernels are counted: a captured size, where one holds its rows."""
+def _num_profiled_tokens(plan: Plan) -> int:
+    """Return the tokens of the profiled step: the captured size that holds its rows, or else the number of rows."""
     from vllm_aiter_mla.commands.check.engine.child import SCENARIOS
 
-    requests = min(len(SCENARIOS["concurrent"]), plan.options.max_num_seqs)
-    rows = requests * (1 + (plan.options.num_drafts or 0))
+    num_requests = min(len(SCENARIOS["concurrent"]), plan.options.max_num_seqs)
+    num_rows = num_requests * (1 + (plan.options.num_drafts or 0))
     captures = plan.captures
     sizes = (*captures.full, *captures.inside, *captures.outside)  # full graphs first, as vLLM replays them
-    return next((size for size in sizes if size >= rows), rows)
+    return next((size for size in sizes if size >= num_rows), num_rows)
 
 
 def _launches_of_a_layer(plan: Plan) -> tuple[dict[str, int], int]:
-    """Return the launches of a layer by path, and those of vLLM's own best path."""
+    """Return the launches of a layer by path, and the launches of vLLM's best path."""
     from vllm_aiter_mla.kernels.vllm_own import may_take_parts
 
     assert plan.figures is not None, "there is a shape"
-    launches = {name: len(path.launches) for name, path in next(iter(plan.figures.by_tokens.values())).items()}
-    fewest = min(count for name, count in launches.items() if name.startswith(formulas.VLLM))
+    launches_by_path = {name: len(path.launches) for name, path in next(iter(plan.figures.by_tokens.values())).items()}
+    min_vllm_launches = min(count for name, count in launches_by_path.items() if name.startswith(formulas.VLLM))
     # A decode kernel that takes the query in parts needs no concat.
-    return launches, fewest - may_take_parts(plan.arch, plan.heads_per_rank, plan.has_fp8_cache)
+    return launches_by_path, min_vllm_launches - may_take_parts(plan.arch, plan.heads_per_rank, plan.has_fp8_cache)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the step ``kernels`` prints: its cases for ``--list``, and its record as tables and lines."""
+"""Print the cases of the step ``kernels`` for ``--list``, and its record as tables and lines."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from rich.table import Table
 if TYPE_CHECKING:
     from vllm_aiter_mla.verify.results import Result, Verification
 
-_MARKS = {"passed": "[green]ok[/]", "failed": "[red]FAILED[/]", "skipped": "[yellow]skipped[/]"}
+_STATUS_MARKS = {"passed": "[green]ok[/]", "failed": "[red]FAILED[/]", "skipped": "[yellow]skipped[/]"}
 
 
 def count_rounds(results: Sequence[Result]) -> Counter[str]:
-    """Return how many rounds of cases ended in each status."""
+    """Return the number of rounds by status."""
     counts = Counter[str]()
     for result in results:
         counts[result.status] += result.rounds
     return counts
 
 
-def counts_in_words(results: Sequence[Result]) -> str:
-    """Return the same, as in "2 passed, 0 failed, 1 skipped"."""
+def counts_text(results: Sequence[Result]) -> str:
+    """Return the number of rounds by status in words, as in "2 passed, 0 failed, 1 skipped"."""
     counts = count_rounds(results)
-    return ", ".join(f"{counts[status]} {status}" for status in _MARKS)
+    return ", ".join(f"{counts[status]} {status}" for status in _STATUS_MARKS)
 
 
-def list_cases(console: Console) -> None:
+def print_cases(console: Console) -> None:
     """Print the cases and the oracles."""
     from vllm_aiter_mla.verify import cases, oracles
 
@@ -43,7 +43,7 @@ def list_cases(console: Console) -> None:
         console.print(f"  {name}: {meaning}", soft_wrap=True)
 
 
-def show(record: Verification, console: Console) -> None:
+def print_record(record: Verification, console: Console) -> None:
     """Print a table for each back end, and each failure with the command that repeats it."""
     if record.machine:
         console.print("machine: " + escape(", ".join(f"{name} {value}" for name, value in record.machine.items())))
@@ -56,22 +56,24 @@ def show(record: Verification, console: Console) -> None:
     for name, reason in record.missing.items():
         console.print(f"back end {name}: not available: {escape(reason)}")
     for backend in dict.fromkeys(result.backend for result in record.results):
-        console.print(_table(backend, [result for result in record.results if result.backend == backend]))
+        console.print(_backend_table(backend, [result for result in record.results if result.backend == backend]))
     for line in _lines_below_the_tables(record):
         console.print(line, soft_wrap=True)
 
 
-def _table(backend: str, results: list[Result]) -> Table:
-    """Return a row per case, with its variants, and what was done."""
+def _backend_table(backend: str, results: list[Result]) -> Table:
+    """Return a table with a row for each case: the statuses of its variants, and the numbers of graphs and checks."""
     table = Table(title=f"{backend}: {results[0].engine}", title_justify="left", padding=(0, 1), pad_edge=False)
     for name in ("case", "variants", "graphs", "replays", "checks", "seconds"):
         table.add_column(name, justify="left" if name in ("case", "variants") else "right", no_wrap=True)
     for case in dict.fromkeys(result.case for result in results):
-        of_case = [result for result in results if result.case == case]
-        counts = count_rounds(of_case)
-        marks = ", ".join(f"{counts[status]} {mark}" for status, mark in _MARKS.items() if counts[status])
-        sums = (str(sum(getattr(result, name) for result in of_case)) for name in ("captures", "replays", "checks"))
-        table.add_row(case, marks, *sums, f"{sum(result.seconds for result in of_case):.2f}")
+        case_results = [result for result in results if result.case == case]
+        counts = count_rounds(case_results)
+        marks = ", ".join(f"{counts[status]} {mark}" for status, mark in _STATUS_MARKS.items() if counts[status])
+        sums = (
+            str(sum(getattr(result, name) for result in case_results)) for name in ("captures", "replays", "checks")
+        )
+        table.add_row(case, marks, *sums, f"{sum(result.seconds for result in case_results):.2f}")
     return table
 
 
@@ -80,8 +82,8 @@ def _lines_below_the_tables(record: Verification) -> Iterator[str]:
     from vllm_aiter_mla.verify.oracles import ORACLES
 
     for result in (result for result in record.results if result.status == "failed"):
-        often = f", first of {result.rounds} rounds that failed" * (result.rounds > 1)
-        yield f"\n[red bold]FAILED[/] {result.backend} {result.case} ({result.variant}, seed {result.seed}{often})"
+        rounds = f", first of {result.rounds} rounds that failed" * (result.rounds > 1)
+        yield f"\n[red bold]FAILED[/] {result.backend} {result.case} ({result.variant}, seed {result.seed}{rounds})"
         for finding in result.findings[:6]:
             yield f"  {finding.oracle}: {escape(finding.message)}"
             yield f"    must hold: {ORACLES[finding.oracle]}"
@@ -93,8 +95,8 @@ def _lines_below_the_tables(record: Verification) -> Iterator[str]:
     )
     for result in record.results:
         if result.case == "kernel-status" and result.launches:
-            size, text = next(iter(result.launches.items()))
-            yield f"launches of {result.backend} {result.variant}, T={size}: {escape(text)}"
+            num_tokens, text = next(iter(result.launches.items()))
+            yield f"launches of {result.backend} {result.variant}, T={num_tokens}: {escape(text)}"
     yield f"oracles: {', '.join(ORACLES)}"
     replays, seconds = (sum(getattr(result, name) for result in record.results) for name in ("replays", "seconds"))
-    yield f"{record.engine}: {counts_in_words(record.results)}; {replays} replays; {seconds:.1f} s"
+    yield f"{record.engine}: {counts_text(record.results)}; {replays} replays; {seconds:.1f} s"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of the step ``timing`` as a table, and what the table cannot say."""
+"""Print the record of the step ``timing``: a table, and lines for the kernels that were not timed."""
 
 from rich.console import Console
 from rich.table import Table
@@ -8,13 +8,13 @@ from vllm_aiter_mla.admission import OVERFLOW
 from vllm_aiter_mla.commands.check.timing.record import STAND_IN, Measurement
 
 
-def show(record: Measurement, console: Console) -> None:
-    """Print the table, and why kernels were not timed."""
+def print_record(record: Measurement, console: Console) -> None:
+    """Print the table, and the reasons why kernels were not timed."""
 
-    def say(text: str) -> None:
+    def print_line(text: str) -> None:
         console.print(text, markup=False, soft_wrap=True)
 
-    rows, wrong = record.rows, record.wrong
+    rows, wrong_kernels = record.rows, record.wrong
     names = list(dict.fromkeys(name for row in rows for name in row.us))
     title = "; ".join(filter(None, (", ".join(record.machine.values()), f"{record.weights} weights")))
     rival = "stand-in" if STAND_IN in names else "rival"
@@ -25,13 +25,13 @@ def show(record: Measurement, console: Console) -> None:
         table.add_row(str(row.tokens), str(row.heads), row.kind, *us, ratio)
     console.print(table)
     if STAND_IN in names:
-        say(f"{STAND_IN}: in the place of vLLM's kernels, which are not here: as many launches, other code")
-    for name, why in dict.fromkeys(untimed for row in rows for untimed in row.untimed.items()):
-        if name not in wrong:
-            say(f"{name}: not timed: {why}")
+        print_line(f"{STAND_IN}: in the place of vLLM's kernels, which are not here: as many launches, other code")
+    for name, reason in dict.fromkeys(untimed for row in rows for untimed in row.untimed.items()):
+        if name not in wrong_kernels:
+            print_line(f"{name}: not timed: {reason}")
     for name in dict.fromkeys(name for row in rows for name in row.left_out):
-        say(f"{name}: it {OVERFLOW}; kernel=auto leaves it out, and the last column too")
-    for name, why in wrong.items():
-        say(f"WRONG, not timed: {name}: {why}")
+        print_line(f"{name}: it {OVERFLOW}; kernel=auto leaves it out, and the last column too")
+    for name, reason in wrong_kernels.items():
+        print_line(f"WRONG, not timed: {name}: {reason}")
     if record.stopped:
-        say(f"STOPPED: {record.stopped}")
+        print_line(f"STOPPED: {record.stopped}")

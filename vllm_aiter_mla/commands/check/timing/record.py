@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the step ``timing`` measures: median times by size and kernel, and how much faster ours is. Imports no torch."""
+"""The record of the step ``timing``: median times by size and kernel, and the ratio to ours. Imports no torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from vllm_aiter_mla import files
 
 MAX_TIMED_TOKENS = 65536
-"""More tokens fill the memory of a card."""
+"""More tokens would fill the memory of a card."""
 VLLM, STAND_IN, DECODE_TILE, ONE_LAUNCH = "vllm", "vllm-stand-in", "aiter-decode-tile", "aiter-one-launch"
 TYPES_OF_16_BITS = {"bfloat16": "bf16", "float16": "fp16"}
-"""Types of the query and the cache: torch's name, and the name in ``Row.kind``."""
+"""The name in ``Row.kind`` by torch's name of the type."""
 RIVALS = (VLLM, STAND_IN, DECODE_TILE, ONE_LAUNCH)
-"""What ours is compared with: vLLM's own kernels, a stand-in where these are not here, and two uses of AITER's kernels
-that never serve."""
+"""Kernels that ours are compared with: vLLM's own, a stand-in if vLLM's are not installed, and two uses of AITER's
+kernels that never serve."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,13 @@ class Row:
     tokens: int
     heads: int
     kind: str  # "fp8", "bf16" or "fp16": the type of the query and the cache
-    us: dict[str, float]  # median microseconds per call in a replayed graph by kernel, ``RIVALS`` among them
+    us: dict[str, float]  # median microseconds per call in a replayed graph, by kernel; includes ``RIVALS``
     untimed: dict[str, str]  # why a kernel was not timed: it does not take the call, cannot run here, or is wrong
-    # The fastest rival's time over that of our fastest kernel: above 1 ours is faster. Where a stand-in for vLLM's
-    # kernels was timed, the ratio is to no kernel that serves.
+    # The fastest rival's time over our fastest kernel's time: above 1 ours is faster. If a stand-in for vLLM's kernels
+    # was timed, the ratio is to a kernel that never serves.
     ratio: float | None
-    # Kernels that were timed and do not count as ours, because they turn an fp8 overflow into NaN and ``kernel=auto``
-    # does not choose them
+    # Kernels that were timed and do not count as ours. They turn an fp8 overflow into NaN, so ``kernel=auto`` does not
+    # choose them.
     left_out: tuple[str, ...] = ()
 
     @property
@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was timed without ``--tune``; ``schemas.json`` says what the fields mean."""
+    """The record of a run without ``--tune``. ``schemas.json`` explains the fields."""
 
     machine: dict[str, str]
     weights: str
@@ -50,16 +50,19 @@ class Measurement:
     evidence: files.Stamp = files.stamp_field("timing")
 
 
-def row_of(
+def make_row(
     tokens: int, heads: int, kind: str, us: Mapping[str, float], untimed: Mapping[str, str],
-    overflowing: Sequence[str] = (),
+    overflowing_kernels: Sequence[str] = (),
 ) -> Row:  # fmt: skip
-    """Return the figures of one size with their ratio, which is None without one of ours, or vLLM's or a stand-in."""
-    left_out = tuple(name for name in overflowing if name in us)
-    ours, of_rivals = _times_of_ours(us, left_out), [time for name, time in us.items() if name in RIVALS]
-    ratio = min(of_rivals) / min(ours) if ours and {VLLM, STAND_IN} & us.keys() else None
-    return Row(tokens, heads, kind, dict(us), dict(untimed), ratio, left_out)
+    """Return the figures of one size. The ratio is None without a kernel of ours, or without vLLM's or a stand-in."""
+    overflowing_and_timed = tuple(name for name in overflowing_kernels if name in us)
+    our_times, rival_times = (
+        _times_of_ours(us, overflowing_and_timed),
+        [time for name, time in us.items() if name in RIVALS],
+    )
+    ratio = min(rival_times) / min(our_times) if our_times and {VLLM, STAND_IN} & us.keys() else None
+    return Row(tokens, heads, kind, dict(us), dict(untimed), ratio, overflowing_and_timed)
 
 
-def _times_of_ours(us: Mapping[str, float], left_out: Sequence[str]) -> list[float]:
-    return [time for name, time in us.items() if name not in (*RIVALS, *left_out)]
+def _times_of_ours(us: Mapping[str, float], overflowing_kernels: Sequence[str]) -> list[float]:
+    return [time for name, time in us.items() if name not in (*RIVALS, *overflowing_kernels)]

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that the step ``timing`` times beside ours, and that never serve.
+"""Kernels that the step ``timing`` compares with ours, and that never serve.
 
-Where neither vLLM's kernels nor AITER are, the only one is ``stand_in``. On AMD's cards there are two. One is AITER's
-op behind vLLM's fp8 product on another tile. The other is AITER's own single launch,
-``fused_fp8_bmm_rope_cat_and_cache_mla`` and its mxfp4 twin, which does what our Triton launch does: absorb BMM, RoPE,
-concat, KV write. It takes no scale of the query and clamps no position. Over a rotary table in 16 bits it rounds each
-product of the rotation, so it is given float32 halves. Read from aiter/ops/triton/fusions/fused_bmm_rope_kv_cache.py;
-docs/kernels.md says what running it showed.
+On AMD's cards there are two rivals. ``DecodeTileBackend`` is AITER's op behind vLLM's fp8 product, on another tile.
+``OneLaunchBackend`` is AITER's single launch, ``fused_fp8_bmm_rope_cat_and_cache_mla`` and its mxfp4 twin. It does what
+our Triton launch does: absorb BMM, RoPE, concat, KV write. On other cards, without vLLM's kernels, ``stand_in`` is the
+only rival.
+
+AITER's single launch takes no scale of the query and clamps no position. With a 16-bit rotary table it rounds each
+product of the rotation, so it gets float32 halves here. This was read in
+aiter/ops/triton/fusions/fused_bmm_rope_kv_cache.py; docs/kernels.md has the results of running it.
 """
 
 import importlib
@@ -29,53 +31,53 @@ from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, contract_vio
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.startup import checks
 
-MODULE = "aiter.ops.triton.fusions.fused_bmm_rope_kv_cache"
-FUNCTIONS = {"fp8": "fused_fp8_bmm_rope_cat_and_cache_mla", "mxfp4": "fused_fp4_bmm_rope_cat_and_cache_mla"}
+ONE_LAUNCH_MODULE = "aiter.ops.triton.fusions.fused_bmm_rope_kv_cache"
+ONE_LAUNCH_FUNCTIONS = {"fp8": "fused_fp8_bmm_rope_cat_and_cache_mla", "mxfp4": "fused_fp4_bmm_rope_cat_and_cache_mla"}
 """By weight format."""
-MAX_ROWS = 256
-Ops = Mapping[str, Callable[..., Any]]
+MAX_DECODE_TILE_ROWS = 256
+AiterFunctions = Mapping[str, Callable[..., Any]]
 
 
-def load() -> Ops:
+def load_aiter_functions() -> AiterFunctions:
     """Import AITER's functions.
 
     Raises:
         AiterUnavailableError: this AITER does not have them.
     """
     try:
-        module = importlib.import_module(MODULE)
-        return {format: getattr(module, name) for format, name in FUNCTIONS.items()}
-    except Exception as error:  # AITER's import runs rocminfo, compilers and a registry: anything may come out
-        raise AiterUnavailableError(f"{MODULE}: {type(error).__name__}: {error}") from error
+        module = importlib.import_module(ONE_LAUNCH_MODULE)
+        return {format: getattr(module, name) for format, name in ONE_LAUNCH_FUNCTIONS.items()}
+    except Exception as error:  # AITER's import runs rocminfo, compilers and a registry, which may raise anything
+        raise AiterUnavailableError(f"{ONE_LAUNCH_MODULE}: {type(error).__name__}: {error}") from error
 
 
 class NotTimedError(RuntimeError):
-    """A rival cannot be timed on a shape; the message says why."""
+    """A rival cannot be timed on a shape. The message says why."""
 
 
 def check_rivals(
-    platform: Platform, shape: LayerShape, most: int, vllm_is_here: bool
+    platform: Platform, shape: LayerShape, max_rows: int, vllm_is_here: bool
 ) -> tuple[dict[str, KernelBackend], dict[str, str]]:
-    """Check the rivals of this card with up to ``most`` rows.
+    """Check the rivals of this card with up to ``max_rows`` rows.
 
     Returns:
         The rivals that can be timed on this shape, and why the others cannot, by name.
     """
-    able, untimed = dict[str, KernelBackend](), dict[str, str]()
+    runnable, untimed = dict[str, KernelBackend](), dict[str, str]()
     makers: dict[str, Callable[[], KernelBackend]] = {}
     if platform.arch in ARCHITECTURES:
-        makers[DECODE_TILE] = lambda: _decode_tile_backend(platform, shape, most)
-        makers[ONE_LAUNCH] = lambda: _one_launch_backend(platform, shape, most)
+        makers[DECODE_TILE] = lambda: _decode_tile_backend(platform, shape, max_rows)
+        makers[ONE_LAUNCH] = lambda: _one_launch_backend(platform, shape, max_rows)
     else:
         untimed |= dict.fromkeys((DECODE_TILE, ONE_LAUNCH), f"it is for {' and '.join(ARCHITECTURES)}")
         if not vllm_is_here:
-            makers[STAND_IN] = lambda: _stand_in_backend(shape, most)
+            makers[STAND_IN] = lambda: _stand_in_backend(shape, max_rows)
     for name, make in makers.items():
         try:
-            able[name] = make()
+            runnable[name] = make()
         except (AiterUnavailableError, NotTimedError) as error:
             untimed[name] = str(error)
-    return able, untimed
+    return runnable, untimed
 
 
 def _check(backend: KernelBackend, shape: LayerShape, rows: int) -> None:
@@ -85,43 +87,43 @@ def _check(backend: KernelBackend, shape: LayerShape, rows: int) -> None:
         raise NotTimedError(result.message)
 
 
-def _decode_tile_backend(platform: Platform, shape: LayerShape, most: int) -> KernelBackend:
+def _decode_tile_backend(platform: Platform, shape: LayerShape, max_rows: int) -> KernelBackend:
     backend = DecodeTileBackend(platform)
-    _check(backend, shape, min(most, MAX_ROWS))
+    _check(backend, shape, min(max_rows, MAX_DECODE_TILE_ROWS))
     return backend
 
 
-def _one_launch_backend(platform: Platform, shape: LayerShape, most: int) -> KernelBackend:
-    # The single launch scales no query and clamps no overflow, so it is checked in 16 bits.
-    _check(OneLaunchBackend(platform), replace(shape, out_dtype=shape.act, cache_dtype=shape.act), most)
-    return OneLaunchBackend(platform, unit_scale=True)
+def _one_launch_backend(platform: Platform, shape: LayerShape, max_rows: int) -> KernelBackend:
+    # The single launch neither scales the query nor clamps an overflow, so it is checked in 16 bits.
+    _check(OneLaunchBackend(platform), replace(shape, out_dtype=shape.act, cache_dtype=shape.act), max_rows)
+    return OneLaunchBackend(platform, has_unit_scale=True)
 
 
-def _stand_in_backend(shape: LayerShape, most: int) -> KernelBackend:
+def _stand_in_backend(shape: LayerShape, max_rows: int) -> KernelBackend:
     try:
         from vllm_aiter_mla.commands.check.timing.stand_in import StandInBackend
     except ImportError as error:  # no Triton
         raise NotTimedError(str(error)) from error
     backend = StandInBackend()
-    if (why := backend.refuse(meta_inputs(shape))) is not None:
-        raise NotTimedError(why)
-    _check(backend, shape, most)
+    if (reason := backend.refuse(meta_inputs(shape))) is not None:
+        raise NotTimedError(reason)
+    _check(backend, shape, max_rows)
     return backend
 
 
 class DecodeTileBackend(AiterBackend):
-    """AITER's op behind vLLM's fp8 product on a tile for few rows, as SGLang chooses one.
+    """AITER's op behind vLLM's fp8 product, on a tile for few rows like SGLang's.
 
-    AITER's own table has 128 columns a tile: 64 programs for 16 heads and up to 16 rows, on a card of 304 units. Here
-    the columns are halved until the programs fill three quarters of the units.
+    AITER's own table has 128 columns a tile. That gives 64 programs for 16 heads and up to 16 rows, on a card of 304
+    units. Here the columns are halved until the programs fill three quarters of the units.
 
     Args:
         platform: the card.
-        units: compute units; the current card's by default.
+        units: compute units; by default those of the current card.
         op: AITER's op; imported by default.
 
     Raises:
-        AiterUnavailableError: no ``op`` was given and AITER cannot be used.
+        AiterUnavailableError: ``op`` is None and AITER cannot be used.
     """
 
     def __init__(self, platform: Platform, units: int = 0, op: Op | None = None) -> None:
@@ -132,9 +134,9 @@ class DecodeTileBackend(AiterBackend):
     def bind(self, inputs: DecodeInputs) -> Binding | str:
         """See the base class."""
         if inputs.weight.format != "fp8":
-            return "vLLM's fp8 product is the one that takes a tile"
-        if inputs.num_tokens > MAX_ROWS:
-            return f"a tile for up to {MAX_ROWS} rows, not for {inputs.num_tokens}"
+            return "only vLLM's fp8 product takes a tile"
+        if inputs.num_tokens > MAX_DECODE_TILE_ROWS:
+            return f"a tile for up to {MAX_DECODE_TILE_ROWS} rows, not for {inputs.num_tokens}"
         return super().bind(inputs)
 
     def _options(self, inputs: DecodeInputs) -> dict[str, Any]:
@@ -142,7 +144,7 @@ class DecodeTileBackend(AiterBackend):
 
 
 def decode_tile(tokens: int, heads: int, latent: int, units: int) -> dict[str, Any]:
-    """Return AITER's ``config`` of its fp8 GEMM for ``tokens`` rows on a card of so many compute units."""
+    """Return the ``config`` of AITER's fp8 GEMM for ``tokens`` rows on a card with ``units`` compute units."""
     rows = next(size for size in (16, 32, 64) if tokens <= size or size == 64)
     columns, blocks = 128, heads * -(-tokens // rows)
     while columns > 16 and blocks * latent // columns < 0.75 * units:
@@ -159,36 +161,38 @@ class OneLaunchBackend(KernelBackend):
 
     Args:
         platform: the card.
-        ops: AITER's functions by weight format; imported by default.
-        unit_scale: whether the scale of every query is taken for 1, as it is where AITER's users call these functions.
-            Otherwise a query in fp8 is declined.
+        functions: AITER's functions by weight format; imported by default.
+        has_unit_scale: whether to assume that the scale of every query is 1, as AITER's users of these functions do.
+            Otherwise a query in fp8 is refused.
 
     Raises:
-        AiterUnavailableError: no ``ops`` were given and AITER has none.
+        AiterUnavailableError: ``functions`` is None and AITER does not have the functions.
     """
 
     name = ONE_LAUNCH
     bounds = OWN_BMM
 
-    def __init__(self, platform: Platform, ops: Ops | None = None, unit_scale: bool = False) -> None:
-        self._platform, self._unit_scale = platform, unit_scale
-        self._ops = load() if ops is None else ops
+    def __init__(
+        self, platform: Platform, functions: AiterFunctions | None = None, has_unit_scale: bool = False
+    ) -> None:
+        self._platform, self._has_unit_scale = platform, has_unit_scale
+        self._functions = load_aiter_functions() if functions is None else functions
         self._halves: dict[tuple[int, torch.Size], tuple[torch.Tensor, ...]] = {}
 
     def bind(self, inputs: DecodeInputs) -> Binding | str:
-        """See the base class. The run's first call with a rotary table must not come in a capture."""
-        reason = contract_violation(inputs) or next(self._broken(inputs), None)
-        return reason or Binding(partial(self._run, self._ops[inputs.weight.format]))
+        """See the base class. The first call with a rotary table must not be inside a capture."""
+        reason = contract_violation(inputs) or next(self._violations(inputs), None)
+        return reason or Binding(partial(self._run, self._functions[inputs.weight.format]))
 
-    def _broken(self, inputs: DecodeInputs) -> Iterator[str]:
+    def _violations(self, inputs: DecodeInputs) -> Iterator[str]:
         weight, cache = inputs.weight, inputs.kv_cache
-        if weight.format not in self._ops:
+        if weight.format not in self._functions:
             yield f"AITER's single launch multiplies fp8 and mxfp4 weights, not {weight.format} ones"
         if (reason := weight.refuse(self._platform)) is not None:
             yield reason
         if inputs.q.dtype not in (torch.bfloat16, torch.float16):
             yield f"q: torch.bfloat16 or torch.float16 expected, got {inputs.q.dtype}"
-        if formats.is_fp8(inputs.out_dtype) and not self._unit_scale:
+        if formats.is_fp8(inputs.out_dtype) and not self._has_unit_scale:
             yield "the query is to be fp8, and AITER's single launch does not scale it"
         if formats.is_fp8(cache.dtype) and cache.dtype != self._platform.fp8:
             yield f"kv_cache: {self._platform.fp8} expected on {self._platform.arch}, got {cache.dtype}"
@@ -203,11 +207,11 @@ class OneLaunchBackend(KernelBackend):
     def _run(self, op: Callable[..., Any], inputs: DecodeInputs) -> torch.Tensor:
         table, width = inputs.cos_sin_cache, inputs.kv_cache.shape[-1]
         key = (table.data_ptr(), table.shape)
-        if key not in self._halves:  # with the table, so that no other can come to lie there
+        if key not in self._halves:  # keep the table too, so that no other table can get its address
             self._halves[key] = (*(half.float().contiguous() for half in table.chunk(2, dim=-1)), table)
         cos, sin, _ = self._halves[key]
         (_, values), (_, scale) = inputs.weight.tensors
-        # A scale that is given beside a 16-bit cache would scale it.
+        # A scale would also scale a 16-bit cache.
         k_scale = inputs.k_scale if formats.is_fp8(inputs.kv_cache.dtype) else None
         group = {"group_size": FP8_GROUP} if inputs.weight.format == "fp8" else {}
         return op(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for vLLM's kernels where neither they nor AITER are: the step ``timing`` times it, and it never serves.
+"""A stand-in for vLLM's kernels if neither they nor AITER are installed. The step ``timing`` times it; it never serves.
 
-It makes three launches, as vLLM does: RoPE with the KV write, the absorb product by torch, then concat with the
-quantisation. The two kernels are not vLLM's code. Like vLLM's, the first has a program for each token.
+It makes three launches, as vLLM does: RoPE with the KV write, the absorb product by torch, and concat with the
+quantisation. The first and the third kernel are not vLLM's code. Like vLLM's, the first has a program for each token.
 """
 
 # As in ``kernels.triton.kernel``.
@@ -24,7 +24,7 @@ from vllm_aiter_mla.kernels.reference import VLLM_COMPILED
 
 @triton.jit
 def _stored(x, scale_ptr, FP8_MAX: tl.constexpr):
-    """``x`` in float32 as it is stored: itself, or divided by the scale and clamped to the range of fp8."""
+    """Return ``x`` as it is stored: unchanged, or in float32 divided by the scale and clamped to the range of fp8."""
     if FP8_MAX > 0:
         x = tl.minimum(tl.maximum(x.to(tl.float32) * (1.0 / tl.load(scale_ptr)), -FP8_MAX), FP8_MAX)
     return x
@@ -77,21 +77,21 @@ def concat_kernel(
 
 
 class StandInBackend(KernelBackend):
-    """``KernelBackend`` over the three launches; it changes none of its inputs, where vLLM rotates in place.
+    """``KernelBackend`` over the three launches. It changes none of its inputs, whereas vLLM rotates in place.
 
     Args:
-        formats: of weights; AITER's GEMMs for others than plain ones must be there.
+        weight_formats: of weights; AITER's GEMMs for others than plain ones must be there.
     """
 
     name = STAND_IN
 
-    def __init__(self, formats: tuple[str, ...] = ("plain",)) -> None:
-        self._formats = formats
+    def __init__(self, weight_formats: tuple[str, ...] = ("plain",)) -> None:
+        self._weight_formats = weight_formats
 
     def bind(self, inputs: DecodeInputs) -> Binding | str:
         """See the base class."""
-        if inputs.weight.format not in self._formats:
-            return f"AITER multiplies {inputs.weight.format} weights for vLLM, and it is not here"
+        if inputs.weight.format not in self._weight_formats:
+            return f"AITER multiplies {inputs.weight.format} weights for vLLM, and AITER is not installed here"
         for name, width in {"rope": inputs.rope_dim, "latent": inputs.latent_dim}.items():
             if width & (width - 1):
                 return f"{name} width: a power of two expected, got {width}"

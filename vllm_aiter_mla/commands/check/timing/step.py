@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time the kernels in a process of its own, keep what it tells, and decide how the step ends."""
+"""Time the kernels in a process of its own, collect the rows, and decide how the step ends."""
 
 from __future__ import annotations
 
@@ -16,90 +16,97 @@ if TYPE_CHECKING:
     from vllm_aiter_mla.commands.check.timing.child import Activity, TimingRequest
     from vllm_aiter_mla.commands.check.timing.record import Row
 
-TOKENS, HEADS = (1, 8, 64, 256, 512), (8, 16, 128)
-"""What is timed without a model, unless options say otherwise."""
-TOKENS_OF_A_MODEL = (1, 8, 64, 256)
-"""Those below a model's decode limit, and the limit itself, are timed for the model."""
+DEFAULT_TOKEN_COUNTS, DEFAULT_HEAD_COUNTS = (1, 8, 64, 256, 512), (8, 16, 128)
+"""The sizes that are timed without a model, unless options give others."""
+MODEL_TOKEN_COUNTS = (1, 8, 64, 256)
+"""For a model those below its decode limit are timed, and the limit itself."""
 
 
 def time_kernels(context: Context) -> Step:
-    """Time every kernel and rival on this card: of a model its layer, else DeepSeek's at several numbers of heads.
+    """Time every kernel and rival on this card, for the model's layer or for DeepSeek's at several numbers of heads.
 
-    It fails if a kernel is wrong, or if nothing of ours was timed for the model. What has nothing to be compared with
-    is unknown. With ``tune`` the Triton kernel's tiles are timed, and the fastest are kept for its starts.
+    The step fails if a kernel is wrong, or if no kernel of ours was timed for the model. It is "unknown" if there is
+    nothing to compare with. With ``tune`` the Triton kernel's tiles are timed, and the fastest are saved for starts.
     """
-    if not context.options.on_a_card:
+    if not context.options.can_use_gpu:
         return Step("skipped", NO_GPU)
-    request = _request(context)
+    request = _build_request(context)
     if context.options.timing.tune:
         return _tune(context, request)
-    left_out = dict[str, str]()
+    ended_checks = dict[str, str]()
     while True:
         try:
-            return _judge(context, _measure(context, request, left_out))
+            return _judge(context, _measure(context, request, ended_checks))
         except EndedInCheckError as error:
-            left_out[error.kernel] = str(error)
+            ended_checks[error.kernel] = str(error)
 
 
 class EndedInCheckError(RuntimeError):
-    """The process ended in the check of ``kernel``, and is started again without that kernel."""
+    """The process ended in the check of ``kernel``. It is started again without that kernel."""
 
     def __init__(self, kernel: str, sentence: str) -> None:
         super().__init__(sentence)
         self.kernel = kernel
 
 
-def _request(context: Context) -> TimingRequest:
-    """Return what is timed: the plan's layer where there is a plan."""
+def _build_request(context: Context) -> TimingRequest:
+    """Return the request for the process: the plan's layer if there is a plan, or else DeepSeek's."""
     from vllm_aiter_mla.commands.check.timing.child import TimingRequest
 
-    options, layer, plan = context.options.timing, context.options.layer, context.plan
-    tokens: tuple[int, ...]
+    options, layer_options, plan = context.options.timing, context.options.layer, context.plan
+    token_counts: tuple[int, ...]
     if plan is None:
-        both = (CacheType.fp8, CacheType.bf16)
-        kinds = both if options.cache_type is CacheType.both else (options.cache_type,)
-        tokens, weights = TOKENS, layer.weights or Weights.bf16
-        request = TimingRequest((), layer.heads or HEADS, tuple(kind.value for kind in kinds), weights.value)
-        request = request if layer.nope is None else replace(request, nope=layer.nope)
-    else:
-        sizes, kind = plan.model.kinds[0], "fp8" if plan.has_fp8_cache else TYPES_OF_16_BITS[plan.model.dtype]
-        tokens = (*(count for count in TOKENS_OF_A_MODEL if count < plan.limit), min(plan.limit, MAX_TIMED_TOKENS))
+        both_types = (CacheType.fp8, CacheType.bf16)
+        cache_types = both_types if options.cache_type is CacheType.both else (options.cache_type,)
+        token_counts, weights = DEFAULT_TOKEN_COUNTS, layer_options.weights or Weights.bf16
         request = TimingRequest(
-            (), (plan.heads_per_rank,), (kind,), Weights.of_format(str(plan.absorb_weight)).value, sizes.nope,
-            sizes.rope, sizes.latent, plan.model.dtype,
+            (),
+            layer_options.head_counts or DEFAULT_HEAD_COUNTS,
+            tuple(cache_type.value for cache_type in cache_types),
+            weights.value,
+        )
+        request = request if layer_options.nope is None else replace(request, nope=layer_options.nope)
+    else:
+        layer_sizes, weights = plan.model.kinds[0], Weights.of_format(str(plan.absorb_weight))
+        cache_type = "fp8" if plan.has_fp8_cache else TYPES_OF_16_BITS[plan.model.dtype]
+        counts_below_limit = [count for count in MODEL_TOKEN_COUNTS if count < plan.limit]
+        token_counts = (*counts_below_limit, min(plan.limit, MAX_TIMED_TOKENS))
+        request = TimingRequest(
+            (), (plan.heads_per_rank,), (cache_type,), weights.value, layer_sizes.nope, layer_sizes.rope,
+            layer_sizes.latent, plan.model.dtype,
         )  # fmt: skip
-    return replace(request, tokens=options.tokens or (() if options.tune else tokens))
+    return replace(request, token_counts=options.token_counts or (() if options.tune else token_counts))
 
 
-def _measure(context: Context, request: TimingRequest, left_out: dict[str, str]) -> Measurement:
-    """Return the record of the process, or what the process had told when it ended early.
+def _measure(context: Context, request: TimingRequest, ended_checks: dict[str, str]) -> Measurement:
+    """Return the record of the process, or what the process had sent when it ended early.
 
     Raises:
         EndedInCheckError: the process ended in the check of a kernel.
     """
     from vllm_aiter_mla.commands.check.timing import child
 
-    record = Measurement({}, request.weights, (), dict(left_out), "")
+    record = Measurement({}, request.weights, (), dict(ended_checks), "")
     activity = child.Activity(None, "its start")
 
-    def on_value(told: Measurement | Row | Activity) -> None:
+    def on_value(value: Measurement | Row | Activity) -> None:
         nonlocal record, activity
-        if isinstance(told, Measurement):  # what its rows share
-            record = told
-        elif isinstance(told, child.Activity):
-            activity = told
-            context.progress.show_activity(told.text)
+        if isinstance(value, Measurement):  # the facts that all rows share
+            record = value
+        elif isinstance(value, child.Activity):
+            activity = value
+            context.progress.show_activity(value.text)
         else:
-            record = replace(record, rows=(*record.rows, told))
-            so_far = replace(record, stopped="cut off")
-            context.progress.report_partial(Step("cut off", f"{len(record.rows)} sizes", data=so_far))
+            record = replace(record, rows=(*record.rows, value))
+            partial_record = replace(record, stopped="cut off")
+            context.progress.report_partial(Step("cut off", f"{len(record.rows)} sizes", data=partial_record))
 
     environment = context.options.environment()
     try:
-        return process.call(child.time_kernels, request, left_out, environment=environment, on_value=on_value)
+        return process.call(child.time_kernels, request, ended_checks, environment=environment, on_value=on_value)
     except process.EndedError as error:
         sentence = error.sentence(activity.text)
-        if activity.kernel is not None and activity.kernel not in left_out:
+        if activity.kernel is not None and activity.kernel not in ended_checks:
             raise EndedInCheckError(activity.kernel, sentence) from error
         return replace(record, stopped=sentence)
 
@@ -110,21 +117,23 @@ def _judge(context: Context, record: Measurement) -> Step:
         f"{row.tokens} tokens: " + ", ".join(f"{name} {us:.2f} us" for name, us in sorted(row.us.items()))
         for row in record.rows
     )
-    lines += tuple(f"{name}: {why}" for name, why in record.wrong.items())
+    lines += tuple(f"{name}: {reason}" for name, reason in record.wrong.items())
     ratios = [(row.tokens, row.ratio) for row in record.rows if row.ratio is not None]
     has_ours = any(row.ours for row in record.rows)
     if record.wrong or record.stopped or (context.plan and not has_ours):
         return Step("failed", record.stopped or "a kernel is wrong, or none of ours was timed", lines, record)
     if not ratios:
-        missing = "neither vLLM's kernels nor a stand-in" if has_ours else "none of ours"
-        return Step("unknown", f"nothing to compare: {missing} was timed", lines, record)
-    slower = sorted({tokens for tokens, ratio in ratios if ratio < 1})
-    which = f"vLLM or a rival is faster at {slower}" if slower else "one of ours is the fastest at each"
-    return Step("passed", f"{len(ratios)} sizes; {which}", lines, record)
+        missing_kernels = "neither vLLM's kernels nor a stand-in" if has_ours else "none of ours"
+        return Step("unknown", f"nothing to compare: {missing_kernels} was timed", lines, record)
+    slower_tokens = sorted({tokens for tokens, ratio in ratios if ratio < 1})
+    speed_text = (
+        f"vLLM or a rival is faster at {slower_tokens}" if slower_tokens else "one of ours is the fastest at each"
+    )
+    return Step("passed", f"{len(ratios)} sizes; {speed_text}", lines, record)
 
 
 def _tune(context: Context, request: TimingRequest) -> Step:
-    """Tune the tiles in a process of its own; the lines of the step are those that the process tells."""
+    """Tune the tiles in a process of its own. The lines of the step are those that the process sends."""
     from vllm_aiter_mla.commands.check.timing import tune
 
     lines = list[str]()
@@ -136,8 +145,8 @@ def _tune(context: Context, request: TimingRequest) -> Step:
 
     environment = context.options.environment()
     try:
-        record, wrong = process.call(tune.tune, request, environment=environment, on_value=on_value)
+        record, failure = process.call(tune.tune, request, environment=environment, on_value=on_value)
     except process.EndedError as error:
         return Step("failed", error.sentence(), (*lines, *error.lines))
-    kept = f"tiles are kept for {len(record.chosen)} shapes"
-    return Step("failed" if wrong else "passed", wrong or kept, tuple(lines), record)
+    kept_text = f"tiles are kept for {len(record.chosen)} shapes"
+    return Step("failed" if failure else "passed", failure or kept_text, tuple(lines), record)
