@@ -209,3 +209,49 @@ def test_no_file_imports_itself_in_a_cycle():
 )
 def test_mutation_a_question_past_the_seam_is_seen(source):
     assert past_the_seam(source)
+
+
+def defined_in(path):
+    """Names that a file defines or imports at its top level, also under a condition."""
+    names, statements = set(), [*ast.parse(path.read_text()).body]
+    for statement in statements:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name.partition(".")[0] for alias in statement.names}
+        elif isinstance(statement, ast.If | ast.Try | ast.With):
+            parts = ("body", "orelse", "handlers", "finalbody")
+            statements += [one for part in parts for one in getattr(statement, part, ())]
+        elif isinstance(statement, ast.ExceptHandler):
+            statements += statement.body
+        elif isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            names.add(statement.name)
+        else:
+            names |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    return names
+
+
+def missing_names(source, known={}):  # noqa: B006  what each file of the package defines, read once
+    """Names of this package that a file imports, inside functions too, and that are not there."""
+    root = ROOT.parent
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(ROOT.name):
+            continue
+        folder = root.joinpath(*node.module.split("."))
+        path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+        if path not in known:
+            known[path] = defined_in(path) if path.exists() else set()
+        for alias in node.names:
+            is_file = folder.joinpath(alias.name).is_dir() or folder.joinpath(f"{alias.name}.py").exists()
+            if not is_file and alias.name not in known[path]:
+                yield f"{node.module}.{alias.name}"
+
+
+def test_every_name_that_is_imported_of_the_package_is_there():
+    """An import inside a function fails when it runs, and some of them run on a card alone."""
+    places = [path for name in ("tests", "tools", ROOT.name) for path in (ROOT.parent / name).rglob("*.py")]
+    assert [(str(path), name) for path in places for name in missing_names(path.read_text())] == []
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("line", ["from vllm_aiter_mla.commands.check import tune", "from vllm_aiter_mla.x import y"])
+def test_mutation_an_import_of_what_is_not_there_is_seen(line):
+    assert [*missing_names(f"def section():\n    {line}\n")] == [".".join(line.split()[1::2])]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import statistics
 import subprocess
 import tempfile
@@ -235,13 +236,15 @@ class Turned(TritonBackend):
 
 def tune(asked: Asked) -> dict[str, Any]:
     """Time the tiles: is a tile that is not in the table faster?"""
-    from vllm_aiter_mla.commands.check import tune as command
+    from vllm_aiter_mla.commands.check.timing import tune as command
+    from vllm_aiter_mla.commands.check.timing.child import TimingRequest
 
     heads, counts = (2, [1]) if asked.dry == dry.VALUES else (16, [*TOKENS])
-    record, wrong = command.tune_shapes(counts, [shape_of(heads, "fp8", "bf16")])
-    table = {str(tokens): command.default(tokens, heads) for tokens in counts}
-    found = {"chosen": files.to_plain(record.chosen), "us": record.us, "table": table, "ok": not wrong}
-    return seen_as_nothing(found, bool(wrong)) if asked.dry == dry.LAUNCHES else found
+    with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, {"VLLM_CACHE_ROOT": cache}):
+        record, failure = command.tune(TimingRequest(tuple(counts), (heads,), ("fp8",)))
+    table = {str(tokens): command.table_tile(tokens, heads) for tokens in counts}
+    found = {"chosen": files.to_plain(record.chosen), "us": record.us, "table": table, "ok": failure is None}
+    return seen_as_nothing(found, failure is not None) if asked.dry == dry.LAUNCHES else found
 
 
 SECTIONS: dict[str, Callable[[Asked], dict[str, Any]]] = {
