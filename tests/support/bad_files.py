@@ -39,7 +39,7 @@ BAD: dict[str, Callable[[Path], Any]] = {
     "no text": lambda path: path.write_bytes(b"\x00\xff\xfe"),
     "no JSON": lambda path: path.write_text('{"rank": NaN}'),
     "too deep": lambda path: path.write_text("[" * 200_000),
-    "too large": lambda path: path.write_text(path.read_text() + " " * files.MAX_BYTES),
+    "too large": lambda path: os.truncate(path, files.MAX_BYTES + 1),
     "a link": replaced(lambda path: path.symlink_to(path.with_name("elsewhere"))),
     "a link to nothing": replaced(lambda path: path.symlink_to("nowhere")),
     "a pipe": replaced(os.mkfifo),
