@@ -1,4 +1,4 @@
-"""The known issues of what runs beside the plugin: each is found for its shapes and versions, and for no others."""
+"""The known issues outside the plugin: each is found for its shapes and versions, and for no others."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def add_plan(page: Page, record: Plan) -> None:
     fields = ("id", "effect", "state", "remedy", "link")
     issues = [(label, *(getattr(issue, field) for field in fields)) for issue in record.known_issues]
     if issues:
-        page.add_block(PLAN, "Known issues beside the plugin", ("input", *fields), issues)
+        page.add_block(PLAN, "Known issues outside the plugin", ("input", *fields), issues)
 
 
 def plan_label(record: Plan) -> str:
