@@ -157,7 +157,7 @@ class Engine:
         markers: first_call.FirstCallMarkers | None = None  # set once the back ends are built
 
         def time_kernels() -> None:
-            mark_calls = nullcontext if markers is None else markers.mark_all
+            mark_calls = markers.mark_all if markers else lambda names: nullcontext()
             timing.time_kernels(self.config, self.settings, self.layers, checked_limit, self.worker.rank, mark_calls)
 
         with _answer_other_ranks(time_kernels), self.guard_decision(KERNELS_NOT_CHECKED):

@@ -133,9 +133,12 @@ def test_partial_figures_are_kept_and_the_next_start_times_the_rest(made_up, tmp
     found = []
     for _ in range(3):
         one = made_up.start()
-        assert runs(one, 16) == "triton"
-        found.append(list(measured(one)[0].us))
-    assert found == [[1, 8], [1, 2, 4, 8], [1, 2, 4, 8, 16]]
+        found.append((list(measured(one)[0].us), runs(one, 8), runs(one, 16)))
+    assert found == [
+        ([1, 8], "triton", "vllm"),  # nothing shows yet that ours is not slower at 16
+        ([1, 2, 4, 8], "triton", "vllm"),
+        ([1, 2, 4, 8, 16], "triton", "triton"),
+    ]
 
 
 def test_a_start_without_time_for_the_rest_serves_by_the_figures_that_were_kept(made_up):
@@ -143,7 +146,7 @@ def test_a_start_without_time_for_the_rest_serves_by_the_figures_that_were_kept(
     made_up.start()
     made_up.set_clock(MadeUpClock(QUICK_TRITON, replay_s=1.0))
     one = made_up.start()
-    assert runs(one, 16) == "triton"
+    assert runs(one, 8) == "triton"
     assert measured(one)[0].since, "the line gives the day"
     assert made_up.said.at(logging.WARNING) == []
 
@@ -153,7 +156,7 @@ def test_a_limit_that_no_batch_reaches_is_timed_up_to_the_largest_batch(made_up)
     one.vllm_config.scheduler_config.max_num_batched_tokens = LIMIT
     one.load_model()
     assert list(measured(one)[0].us) == [1, 2, 4, 8, LIMIT]
-    assert runs(one, 4 * LIMIT) == "triton"
+    assert (runs(one, LIMIT), runs(one, 4 * LIMIT)) == ("triton", "vllm")
 
 
 def test_a_count_that_memory_does_not_suffice_for_costs_the_others_nothing(made_up, monkeypatch):
@@ -167,7 +170,7 @@ def test_a_count_that_memory_does_not_suffice_for_costs_the_others_nothing(made_
     monkeypatch.setattr(stopwatch, "FIRST_TIMED", (1,))
     for since in (False, True):
         one = made_up.start()
-        assert (runs(one, 16), list(measured(one)[0].us)) == ("triton", [1, 2, 4])
+        assert (runs(one, 4), runs(one, 16), list(measured(one)[0].us)) == ("triton", "vllm", [1, 2, 4])
         assert bool(measured(one)[0].since) is since
         assert made_up.said.at(logging.WARNING) == []
 
@@ -473,6 +476,38 @@ def test_a_start_that_dies_while_it_times_leaves_the_marker_of_a_first_call(made
     timing_is_marked(made_up, monkeypatch, tmp_path)
 
 
+def test_only_families_that_are_timed_now_are_marked_while_they_are_timed(made_up, monkeypatch):
+    """What dies in one family's kernels is no reason to leave the other one out."""
+    marked = []
+
+    def mark_all(markers, names):
+        marked.append({markers._markers[name].family for name in names if name in markers._markers})
+        return nullcontext()
+
+    monkeypatch.setattr(first_call.FirstCallMarkers, "mark_all", mark_all)
+    made_up.start()
+    made_up.start()  # by the figures that were kept
+    made_up.kernels["triton"].bind = lambda inputs: Binding(lambda inputs: -reference.prepare(inputs))
+    made_up.start(measure="again")
+    assert marked == [{"AITER", "Triton"}, {"AITER"}]
+
+
+def test_timing_again_keeps_the_figures_of_counts_that_it_has_no_time_for(made_up):
+    made_up.set_clock(MadeUpClock(QUICK_TRITON))
+    every = list(measured(made_up.start())[0].us)
+    made_up.set_clock(MadeUpClock(QUICK_TRITON, replay_s=stopwatch.BUDGET_S / 2 / (13 * 3)))
+    (again,) = measured(made_up.start(measure="again"))
+    assert (list(again.us), again.since) == (every, "")
+
+
+def test_memory_that_does_not_suffice_for_a_check_is_no_failure_of_the_kernel(made_up):
+    made_up.kernels["triton"].bind = planted
+    one = made_up.start()
+    (line,) = made_up.said.at(logging.ERROR)
+    assert ("OutOfMemoryError" in line, "self-check FAILED" in line) == (True, False)
+    assert layer_in(one).decision.skip is not None
+
+
 def test_a_start_that_waits_for_another_rank_has_no_marker_and_one_that_cannot_be_removed_keeps_nobody_waiting(
     made_up, monkeypatch, tmp_path
 ):
@@ -484,7 +519,7 @@ def test_a_start_that_waits_for_another_rank_has_no_marker_and_one_that_cannot_b
         return 0, [mine]
 
     @contextmanager
-    def fails(marks):
+    def fails(markers, names):
         yield
         raise OSError("planted")
 
@@ -492,14 +527,14 @@ def test_a_start_that_waits_for_another_rank_has_no_marker_and_one_that_cannot_b
     monkeypatch.setattr(timing.ranks, "exchange", exchange)
     made_up.start()
     monkeypatch.setattr(first_call.FirstCallMarkers, "mark_all", fails)
-    made_up.start()
+    made_up.start(measure="again")
     assert answers == [(True, [])] * 2
     assert any("planted" in line for line in made_up.said.at(logging.WARNING))
 
 
 @pytest.mark.mutation
 def test_mutation_timing_without_a_marker_is_caught(made_up, monkeypatch, tmp_path):
-    monkeypatch.setattr(first_call.FirstCallMarkers, "mark_all", lambda markers: nullcontext())
+    monkeypatch.setattr(first_call.FirstCallMarkers, "mark_all", lambda markers, names: nullcontext())
     with pytest.raises(AssertionError, match="goes unnoticed"):
         timing_is_marked(made_up, monkeypatch, tmp_path)
 
@@ -513,7 +548,7 @@ def test_a_rank_says_first_what_no_other_rank_knows(made_up, monkeypatch):
     monkeypatch.setattr(timing, "ShapeTiming", planted)
     two_shapes(made_up, monkeypatch, lambda heads: None)
     (line,) = made_up.said.at(logging.WARNING)
-    assert "rank 0: OutOfMemoryError: planted: out of memory (and 1 more)" in line
+    assert "rank 0: the agreed kernels could not be applied: OutOfMemoryError: planted: out of memory (and 1" in line
 
 
 def test_a_contender_that_fails_its_check_is_not_timed_and_is_no_error(made_up):

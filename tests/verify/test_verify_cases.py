@@ -32,7 +32,7 @@ NAMES = [case.name for case in cases.cases(LIMIT)]
 
 
 # The first card's rehearsal and that of ``check`` pass the cases of every variant, too.
-WIDE = [pytest.param(variant, marks=pytest.mark.wide) for variant in ("fp8-cache", "fp8-other")]
+WIDE = [pytest.param(variant, marks=[pytest.mark.slow, pytest.mark.wide]) for variant in ("fp8-cache", "fp8-other")]
 
 
 @pytest.mark.parametrize("variant", ["fp8", "bf16", "fp8-weight", *WIDE])

@@ -118,8 +118,10 @@ def _chosen(facts: LayerFacts, can_run: Sequence[str], figures: Figures | None) 
     rounds, counts = figures.rounds, sorted(figures.rounds)
 
     def fastest_at(tokens: int) -> str:
-        takes = [name for name in can_run if not facts.declines(name, tokens)]
-        return fastest(rounds[next((count for count in counts if tokens <= count), counts[-1])], takes)
+        timed_count = next((count for count in counts if tokens <= count), None)
+        if timed_count is None:
+            return VLLM  # nothing shows that a kernel of ours is not slower there
+        return fastest(rounds[timed_count], [name for name in can_run if not facts.declines(name, tokens)])
 
     ranks = (_spans_to(sorted({*counts, *facts.points}), fastest_at), *figures.ranks)
     spans = _spans_to(sorted({span.last for spans in ranks for span in spans}), partial(_chosen_by_all, ranks))

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
+import torch
+
 from vllm_aiter_mla.admission import OVERFLOW
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.kernels.backend import KernelBackend
@@ -71,7 +73,7 @@ def log_results(layer: Layer, end_strict_start: Callable[[str], None]) -> None:
             log.say_once(logging.WARNING, f"{check.failed}; it does not run")
         elif check.failed:
             end_strict_start(check.failed)
-            log.say_once(logging.ERROR, f"{check.failed}; this layer shape falls back to other kernels")
+            log.say_once(logging.ERROR, f"{check.failed}; this layer shape falls back to another kernel, or to vLLM's")
         elif check.writes_nan:
             can_run = name in layer.usable()
             log.say_once(logging.WARNING if can_run else logging.INFO, f"{name} {OVERFLOW}; kernel=auto leaves it out")
@@ -84,7 +86,7 @@ def check_kernel(
 ) -> Comparison:
     """Compare a kernel with the reference under both rotary styles, and compile what its graphs need.
 
-    An error while the kernel is compiled or launched is a failure, like a wrong result.
+    An error while the kernel is compiled or launched is a failure, like a wrong result. Out of memory is none.
 
     Args:
         name: the kernel's name, for the message.
@@ -95,6 +97,9 @@ def check_kernel(
 
     Returns:
         The first comparison that failed. If all passed: the first in which the kernel wrote NaN, else the first.
+
+    Raises:
+        torch.OutOfMemoryError: the operands do not fit, which says nothing of the kernel.
     """
     results: list[Comparison] = []
     try:
@@ -108,6 +113,8 @@ def check_kernel(
                 for large in backend.caches:
                     backend.warm_up(synthetic_inputs(styled_shape, tokens=1, large=large), capture_sizes)
         card().synchronize()  # a launch that faults raises here, while the first call is still marked
+    except torch.OutOfMemoryError:
+        raise  # the kernel is not the cause
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())  # Triton's errors have many lines
         return Comparison(False, f"{name}: self-check FAILED: {reason}")

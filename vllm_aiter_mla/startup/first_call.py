@@ -17,7 +17,7 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +90,7 @@ def leave_out_unsafe_families(backends: Backends, folder: Path) -> dict[str, Fam
 class FirstCallMarkers:
     """Mark the first calls of an engine's back ends. Rank 0 logs each time that the calls of another family begin.
 
-    If the process ends in such a call, the last line of the log names the family that was called.
+    If the process ends in a call that ``mark`` marks, the last line of the log names the family that was called.
 
     Args:
         markers: the markers by back end. Calls of other back ends are not marked.
@@ -117,13 +117,13 @@ class FirstCallMarkers:
             yield
 
     @contextmanager
-    def mark_all(self) -> Iterator[None]:
-        """Keep the marker of each family during the block, which calls kernels of all families.
+    def mark_all(self, names: Iterable[str]) -> Iterator[None]:
+        """Keep the markers of several back ends during the block, which calls them in turn. No line is logged.
 
         If a marker can no longer be written, the family is called without a marker, because other ranks wait.
         """
         with ExitStack() as markers:
-            for prefix in dict.fromkeys(marker.prefix for marker in self._markers.values()):
+            for prefix in dict.fromkeys(self._markers[name].prefix for name in names if name in self._markers):
                 with suppress(Exception):
                     markers.enter_context(first_call_marker(self._folder, prefix))
             yield
@@ -146,9 +146,9 @@ def remove_abandoned_locks(folder: Path) -> None:
 
 
 def earlier_death_reason(folder: Path, prefix: str) -> str | None:
-    """Return why a build must not be called if a process died in its first call and left its marker, else None."""
+    """Return why a build must not be called if a process died in marked calls and left its marker, else None."""
     if any(is_held is False for _, is_held in _other_markers(folder, prefix)):
-        cause = "an earlier start died in the first call of these kernels, or was killed there"
+        cause = "an earlier start died in the first call of these kernels, or while it timed them, or was killed there"
         return f"{ABORTED}: {cause}; to try again remove {folder / prefix}-*"
     return None
 

@@ -5,8 +5,9 @@ Each rank chooses by its own figures, and keeps them for the next start. A kerne
 engine have chosen it. ``decision`` chooses, and the ranks exchange their choices.
 
 If no kernel could be timed, vLLM's own kernels run, with the code ``not_timed`` and a log line. Only figures can show
-that our kernels are not slower. Whether the ranks exchange choices depends only on the settings and the device's type,
-which are the same on every rank. Otherwise a rank could wait for ever for a rank that never answers.
+that our kernels are not slower, so vLLM's own also run above the largest token count that was timed. Whether the ranks
+exchange choices depends only on the settings and the device's type, which are the same on every rank. If it depended on
+more, a rank could wait for ever for one that never answers.
 
 The figures of a layer shape pass through these types:
 
@@ -18,7 +19,7 @@ The figures of a layer shape pass through these types:
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -119,7 +120,7 @@ def time_kernels(
     layers: Sequence[Layer],
     limit: int | None,
     rank: int,
-    mark_calls: Callable[[], AbstractContextManager[None]] = nullcontext,
+    mark_calls: Callable[[Iterable[str]], AbstractContextManager[None]] = lambda names: nullcontext(),
 ) -> None:
     """Time the kernels of this rank's layers, and let each layer run the kernels that all ranks have chosen.
 
@@ -131,8 +132,8 @@ def time_kernels(
         layers: the MLA layers of this rank.
         limit: the decode limit in tokens; None if this rank's kernels could not be checked.
         rank: the rank of this worker.
-        mark_calls: returns the context in which kernels are called. Entering the context does not raise. The wait for
-            other ranks is outside the context: a kernel is not the cause if the process is ended during that wait.
+        mark_calls: returns the context in which the named kernels are called. Entering the context does not raise. The
+            wait for other ranks is outside: a kernel is not the cause if the process is ended during that wait.
     """
     layers = [layer for layer in layers if VLLM in layer.backends.names]  # on a CPU only the reference runs
     try:
@@ -143,8 +144,7 @@ def time_kernels(
         _give_reasons(layers, {}, reasons)
         _log_untimed(reasons, num_timed_shapes=0)
         return
-    with log.warned("the marker of the timing failed"), mark_calls():  # warned, because the other ranks wait
-        rank_timing = _time_this_rank(config, layers, limit, rank)
+    rank_timing = _time_this_rank(config, layers, limit, rank, mark_calls)
     result = _exchange_and_apply_choices(rank_timing, rank)
     _give_reasons(layers, rank_timing.layers_by_shape, result.reasons)
     # Not earlier: until an exception has been handled, its traceback holds the memory that was allocated.
@@ -172,7 +172,13 @@ def _is_timing_on(config: Any, settings: Settings) -> bool:
 # The steps of this rank, without the other ranks.
 
 
-def _time_this_rank(config: Any, layers: Sequence[Layer], limit: int | None, rank: int) -> RankTiming:
+def _time_this_rank(
+    config: Any,
+    layers: Sequence[Layer],
+    limit: int | None,
+    rank: int,
+    mark_calls: Callable[[Iterable[str]], AbstractContextManager[None]],
+) -> RankTiming:
     """Time the kernels of each layer shape and choose among them. An error does not raise: it becomes ``choices``."""
     choices: RankChoices = NotTimed("its kernels could not be checked")
     layers_by_shape, figures_by_shape = dict[str, list[Layer]](), dict[str, ShapeFigures | NotTimed]()
@@ -185,7 +191,9 @@ def _time_this_rank(config: Any, layers: Sequence[Layer], limit: int | None, ran
             for shape, (layer, *_) in layers_by_shape.items():
                 backends = layer.usable()
                 if {VLLM} < set(backends):
-                    figures_by_shape[shape] = _time_shape(config, layer, backends, token_counts, budget, rank)
+                    figures_by_shape[shape] = _time_shape(
+                        config, layer, backends, token_counts, budget, rank, mark_calls
+                    )
             choices = _choose_kernels(layers_by_shape, figures_by_shape)
     except Exception as error:
         choices = NotTimed(_error_line(error))
@@ -212,8 +220,12 @@ def _time_shape(
     token_counts: Sequence[int],
     budget: stopwatch.Budget,
     rank: int,
+    mark_calls: Callable[[Iterable[str]], AbstractContextManager[None]],
 ) -> ShapeFigures | NotTimed:
     """Return the figures of a layer's shape: kept figures, and new figures for the other token counts.
+
+    With ``measure=again`` every count is timed; a count for which neither the budget nor the memory suffices keeps its
+    earlier figures.
 
     Args:
         config: the worker's ``VllmConfig``.
@@ -222,21 +234,21 @@ def _time_shape(
         token_counts: token counts.
         budget: the budget of this rank, from which the time spent here is taken.
         rank: the rank of this worker.
+        mark_calls: see ``time_kernels``.
     """
     shape = layer.shape()
     kept_record: kept_figures.KeptFigures | None = None
     try:
         key = kept_figures.key_of(config, shape, backends, token_counts, rank)
-        if layer.backends.settings.measure != "again":
-            with log.warned("the kept figures could not be read"):
-                kept_record = kept_figures.read(compat_config.cache_folder(), key)
+        with log.warned("the kept figures could not be read"):
+            kept_record = kept_figures.read(compat_config.cache_folder(), key)
         kept_rounds = kept_record.rounds if kept_record else Rounds()
-        new_rounds = Rounds()
-        if missing_counts := [count for count in token_counts if count not in kept_rounds]:
+        new_rounds, times_again = Rounds(), layer.backends.settings.measure == "again"
+        if missing_counts := [count for count in token_counts if times_again or count not in kept_rounds]:
             reason = f"the budget of {stopwatch.BUDGET_S:g} s ended"
             pad = partial(compat_layer.pad_query, layer.module) if layer.out_heads else None
             try:
-                with card().fork_rng(), compat_config.as_current(config):
+                with mark_calls(backends), card().fork_rng(), compat_config.as_current(config):
                     stopwatch.time_shape(
                         backends, shape, layer.weight(), missing_counts, budget, key["graphs"], pad, new_rounds
                     )
@@ -245,7 +257,7 @@ def _time_shape(
                     raise
                 if isinstance(error, torch.OutOfMemoryError):
                     reason = _error_line(error)
-            # The figures of the other token counts are still valid.
+            # The figures of the other token counts are still valid. Above the largest of them vLLM's own kernels run.
             if num_untimed := len(set(missing_counts) - set(new_rounds)):
                 log.say(logging.INFO, f"{shape.in_words()}: {num_untimed} token count(s) were not timed: {reason}")
     except Exception as error:
@@ -306,7 +318,8 @@ def _exchange_and_apply_choices(rank_timing: RankTiming, rank: int) -> ExchangeR
             try:
                 _apply_agreement(shape, rank_timing.layers_by_shape[shape], figures, agreements[shape])
             except Exception as error:
-                reasons.insert(0, RankReason(rank, shape, _error_line(error)))
+                message = f"the agreed kernels could not be applied: {_error_line(error)}"
+                reasons.insert(0, RankReason(rank, shape, message))
                 timed_shapes.discard(shape)
                 is_logging_rank = True  # no other rank knows of the error
     return ExchangeResult(reasons, len(timed_shapes), is_logging_rank)
@@ -338,8 +351,9 @@ def merge_choices(choices_by_rank: Sequence[RankChoices]) -> tuple[dict[str, Sha
             else:
                 agreements[shape] = (*agreement, choice)
     untimed_shapes = {reason.shape for reason in reasons}
-    agreements = {shape: value for shape, value in agreements.items() if not untimed_shapes & {shape, None}}
-    return agreements, reasons
+    if None in untimed_shapes:
+        return {}, reasons
+    return {shape: agreement for shape, agreement in agreements.items() if shape not in untimed_shapes}, reasons
 
 
 def _apply_agreement(
