@@ -43,6 +43,10 @@ def at(tokens, **us):
     return tokens, {name.replace("_", "-"): value for name, value in us.items()}
 
 
+def at_limit(**us):
+    return timed(at(LIMIT, **us))
+
+
 def ranks(first, second, to=LIMIT, then=VLLM):
     """Figures by which this rank chooses Triton, and what two ranks chose: the second one up to ``to`` tokens only."""
     spans = (Span(1, LIMIT, first),), (Span(1, to, second), Span(to + 1, LIMIT, then))[: 1 + (to < LIMIT)]
@@ -50,8 +54,8 @@ def ranks(first, second, to=LIMIT, then=VLLM):
 
 
 ALL = facts(*AUTO)
-FAST_TRITON = timed(at(LIMIT, aiter=8.0, aiter_opt=9.0, triton=5.0, vllm=10.0))
-FAST_VLLM = timed(at(LIMIT, aiter=12.0, aiter_opt=12.0, triton=11.0, vllm=10.0))
+FAST_TRITON = at_limit(aiter=8.0, aiter_opt=9.0, triton=5.0, vllm=10.0)
+FAST_VLLM = at_limit(aiter=12.0, aiter_opt=12.0, triton=11.0, vllm=10.0)
 STATIC = Settings(measure=False)
 CHOICES = st.sampled_from([*AUTO])
 
@@ -120,17 +124,17 @@ ROWS = {
     "not admitted, named": (facts("triton", skip=NOT_ADMITTED), checks(), None, named("triton"), "sliding_window"),
     # Figures.
     "Triton is the fastest": (ALL, checks(), FAST_TRITON, Settings(), "triton triton"),
-    "AITER is the fastest": (ALL, checks(), timed(at(LIMIT, aiter=5.0, triton=8.0, vllm=10.0)), Settings(), "aiter aiter"),
+    "AITER is the fastest": (ALL, checks(), at_limit(aiter=5.0, triton=8.0, vllm=10.0), Settings(), "aiter aiter"),
     "vLLM is the fastest": (ALL, checks(), FAST_VLLM, Settings(), "vllm_faster"),
-    "equal figures": (ALL, checks(), timed(at(LIMIT, aiter=10.0, triton=10.0, vllm=10.0)), Settings(), "vllm_faster"),
-    "faster by 2 %": (ALL, checks(), timed(at(LIMIT, triton=9.8, vllm=10.0)), Settings(), "vllm_faster"),
-    "faster by just the margin": (ALL, checks(), timed(at(LIMIT, triton=97.0, vllm=100.0)), Settings(), "triton triton"),
-    "faster by 4 %": (ALL, checks(), timed(at(LIMIT, triton=9.6, vllm=10.0)), Settings(), "triton triton"),
-    "two beat vLLM alike": (ALL, checks(), timed(at(LIMIT, aiter=5.0, triton=4.9, vllm=9.0)), Settings(), "aiter aiter"),
+    "equal figures": (ALL, checks(), at_limit(aiter=10.0, triton=10.0, vllm=10.0), Settings(), "vllm_faster"),
+    "faster by 2 %": (ALL, checks(), at_limit(triton=9.8, vllm=10.0), Settings(), "vllm_faster"),
+    "faster by just the margin": (ALL, checks(), at_limit(triton=97.0, vllm=100.0), Settings(), "triton triton"),
+    "faster by 4 %": (ALL, checks(), at_limit(triton=9.6, vllm=10.0), Settings(), "triton triton"),
+    "two beat vLLM alike": (ALL, checks(), at_limit(aiter=5.0, triton=4.9, vllm=9.0), Settings(), "aiter aiter"),
     "the fastest is wrong": (ALL, checks(triton=WRONG), FAST_TRITON, Settings(), "aiter aiter"),
     "the fastest was not checked": (ALL, checks(triton=None), FAST_TRITON, Settings(), "aiter aiter"),
     "the fastest overflows": (
-        ALL, checks(aiter=NAN), timed(at(LIMIT, aiter=1.0, triton=5.0, vllm=10.0)), Settings(), "triton triton",
+        ALL, checks(aiter=NAN), at_limit(aiter=1.0, triton=5.0, vllm=10.0), Settings(), "triton triton",
     ),
     "the fastest is not built": (facts(*AUTO, triton=ABSENT), checks(), FAST_TRITON, Settings(), "aiter aiter"),
     "all are wrong, with figures": (
@@ -151,14 +155,14 @@ ROWS = {
         Settings(), "aiter triton",
     ),
     "the fastest declines few tokens": (
-        facts(*AUTO, aiter=FROM_256), checks(), timed(at(LIMIT, aiter=5.0, vllm=9.0)), Settings(), "vllm aiter",
+        facts(*AUTO, aiter=FROM_256), checks(), at_limit(aiter=5.0, vllm=9.0), Settings(), "vllm aiter",
     ),
     "the fastest declines few tokens, another takes them": (
-        facts(*AUTO, aiter=FROM_256), checks(), timed(at(LIMIT, aiter=5.0, triton=7.0, vllm=9.0)), Settings(),
+        facts(*AUTO, aiter=FROM_256), checks(), at_limit(aiter=5.0, triton=7.0, vllm=9.0), Settings(),
         "triton aiter",
     ),
     "the fastest declines many tokens, another takes them": (
-        facts(*AUTO, aiter=UP_TO_255), checks(), timed(at(LIMIT, aiter=5.0, triton=7.0, vllm=9.0)), Settings(),
+        facts(*AUTO, aiter=UP_TO_255), checks(), at_limit(aiter=5.0, triton=7.0, vllm=9.0), Settings(),
         "aiter triton",
     ),
     # Nothing shows that ours is not slower above the largest count.

@@ -130,7 +130,12 @@ UNCALLED = AiterBackend(MI300X, op=lambda *_: None)
     ("bound", "shape", "stray", "says"),
     [
         (Changed(off), BF16, 5, "changed: self-check FAILED: q nope 128 step(s)"),
-        (Changed(lambda out, cache: out.float()), BF16, 0, "changed: returned [7, 4, 576] torch.float32, expected"),
+        (
+            Changed(lambda out, cache: out.float()),
+            BF16,
+            0,
+            "FAILED: it returned [7, 4, 576] torch.float32, expected",
+        ),
         (UNCALLED, replace(BF16, cache_dtype=torch.uint8), 0, "it takes no batch: kv_cache: view uint8"),
     ],
 )

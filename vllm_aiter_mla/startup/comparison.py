@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a back end on synthetic rows and compare it with the reference, before the first graph is captured.
 
-This project has measured nothing about AITER. It infers two facts about AITER's rounding from the source: on gfx942
-AITER's op truncates the rotated part of a bf16 cache, and an fp8 overflow becomes NaN. Every start compares AITER with
-these two facts on the user's own card. A build that rounds or saturates, as vLLM does, is accepted too.
+Two facts about AITER's rounding are inferred from its source: on gfx942 its op truncates the rotated part of a bf16
+cache, and an fp8 overflow becomes NaN. Every start compares AITER with these two facts on the user's own card. A build
+that rounds or saturates, as vLLM does, is accepted too.
 """
 
 from collections.abc import Callable, Iterator
@@ -114,7 +114,7 @@ def _compare_batch(backend: KernelBackend, inputs: DecodeInputs) -> Comparison:
         reference_product = inputs.weight.reference(inputs.q_nope)
         if reason := why_off(product, reference_product, inputs.weight.product_bound):
             return Comparison(False, f"{backend.name}: self-check FAILED: its absorb product is {reason}")
-    _push_first_row_beyond_fp8(inputs)
+    _overflow_first_row(inputs)
     storage_before = _storage(inputs.kv_cache).clone()
     actual = KernelOutput(backend.prepare(inputs), inputs)
     num_stray_bytes = count_stray_bytes(inputs, storage_before)
@@ -147,30 +147,55 @@ def _compare(
     if actual_query.shape[1] in (inputs.num_heads, inputs.out_heads):
         actual_query, expected_query = inputs.real_heads(actual_query), inputs.real_heads(expected_query)
     if actual_query.shape != expected_query.shape or actual_query.dtype != expected_query.dtype:
-        forms = [f"{list(query.shape)} {query.dtype}" for query in (actual_query, expected_query)]
-        return Comparison(False, f"{backend.name}: returned {forms[0]}, expected {forms[1]}")
-    bounds, latent = backend.bounds, inputs.latent_dim
+        signatures = [f"{list(query.shape)} {query.dtype}" for query in (actual_query, expected_query)]
+        failure = f"it returned {signatures[0]}, expected {signatures[1]}"
+        return Comparison(False, f"{backend.name}: self-check FAILED: {failure}")
     slots = inputs.slot_mapping[inputs.slot_mapping >= 0]
-    actual_rows, expected_rows = (output.inputs.kv_cache.flatten(0, 1)[slots] for output in (actual, expected))
     if not slots.numel():
         return Comparison(False, f"{backend.name}: self-check FAILED: no row to compare")
-    parts = {
-        name: (part(actual_query, actual_rows, latent), part(expected_query, expected_rows, latent))
+    actual_rows, expected_rows = (output.inputs.kv_cache.flatten(0, 1)[slots] for output in (actual, expected))
+    pairs = {
+        name: (
+            part(actual_query, actual_rows, inputs.latent_dim),
+            part(expected_query, expected_rows, inputs.latent_dim),
+        )
         for name, part in PARTS.items()
     }
-    differences = {name: difference(*pair, slack=bounds.slack * (name == "q nope")) for name, pair in parts.items()}
-    failed_parts = tuple(
-        name for name, d in differences.items()
-        if not _is_within_bounds(d, bounds, is_rotated="rope" in name, num_elements=parts[name][0].numel())
-    )  # fmt: skip
-    if failed_parts == ("q nope",) and query_bound and not why_off(*parts["q nope"], query_bound):
-        failed_parts = ()
-    failed_parts += (STRAY_BYTES,) * bool(num_stray_bytes)
-    figures = ", ".join(f"{name} {d.steps} step(s) on {d.share:.2%}" for name, d in differences.items())
-    result = f"self-check {'FAILED' if failed_parts else 'passed'}"
-    message = f"{backend.name}: {result}: {figures}, {num_stray_bytes} {STRAY_BYTES}"
-    writes_nan = any(bool(actual_part.float().isnan().any()) for actual_part, _ in parts.values())
+    differences, failed_parts = _compare_parts(pairs, backend.bounds, query_bound)
+    if num_stray_bytes:
+        failed_parts = (*failed_parts, STRAY_BYTES)
+    figures = ", ".join(
+        f"{name} {part_difference.steps} step(s) on {part_difference.share:.2%}"
+        for name, part_difference in differences.items()
+    )
+    outcome_text = f"self-check {'FAILED' if failed_parts else 'passed'}"
+    message = f"{backend.name}: {outcome_text}: {figures}, {num_stray_bytes} {STRAY_BYTES}"
+    writes_nan = any(bool(actual_part.float().isnan().any()) for actual_part, _ in pairs.values())
     return Comparison(not failed_parts, message, differences, num_stray_bytes, failed_parts, writes_nan)
+
+
+def _compare_parts(
+    pairs: dict[str, tuple[torch.Tensor, torch.Tensor]], bounds: Bounds, query_bound: float
+) -> tuple[dict[str, Difference], tuple[str, ...]]:
+    """Return the difference of each part, and the parts that are out of bounds.
+
+    A query that holds a product is out of bounds only if its norm is, too.
+
+    Args:
+        pairs: the actual and the expected tensor, by name of ``PARTS``.
+        bounds: of the back end.
+        query_bound: see ``_compare``.
+    """
+    differences, failed_parts = dict[str, Difference](), list[str]()
+    for name, (actual_part, expected_part) in pairs.items():
+        slack = bounds.slack if name == "q nope" else 0.0
+        differences[name] = difference(actual_part, expected_part, slack=slack)
+        is_rotated, num_elements = "rope" in name, actual_part.numel()
+        if not _is_within_bounds(differences[name], bounds, is_rotated=is_rotated, num_elements=num_elements):
+            failed_parts.append(name)
+    if failed_parts == ["q nope"] and query_bound and not why_off(*pairs["q nope"], query_bound):
+        failed_parts.clear()
+    return differences, tuple(failed_parts)
 
 
 def _is_within_bounds(part_difference: Difference, bounds: Bounds, is_rotated: bool, num_elements: int) -> bool:
@@ -213,7 +238,7 @@ def _view_as_cache(storage: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     return cache_bytes.view(shape) if storage.dtype == torch.bool else cache_bytes.view(cache.dtype).view(shape)
 
 
-def _push_first_row_beyond_fp8(inputs: DecodeInputs) -> None:
+def _overflow_first_row(inputs: DecodeInputs) -> None:
     """Put the first row beyond fp8's range, except its un-rotated query: the bounds of a product depend on that."""
     inputs.q[0, :, inputs.nope_dim :] *= OVERFLOW_FACTOR
     inputs.k_pe[0] *= OVERFLOW_FACTOR

@@ -57,7 +57,7 @@ def key_of(
         shape: the shape of the layers.
         backends: the candidates, by name.
         token_counts: the token counts to time.
-        rank: the rank of this worker. Each rank has its own card.
+        rank: the rank of this worker.
     """
     calls = [meta_inputs(shape, count) for count in token_counts]
     return {
@@ -76,7 +76,10 @@ def key_of(
 
 
 def machine_key() -> dict[str, str | None]:
-    """Return the facts that the figures of all kernels depend on: the card, its driver, the versions and the host."""
+    """Return the facts that the figures of all kernels depend on: the card, its driver, the versions and the host.
+
+    The card is known by its model: cards of one model on one host are taken as equal.
+    """
     stamp = files.stamp("measured")
     versions = {name: getattr(stamp, name) for name in ("plugin", "vllm", "aiter", "host")}
     # A partition of a card has fewer compute units, and may have the name of the whole card.
@@ -116,5 +119,6 @@ def write(folder: Path, key: Mapping[str, Any], rounds: Rounds) -> None:
 
     Raises:
         OSError: the file cannot be written.
+        ValueError: ``rounds`` is empty, or a round lacks a kernel.
     """
     files.keep(path_of(folder, key), KeptFigures(dict(key), rounds), pattern="measured-*.json")

@@ -44,7 +44,7 @@ from vllm_aiter_mla.status.record import ShapeTiming
 
 VLLM_KERNELS_RUN = "vLLM's own kernels run"
 NO_BASELINE = "vLLM's own kernels cannot be timed here"
-NOT_REQUESTED = "timing was not asked for"
+NOT_REQUESTED = "no kernel of ours was left to time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,12 +307,12 @@ def _exchange_and_apply_choices(rank_timing: RankTiming, rank: int) -> ExchangeR
     layers of that shape run vLLM's own kernels on this rank. The layers of other shapes run the agreed kernels.
     """
     try:
-        index, choices_by_rank = ranks.exchange(rank_timing.choices)
+        rank_index, choices_by_rank = ranks.exchange(rank_timing.choices)
         agreements, reasons = merge_choices(choices_by_rank)
     except Exception as error:
         return ExchangeResult([RankReason(rank, None, _error_line(error))], 0, is_logging_rank=True)
     timed_shapes = {shape for shape, agreement in agreements.items() if not isinstance(agreement, RankReason)}
-    is_logging_rank = index == 0
+    is_logging_rank = rank_index == 0
     for shape, figures in rank_timing.figures_by_shape.items():
         if shape in agreements and isinstance(figures, ShapeFigures):
             try:
@@ -369,8 +369,8 @@ def _apply_agreement(
         layer.timed(figures)
     names = tuple(layer.name for layer in layers)
     spans = layers[0].decision.kernels or _vllm_spans(max(rounds))
-    us, kept_since = stopwatch.medians(rounds), shape_figures.kept_since or ""
-    layers[0].engine_status.add_timing(ShapeTiming(shape, names, spans, us, kept_since))
+    medians_us, kept_since = stopwatch.medians(rounds), shape_figures.kept_since or ""
+    layers[0].engine_status.add_timing(ShapeTiming(shape, names, spans, medians_us, kept_since))
 
 
 def _give_reasons(
@@ -379,10 +379,12 @@ def _give_reasons(
     """Tell each layer without figures why its shape was not timed, or why the layer could not get its figures."""
     shape_by_name = {layer.name: shape for shape, group in layers_by_shape.items() for layer in group}
     for layer in layers:
-        shapes = (None, shape_by_name.get(layer.name))
-        message = next((str(reason) for reason in reasons if reason.shape in shapes), "")
-        if message or not layer.is_timed:
-            layer.timed(Figures(why=message or NOT_REQUESTED))
+        own_shape = shape_by_name.get(layer.name)
+        own_reasons = [str(reason) for reason in reasons if reason.shape is None or reason.shape == own_shape]
+        if own_reasons:
+            layer.timed(Figures(why=own_reasons[0]))
+        elif not layer.is_timed:
+            layer.timed(Figures(why=NOT_REQUESTED))
 
 
 def _log_untimed(reasons: Sequence[RankReason], num_timed_shapes: int) -> None:
