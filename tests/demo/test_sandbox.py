@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
@@ -192,6 +193,30 @@ def test_an_engine_ends_with_its_importer(importer, tmp_path):
     importer.end()
     thread.join()
     assert waiting.happened(lambda: not waiting.runs(process))
+
+
+POOL = """
+import subprocess, sys, time
+from tests.engine import engine_pool
+engine_pool.end_with_caller()
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid, flush=True)
+time.sleep(600)
+"""
+TESTS = """
+import subprocess, sys, time
+PIPE = subprocess.PIPE
+pool = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=PIPE, stdout=PIPE, text=True, start_new_session=True)
+print(pool.pid, pool.stdout.readline(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_pool_of_engines_ends_with_what_it_has_started_if_its_tests_are_killed():
+    with subprocess.Popen([sys.executable, "-c", TESTS, POOL], stdout=subprocess.PIPE, text=True) as tests:
+        processes = [int(number) for number in tests.stdout.readline().split()]
+        assert all(map(waiting.runs, processes))
+        tests.kill()
+    assert waiting.happened(lambda: not any(map(waiting.runs, processes)))
 
 
 @pytest.mark.parametrize("real", [None, [3, 6]])

@@ -23,7 +23,7 @@ class Engines:
         self.folder = Path(tempfile.mkdtemp(prefix="aiter-mla-tests-"))
         command = [sys.executable, "-m", "tests.engine.engine_pool", str(self.folder), *names]
         with (self.folder / "pool.log").open("w") as log:
-            self.pool = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self.pool = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
         self.results: dict[str, EngineResult] = {}
 
     def __call__(self, name: str) -> EngineResult:

@@ -3,7 +3,10 @@
 A separate process, because tests meanwhile plant bugs and change the environment in theirs.
 """
 
+import os
+import signal
 import sys
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,7 +47,19 @@ class Pool:
             written.rename(self.folder / f"{name}.failed")
 
 
+def end_with_caller() -> None:
+    """End this process and its engines once the caller has ended, however it did: then its pipe to us is closed."""
+
+    def wait() -> None:
+        sys.stdin.read()
+        if os.getpgrp() == os.getpid():  # started by the tests, in a session of its own
+            os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def main(folder: str, *names: str) -> None:
+    end_with_caller()
     Pool(Path(folder), list(names)).threads.shutdown(wait=True)
 
 
