@@ -325,7 +325,7 @@ class Engine:
             capture_sizes=tuple(sizes.captured),
             full_graphs=tuple(sizes.full),
             model_name=labels["model_name"],
-            engine=labels["engine"],
+            dp_index=labels["engine"],
             run=status_files.ensure_run_name(),
         )
         return self.status.make_record(states, setup)
@@ -337,7 +337,7 @@ class Engine:
             SettingsError: no layer engaged, in strict mode.
         """
         is_any_rank_engaged = any(rank is not None and rank.engaged for rank in records)
-        if not record.engaged and (record.total or not is_any_rank_engaged):
+        if not record.engaged and (record.num_layers or not is_any_rank_engaged):
             self.end_strict_start(status_line(record))
 
     def _say_status_line(self, records: Sequence[RankStatus | None], record: RankStatus) -> None:
@@ -346,7 +346,7 @@ class Engine:
             merged = merge_ranks(records)
             level = logging.INFO if merged.engaged and merged.ranks_agree else logging.WARNING
             # Each engine of a process gets a line, even if the line equals that of the last engine.
-            log.say(level, status_line(*records, replica=compat_config.replica(self.config)))
+            log.say(level, status_line(*records, dp_index=compat_config.replica(self.config)))
 
     def _write_record(self, record: RankStatus, num_ranks: int) -> None:
         """Set the record, which later failures correct, and write its file; a failed write costs only a warning."""
@@ -362,7 +362,7 @@ class Engine:
         folder, key = compat_config.cache_folder(), str(self.config.compute_hash())
         if not self.status.compiled:
             return skips.read(folder, key, rank)
-        called_layers = [layer.name for layer in self.layers if layer.ran or layer.would_run]
+        called_layers = [layer.name for layer in self.layers if layer.ran_kernel or layer.possible_kernels]
         graph_skips = {layer.name: layer.graph_skip for layer in self.layers if layer.decision.skip is None}
         skipped = {name: skip for name, skip in graph_skips.items() if skip is not None}
         return skips.add(folder, key, rank, skipped, called_layers)

@@ -93,7 +93,7 @@ def schema_of(cls: type) -> str:
     return str(cls.__dataclass_fields__[STAMP_KEY].metadata["schema"])  # type: ignore[attr-defined]
 
 
-def write(path: Path, record: Any) -> None:
+def write_record(path: Path, record: Any) -> None:
     """Write a record, or plain containers, as JSON; see ``write_text``.
 
     Raises:
@@ -104,7 +104,7 @@ def write(path: Path, record: Any) -> None:
 
 
 def to_json(record: Any) -> str:
-    """Return a record as JSON text. JSON has no infinite float, so this becomes a text that ``read`` understands."""
+    """Return a record as JSON text. An infinite float or a NaN becomes a string, which reading converts back."""
     return json.dumps(to_plain(record), indent=1, allow_nan=False) + "\n"
 
 
@@ -127,7 +127,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         OSError: the file cannot be written; no unfinished file remains.
     """
-    if is_device(path):
+    if is_stream(path):
         with path.open("a", encoding="utf-8") as stream:  # /dev/stdout may be a file that the shell appends to
             stream.write(text)
         return
@@ -142,7 +142,7 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
-def keep(path: Path, record: Any, pattern: str) -> None:
+def write_for_later_starts(path: Path, record: Any, pattern: str) -> None:
     """Write a record for later starts, and remove such files that no start has used for ``MAX_UNUSED_SECONDS``.
 
     A card, a build or a host that is gone leaves its files behind. A file is removed by its age, whoever wrote the
@@ -158,7 +158,7 @@ def keep(path: Path, record: Any, pattern: str) -> None:
         OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    write(path, record)
+    write_record(path, record)
     remove_old_files(path.parent, pattern, MAX_UNUSED_SECONDS)
 
 
@@ -170,15 +170,15 @@ def remove_old_files(folder: Path, pattern: str, max_age_seconds: float) -> None
                 path.unlink()
 
 
-def read_kept(cls: type[Record], path: Path) -> Record:
-    """Return the record that an earlier start has kept in ``path``, and mark the file as used; raise as ``read``."""
-    record = read(cls, path)
+def read_from_earlier_start(cls: type[Record], path: Path) -> Record:
+    """Return the record that an earlier start wrote, and mark the file as used; raise as ``read_record``."""
+    record = read_record(cls, path)
     with contextlib.suppress(OSError):  # another user owns the file
         os.utime(path, follow_symlinks=False)
     return record
 
 
-def read(cls: type[Record], path: Path) -> Record:
+def read_record(cls: type[Record], path: Path) -> Record:
     """Return the record in ``path``, without following a symlink.
 
     Raises:
@@ -190,7 +190,7 @@ def read(cls: type[Record], path: Path) -> Record:
 
 
 def load(path: Path) -> Any:
-    """Return the JSON in ``path``, with the errors of ``read``; for a caller that does not know the kind of record."""
+    """Return the JSON in ``path``, for a caller that does not know the kind of record; raise as ``read_record``."""
     # With O_NONBLOCK, opening a pipe does not wait for its writer.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -254,7 +254,7 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
 
 
-def is_device(path: Path) -> bool:
+def is_stream(path: Path) -> bool:
     """Return whether ``path`` is a stream of this process, a device or a pipe, and not a symlink to one of these."""
     if path.absolute().parent in _STREAMS or str(path.absolute()) in ("/dev/stdout", "/dev/stderr"):
         return True

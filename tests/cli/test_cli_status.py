@@ -31,18 +31,18 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     for run in ("7-a", "8-b"):
         monkeypatch.setenv(status_files.RUN_VARIABLE, run)
-        status_files.hold_run_lock(tmp_path / "aiter_mla")
+        status_files.ensure_run_lock(tmp_path / "aiter_mla")
     return tmp_path / "aiter_mla"
 
 
 def write(folder, run, engine, rank, engaged=NAMES, names=NAMES, ranks=0, ended=False):
     """Write a rank's file; unless its engine has ended, this process holds its lock."""
     skipped = {name: Skip("kernel_shape", "wrong") for name in names if name not in engaged}
-    record = replace(record_of(names, 512, "fp8", rank), run=run, engine=engine, model_name="r1", measured=TIMED)
+    record = replace(record_of(names, 512, "fp8", rank), run=run, dp_index=engine, model_name="r1", shape_timings=TIMED)
     path = folder / f"status-{run}-{engine}-{rank}.json"
-    files.write(path, replace(record, engaged=dict.fromkeys(engaged, "triton"), skipped=skipped, ranks=ranks))
+    files.write_record(path, replace(record, engaged=dict.fromkeys(engaged, "triton"), skipped=skipped, ranks=ranks))
     if not ended:
-        locks.hold(folder / f"lock-{path.stem}-{record.instance}")
+        locks.hold(folder / f"lock-{path.stem}-{record.engine_id}")
     return path
 
 
@@ -67,16 +67,16 @@ def test_layer_prints_what_was_decided_and_why_each_other_kernel_does_not_run(fo
     figures = Figures({64: {"aiter": [4.0] * 4, "triton": [5.0] * 4, "vllm": [9.0] * 4}})
     checks = {"aiter": Checked("aiter: self-check FAILED: q nope"), "triton": PASSED}
     found = decide(LayerFacts(None, offers, (512,)), checks, figures, Settings())
-    record = files.read(RankStatus, path := write(folder, "7-a", "0", 0))
+    record = files.read_record(RankStatus, path := write(folder, "7-a", "0", 0))
     decided = (DecisionGroup(NAMES, found),)
-    files.write(path, replace(record, decided=decided))
+    files.write_record(path, replace(record, decision_groups=decided))
     printed = CliRunner().invoke(app, ["status", "--layer", "layers.1"]).output
     assert re.search(r"layers\.1\.attn, rank 0\n +1\.\.512 tokens +triton\n", printed)
     assert re.search(r"not aiter +aiter: self-check FAILED: q nope", printed)
     assert re.search(r"not vllm +it was at no token count", printed)
     assert "layers.0" not in printed
     skipped = {NAMES[1]: Skip("no_rope", "the graph rotates nothing")}
-    files.write(path, replace(record, engaged={}, skipped=skipped, decided=decided))
+    files.write_record(path, replace(record, engaged={}, skipped=skipped, decision_groups=decided))
     assert "no_rope" in CliRunner().invoke(app, ["status", "--layer", "1"]).output, "a graph may skip it later"
     assert CliRunner().invoke(app, ["status", "--layer", "layers.11"]).exit_code == 2
     assert "layers" not in run().output.replace("MLA layers", "")
@@ -120,7 +120,7 @@ def test_a_node_with_a_stage_without_mla_layers_speaks_for_itself(folder):
 @pytest.mark.parametrize(("field", "wrong"), [("ranks", -1), ("rank", -1), ("ranks", 10**12)])
 def test_a_count_of_ranks_that_cannot_be_makes_a_bad_file(folder, field, wrong):
     path = write(folder, "7-a", "0", 0)
-    files.write(path, json.loads(path.read_text()) | {field: wrong})
+    files.write_record(path, json.loads(path.read_text()) | {field: wrong})
     found = run()
     assert (found.exit_code, isinstance(found.exception, SystemExit)) == (3, True)
     assert found.stderr.startswith(f"status: {path}: {field}: ")
@@ -136,7 +136,7 @@ def test_layer_names_what_could_not_be_read_before_it_calls_a_name_wrong(folder)
 
 
 def test_layer_of_a_skipped_engine_is_answered_with_its_reason(folder):
-    status_files.write(folder, skipped_engine("dcp", "made up", (0, 1)))
+    status_files.write_status(folder, skipped_engine("dcp", "made up", (0, 1)))
     found = run("--layer", "layers.1")
     assert (found.exit_code, "dcp: made up" in found.stdout, found.stderr) == (1, True, "")
 
@@ -167,7 +167,7 @@ def test_an_engine_of_another_machine_lives_as_long_as_its_front_end(folder):
     """A worker of Ray's: its lock may mean nothing here."""
     path = write(folder, "7-a", "0", 0, ended=True)
     data = json.loads(path.read_text())
-    files.write(path, data | {"evidence": data["evidence"] | {"host": "another"}})
+    files.write_record(path, data | {"evidence": data["evidence"] | {"host": "another"}})
     found = run()
     assert (found.exit_code, "2/2 MLA layers engaged" in found.stdout) == (0, True)
 

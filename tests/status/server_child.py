@@ -37,7 +37,7 @@ def write(rank: int = 0) -> None:
 
 
 def front_end() -> None:
-    status_files.hold_run_lock(FOLDER)
+    status_files.ensure_run_lock(FOLDER)
     metrics.register_metrics(FOLDER)
 
 

@@ -18,7 +18,7 @@ from vllm_aiter_mla.status.record import NOT_RUN, DecisionGroup, RankStatus
 WINDOW, ROPE = Skip("sliding_window", "the layer has a sliding window"), Skip("no_rope", "found in a graph")
 RUNS = decision((1, 512, "aiter"))
 RAN = LayerState(RUNS, "aiter")
-FELL = LayerState(decision(skip=WINDOW, passed_over=(RejectedKernel("aiter", "why"),)), skip=WINDOW)
+FELL = LayerState(decision(skip=WINDOW, rejected_kernels=(RejectedKernel("aiter", "why"),)), skip=WINDOW)
 DRAFT = NOTHING._replace(possible_kernels=("aiter",))
 
 
@@ -107,19 +107,19 @@ def test_mutation_a_decided_reason_that_is_taken_for_a_kept_one_is_caught(monkey
 def test_what_is_decided_changes_for_the_layers_of_the_correction():
     status = status_of(a=RAN, b=RAN, c=FELL)
     status.update({"a": FELL})
-    assert set(status.record.decided) == {DecisionGroup(("b",), RUNS), DecisionGroup(("a", "c"), FELL.decision)}
+    assert set(status.record.decision_groups) == {DecisionGroup(("b",), RUNS), DecisionGroup(("a", "c"), FELL.decision)}
 
 
 def forgets_what_holds_for_a_kernel_that_no_layer_runs():
     """Its overflows, and the tiles that were tuned for it; both come back with the layer."""
     triton = LayerState(decision((1, 512, "triton")), "triton")
     status = status_of(a=triton, b=RAN)
-    status.add_overflow("triton")
+    status.add_nan_kernel("triton")
     status.add_tuned("16 heads", "a tile")
     told = []
     for now in (triton, FELL, triton):
         status.update({"a": now})
-        told.append((status.record.overflows, status.record.tuned))
+        told.append((status.record.nan_kernels, status.record.tuned))
     runs = (("triton",), {"16 heads": "a tile"})
     assert told == [runs, ((), {}), runs], "the record is stale"
 
@@ -135,7 +135,7 @@ def test_mutation_a_correction_of_the_layers_only_is_caught(monkeypatch):
     def stale(status, running):
         if status.record is None:
             return of_kernels(status, running)
-        return {"overflows": status.record.overflows, "tuned": status.record.tuned}
+        return {"nan_kernels": status.record.nan_kernels, "tuned": status.record.tuned}
 
     monkeypatch.setattr(EngineStatus, "_kernel_fields", stale)
     with pytest.raises(AssertionError, match="the record is stale"):
@@ -152,19 +152,20 @@ def test_the_file_is_written_again_unless_it_is_another_engines(tmp_path, monkey
     elif found == "no JSON":
         path.write_text("{")
     else:
-        files.write(path, replace(status.record, instance=found if found != "mine" else status.instance))
+        files.write_record(path, replace(status.record, engine_id=found if found != "mine" else status.engine_id))
     monkeypatch.setattr(engine_status, "REWRITE_DELAY_SECONDS", 0.0)
     status.update({"a": FELL})
     wait_for_the_file()
-    told = files.read(RankStatus, path).skipped
+    told = files.read_record(RankStatus, path).skipped
     assert told == ({} if found == "another engine's" else {"a": WINDOW})
 
 
 def comes_back(folder, monkeypatch, removed):
     """Somebody removes the plugin's files while the server runs, for instance to force a new compilation."""
     monkeypatch.setattr(engine_status, "REWRITE_DELAY_SECONDS", 0.0)
-    monkeypatch.setenv(status_files.RUN_VARIABLE, f"{status_files.host_id()}-1-a")  # its workers do not hold its lock
-    run = status_files.hold_run_lock(folder)
+    monkeypatch.setenv(status_files.RUN_VARIABLE, f"{status_files.host_hash()}-1-a")  # its workers do not hold its lock
+    status_files.ensure_run_lock(folder)
+    run = status_files.ensure_run_name()
     status = status_of(a=RAN)
     status.write(folder)
     for path in folder.glob(removed):
@@ -231,7 +232,7 @@ def test_a_first_write_that_failed_is_tried_again_at_the_next_correction(tmp_pat
 def test_mutation_a_first_write_that_is_not_made_up_for_is_caught(tmp_path, monkeypatch, plant):
     def without_locks(status):
         status._timer = None
-        files.write(status.path, status.record)
+        files.write_record(status.path, status.record)
 
     writes_again = (lambda status: None) if plant == "no file" else without_locks
     monkeypatch.setattr(EngineStatus, "_rewrite", writes_again)

@@ -69,7 +69,7 @@ def files_in(folder, pattern="status-*"):
     return sorted(path.name for path in (folder / "aiter_mla").glob(pattern))
 
 
-A, B = (f"{status_files.host_id()}-1-{one}" for one in "ab")
+A, B = (f"{status_files.host_hash()}-1-{one}" for one in "ab")
 BOTH = [f"status-{run}-0-0.json" for run in (A, B)]
 
 

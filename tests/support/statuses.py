@@ -27,7 +27,7 @@ def record_of(
 
 def record_with(layer: "Layer", ran: str, limit: int = 16, card: str = "cpu") -> RankStatus:
     """The record of the engine of a layer, once that has run a kernel."""
-    layer.ran = ran
+    layer.ran_kernel = ran
     return with_layers(layer.engine_status, {layer.name: layer.state()}, limit, card=card)
 
 

@@ -82,7 +82,8 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
         for engine_key, statuses in by_engine.items()
     }
     # A fully skipped engine has no layer names in its record.
-    has_layer_names = all(rank.decided or not rank.skipped for statuses in by_engine.values() for rank in statuses)
+    all_ranks = [rank for statuses in by_engine.values() for rank in statuses]
+    has_layer_names = all(rank.decision_groups or not rank.skipped for rank in all_ranks)
     if layer is not None and is_complete and has_layer_names and not any(decision_texts.values()):
         outputs.fail(f"status: --layer {layer}: no server here has a layer of that name")
     with outputs.text_on_stderr(json):
@@ -125,14 +126,14 @@ def _engine_line(folder: Path, engine_key: tuple[str, str, str], rank_statuses: 
     merged = merge_ranks(all_statuses)
     is_whole = merged.ranks_agree and bool(merged.engaged) and not merged.skipped
     line = status_line(*all_statuses)
-    return EngineLine(*engine_key, line, remedies(rank_statuses), serves=True, whole=is_whole, silent=merged.silent)
+    return EngineLine(*engine_key, line, remedies(rank_statuses), serves=True, whole=is_whole, silent=merged.num_silent)
 
 
 def _decision_texts(rank_statuses: Sequence[RankStatus], layer: str) -> Iterator[str]:
     """Yield the decision for each layer whose name contains the dotted part ``layer``, with the ranks that made it."""
     ranks_by_text: dict[str, list[str]] = {}
     for rank_status in rank_statuses:
-        for group in rank_status.decided:
+        for group in rank_status.decision_groups:
             for name in group.layers:
                 if f".{layer}." in f".{name}.":
                     text = "\n".join((f"  {name}", *_decision_lines(group.decision, rank_status.skipped.get(name))))
@@ -149,7 +150,7 @@ def _decision_lines(decision: Decision, skip: Skip | None) -> Iterator[str]:
     """
     if skip is not None:
         yield f"    vLLM's own       {skip.reason}"
-    for span in () if skip is not None else decision.kernels:
-        yield f"    {f'{span.tokens} tokens':<16} {span.kernel}"
-    for kernel in decision.passed_over:
+    for span in () if skip is not None else decision.kernel_spans:
+        yield f"    {f'{span.tokens_text} tokens':<16} {span.kernel}"
+    for kernel in decision.rejected_kernels:
         yield f"    not {kernel.kernel:<12} {kernel.reason}"

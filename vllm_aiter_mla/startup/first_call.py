@@ -208,7 +208,7 @@ def first_call_marker(folder: Path, prefix: str) -> Iterator[None]:
             raise OSError(f"{lock}: the lock was taken, but it cannot be seen as held")
         with _exit_on_signals() as received_signals:
             try:
-                files.write(path, FirstCall(status_files.ensure_run_name()))
+                files.write_record(path, FirstCall(status_files.ensure_run_name()))
                 yield
             except SystemExit:
                 keep_marker = not received_signals  # without a signal, a library ended the process

@@ -49,16 +49,16 @@ class EngineStatus:
 
     # What the passes did in each compile range, summed over the graphs of the range: "start-end" to counts by pass
     compiled: dict[str, Counter[str]] = field(default_factory=dict)
-    measured: list[ShapeTiming] = field(default_factory=list)  # one for each layer shape that was timed
+    shape_timings: list[ShapeTiming] = field(default_factory=list)  # one for each layer shape that was timed
     tuned: dict[str, str] = field(default_factory=dict)  # layer shape in words to its tuned tiles by tokens
     # Kernels that the user named although they turn an fp8 overflow into NaN
-    overflows: set[str] = field(default_factory=set)
+    nan_kernels: set[str] = field(default_factory=set)
     # Why graphs that an earlier start compiled skip layers. Such a reason holds while its layer has no other reason
     kept_skips: dict[str, Skip] = field(default_factory=dict)
     layers: dict[str, LayerState] = field(default_factory=dict)  # by name, in the model's order
     record: RankStatus | None = None  # what the status line said, with later corrections; None before ``set_record``
     path: Path | None = None  # of the status file; None before ``write``
-    instance: str = field(default_factory=partial(secrets.token_hex, 4))  # as in ``RankStatus``
+    engine_id: str = field(default_factory=partial(secrets.token_hex, 4))  # as in ``RankStatus``
     _timer: Timer | None = None  # runs until the file is written again
     _write_lock: Any = field(default_factory=Lock)  # held during a write, so that the last record is written last
 
@@ -70,15 +70,15 @@ class EngineStatus:
 
     def add_timing(self, timing: ShapeTiming) -> None:
         """Add what was timed for one layer shape."""
-        self.measured.append(timing)
+        self.shape_timings.append(timing)
 
     def add_tuned(self, shape: str, tiles: str) -> None:
         """Add the tuned tiles that our Triton kernel has for a layer shape."""
         self.tuned[shape] = tiles
 
-    def add_overflow(self, kernel: str) -> None:
+    def add_nan_kernel(self, kernel: str) -> None:
         """Add a kernel that may run although it turns an fp8 overflow into NaN."""
-        self.overflows.add(kernel)
+        self.nan_kernels.add(kernel)
 
     def add_kept_skips(self, skips: Mapping[str, Skip]) -> None:
         """Add why graphs that an earlier start compiled skip layers."""
@@ -97,8 +97,8 @@ class EngineStatus:
         return RankStatus(
             **vars(setup),
             compiled={compile_range: dict(counts) for compile_range, counts in self.compiled.items()},
-            measured=tuple(self.measured),
-            instance=self.instance,
+            shape_timings=tuple(self.shape_timings),
+            engine_id=self.engine_id,
             **self._layer_fields(),
         )
 
@@ -106,10 +106,10 @@ class EngineStatus:
         """Return the fields of the record that change with the states of the layers."""
         engaged = self._engaged_kernels()
         return {
-            "total": len(self.layers),
+            "num_layers": len(self.layers),
             "engaged": engaged,
             "skipped": self._skip_reasons(engaged),
-            "decided": self._group_by_decision(),
+            "decision_groups": self._group_by_decision(),
             **self._kernel_fields({*engaged.values()}),
         }
 
@@ -141,7 +141,7 @@ class EngineStatus:
     def _kernel_fields(self, kernels: set[str]) -> dict[str, Any]:
         """Return the fields of the record that concern kernels, for ``kernels``, each of which runs some layer."""
         return {
-            "overflows": tuple(sorted(self.overflows & kernels)),
+            "nan_kernels": tuple(sorted(self.nan_kernels & kernels)),
             "tuned": dict(self.tuned) if "triton" in kernels else {},
         }
 
@@ -171,7 +171,7 @@ class EngineStatus:
     # The file.
 
     def write(self, folder: Path) -> None:
-        """Write the status file of the record; see ``status_files.write``. After a failure the next correction retries.
+        """Write the status file of the record. After a failure the next correction writes the file.
 
         Raises:
             OSError: the file cannot be written.
@@ -179,7 +179,7 @@ class EngineStatus:
         if self.record is not None:
             self.path = status_files.status_path(folder, self.record)
             with self._write_lock:
-                status_files.write(folder, self.record)
+                status_files.write_status(folder, self.record)
 
     def _schedule_rewrite(self) -> None:
         if self._timer is None:
@@ -193,13 +193,13 @@ class EngineStatus:
         with log.warned("the status file could not be corrected"), self._write_lock:
             path, record = self.path, self.record
             if path is not None and record is not None and not _belongs_to_another_engine(path, record):
-                status_files.write(path.parent, record)
+                status_files.write_status(path.parent, record)
 
 
 def _belongs_to_another_engine(path: Path, record: RankStatus) -> bool:
     """Return whether another engine has written the status file of a record: one run may start several engines."""
     try:
-        return files.read(RankStatus, path).instance != record.instance
+        return files.read_record(RankStatus, path).engine_id != record.engine_id
     except (OSError, ValueError):
         return False
 
@@ -210,7 +210,7 @@ def record_of_skipped_engine(
     *,
     kv_cache_dtype: str,
     model_name: str | None = None,
-    engine: str | None = None,
+    dp_index: str | None = None,
     run: str = "",
 ) -> RankStatus:
     """Return the one record of an engine that is skipped as a whole. Its workers run none of the plugin's code.
@@ -220,12 +220,12 @@ def record_of_skipped_engine(
         layers: indices of the model's MLA layers; only the workers know their names.
         kv_cache_dtype: as in ``RankSetup``, and so are the arguments after it.
         model_name: None if unknown.
-        engine: None if unknown.
+        dp_index: None if unknown.
         run: "" if the server's run has no name.
     """
     names = [f"layer {index}" for index in layers] or [WHOLE_ENGINE]
     return RankStatus(
-        rank=0, ranks=1, integration="", card="", total=len(layers), engaged={}, skipped=dict.fromkeys(names, skip),
-        compiled={}, measured=(), overflows=(), decode_limit=0, kv_cache_dtype=kv_cache_dtype, model_name=model_name,
-        engine=engine, run=run,
+        rank=0, ranks=1, integration="", card="", num_layers=len(layers), engaged={},
+        skipped=dict.fromkeys(names, skip), compiled={}, shape_timings=(), nan_kernels=(), decode_limit=0,
+        kv_cache_dtype=kv_cache_dtype, model_name=model_name, dp_index=dp_index, run=run,
     )  # fmt: skip

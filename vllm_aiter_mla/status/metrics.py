@@ -150,11 +150,11 @@ def _engine_samples(records: Sequence[RankStatus]) -> dict[str, Samples]:
     engaged = merged.engaged_everywhere
     skipped = (merged.engaged | merged.skipped).keys() - engaged
     layers_by_span: dict[tuple[str, ...], set[str]] = {}
-    for group in (group for record in records for group in record.decided):
-        for span in group.decision.kernels:
-            layers_by_span.setdefault((span.kernel, span.tokens), set()).update(engaged.intersection(group.layers))
-    agreeing, silent = merged.agreeing, merged.silent
-    fell_back = merged.ranks - agreeing - silent
+    for group in (group for record in records for group in record.decision_groups):
+        for span in group.decision.kernel_spans:
+            layers_by_span.setdefault((span.kernel, span.tokens_text), set()).update(engaged.intersection(group.layers))
+    agreeing, silent = merged.num_agreeing, merged.num_silent
+    fell_back = merged.num_ranks - agreeing - silent
     return {
         LAYERS: {("engaged",): len(engaged), ("skipped",): len(skipped)},
         "aiter_mla_kernel_layers": {labels: len(layers) for labels, layers in layers_by_span.items() if layers},

@@ -66,7 +66,7 @@ class RankSetup:
     capture_sizes: tuple[int, ...] = ()  # token counts of the engine's CUDA graphs; empty without graphs
     full_graphs: tuple[int, ...] = ()  # token counts of full graphs of decode batches
     model_name: str | None = None  # this and ``engine`` as in vLLM's metrics; None if unknown
-    engine: str | None = None  # data-parallel index
+    dp_index: str | None = None  # data-parallel index
     run: str = ""  # name of the server's run
 
 
@@ -81,22 +81,22 @@ class RankStatus:
     rank: Count
     integration: str
     card: str
-    total: int  # number of MLA layers of this rank
+    num_layers: int  # number of MLA layers of this rank
     engaged: dict[str, str]  # layer to the kernel of ours that runs it
     skipped: dict[str, Skip]  # layer, or ``WHOLE_ENGINE``, to why it runs vLLM's own code
     compiled: dict[str, dict[str, int]]  # compile range to counts by pass; empty after a warm start
-    measured: tuple[ShapeTiming, ...]  # by layer shape; empty if nothing was timed
-    overflows: tuple[str, ...]  # kernels that run although they turn an fp8 overflow into NaN: the user named them
+    shape_timings: tuple[ShapeTiming, ...]  # by layer shape; empty if nothing was timed
+    nan_kernels: tuple[str, ...]  # kernels that run although they turn an fp8 overflow into NaN: the user named them
     decode_limit: int
     kv_cache_dtype: str
     tuned: dict[str, str] = field(default_factory=dict)  # layer shape in words to its tuned tiles, if the kernel runs
-    decided: tuple[DecisionGroup, ...] = ()
+    decision_groups: tuple[DecisionGroup, ...] = ()
     capture_sizes: tuple[int, ...] = ()
     full_graphs: tuple[int, ...] = ()
     model_name: str | None = None
-    engine: str | None = None
+    dp_index: str | None = None
     run: str = ""
-    instance: str = ""  # random name of the engine: one process may start several, one after the other
+    engine_id: str = ""  # random name of the engine: one process may start several, one after the other
     ranks: Count = 0  # number of ranks of the engine; 0 if unknown
     evidence: files.Stamp = files.stamp_field("status")
 
@@ -108,28 +108,30 @@ class MergedStatus:
     first_record: (
         RankStatus  # of the first rank that has one; card, cache, limit and integration are equal on all ranks
     )
-    total: int  # number of MLA layers, each counted once
+    num_layers: int  # number of MLA layers, each counted once
     engaged: dict[str, str]  # layers that some rank engages, with the kernel
     engaged_everywhere: frozenset[str]  # layers that every rank engages that has them
     skipped: dict[str, Skip]  # layers that no rank engages, and ``WHOLE_ENGINE``
     # Of the first rank that has timed kernels. Each stage of a pipeline has layers of its own
-    measured: tuple[ShapeTiming, ...]
-    overflows: tuple[str, ...]  # of all ranks
+    shape_timings: tuple[ShapeTiming, ...]
+    nan_kernels: tuple[str, ...]  # of all ranks
     tuned: dict[str, str]  # of all ranks
-    ranks: int
-    fell_back: dict[int, Skip]  # number of each rank that has fallen back, with the reason; see ``merge_ranks``
-    other_kernels: dict[int, str]  # number of each rank that engages a layer with another kernel than the first rank
-    silent: int  # number of ranks without a record
+    num_ranks: int
+    fallback_skips_by_rank: dict[int, Skip]  # why each rank has fallen back that has; see ``merge_ranks``
+    # Kernel of each rank that engages a layer with another kernel than the first rank
+    other_kernels_by_rank: dict[int, str]
+    num_silent: int  # number of ranks without a record
 
     @property
-    def agreeing(self) -> int:
+    def num_agreeing(self) -> int:
         """Number of ranks that run what the first rank runs."""
-        return self.ranks - len(self.fell_back.keys() | self.other_kernels.keys()) - self.silent
+        num_others = len(self.fallback_skips_by_rank.keys() | self.other_kernels_by_rank.keys())
+        return self.num_ranks - num_others - self.num_silent
 
     @property
     def ranks_agree(self) -> bool:
         """Whether every rank runs what the first rank runs."""
-        return self.agreeing == self.ranks
+        return self.num_agreeing == self.num_ranks
 
 
 def merge_ranks(records: Sequence[RankStatus | None]) -> MergedStatus:
@@ -147,29 +149,29 @@ def merge_ranks(records: Sequence[RankStatus | None]) -> MergedStatus:
     skipped = _first_values(item for record in present for item in record.skipped.items())
     return MergedStatus(
         first_record=present[0],
-        total=len((engaged | skipped).keys() - {WHOLE_ENGINE}),
+        num_layers=len((engaged | skipped).keys() - {WHOLE_ENGINE}),
         engaged=engaged,
         engaged_everywhere=frozenset(engaged.keys() - skipped.keys()),
         skipped={layer: skip for layer, skip in skipped.items() if layer not in engaged},
-        measured=next((record.measured for record in present if record.measured), ()),
-        overflows=tuple(dict.fromkeys(kernel for record in present for kernel in record.overflows)),
+        shape_timings=next((record.shape_timings for record in present if record.shape_timings), ()),
+        nan_kernels=tuple(dict.fromkeys(kernel for record in present for kernel in record.nan_kernels)),
         tuned=_first_values(item for record in present for item in record.tuned.items()),
-        ranks=len(records),
-        fell_back=_first_values(
+        num_ranks=len(records),
+        fallback_skips_by_rank=_first_values(
             (record.rank, skip)
             for record in present
             for layer, skip in record.skipped.items()
             if layer in engaged or (engaged and not record.engaged)
         ),
-        other_kernels={}
-        if any(record.measured for record in present)  # then each rank chooses by its own figures
+        other_kernels_by_rank={}
+        if any(record.shape_timings for record in present)  # then each rank chooses by its own figures
         else _first_values(
             (record.rank, kernel)
             for record in present
             for layer, kernel in record.engaged.items()
             if kernel != engaged[layer]
         ),
-        silent=len(records) - len(present),
+        num_silent=len(records) - len(present),
     )
 
 
@@ -194,8 +196,8 @@ def group_by_engine(records: Iterable[RankStatus]) -> dict[tuple[str, str, str],
     another model. Such records are not returned.
     """
     records_by_index: dict[tuple[str, str], list[RankStatus]] = {}
-    for record in sorted(records, key=_number_order):
-        records_by_index.setdefault((record.run, record.engine or "0"), []).append(record)
+    for record in sorted(records, key=_sort_key):
+        records_by_index.setdefault((record.run, record.dp_index or "0"), []).append(record)
     return {
         (run, candidates[0].model_name or "", engine): [
             record for record in candidates if _belong_to_one_engine(candidates[0], record)
@@ -212,7 +214,7 @@ def _belong_to_one_engine(first_record: RankStatus, record: RankStatus) -> bool:
     return record.ranks in (0, first_record.ranks) and record.rank < first_record.rank + first_record.ranks
 
 
-def _number_order(record: RankStatus) -> tuple[str, int, str, int]:
+def _sort_key(record: RankStatus) -> tuple[str, int, str, int]:
     """Return a sort key with which engine "2" comes before "10"."""
-    engine = record.engine or "0"
+    engine = record.dp_index or "0"
     return record.run, len(engine), engine, record.rank

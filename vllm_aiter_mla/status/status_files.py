@@ -27,16 +27,16 @@ MAX_UNFINISHED_SECONDS = 24 * 3600
 
 def ensure_run_name() -> str:
     """Name this server's run in the environment, unless a parent process has named it; return the name."""
-    return os.environ.setdefault(RUN_VARIABLE, f"{host_id()}-{os.getpid()}-{secrets.token_hex(4)}")
+    return os.environ.setdefault(RUN_VARIABLE, f"{host_hash()}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
-def host_id() -> str:
+def host_hash() -> str:
     """Return the prefix of the names of this machine's runs: other machines may share the folder."""
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 
 
-def hold_run_lock(folder: Path) -> str:
-    """Hold the lock of this server's run until this process ends, unless another process does; return the run's name.
+def ensure_run_lock(folder: Path) -> None:
+    """Hold the lock of this server's run until this process ends, unless another process holds it.
 
     The front end calls this function first. Workers on another machine (Ray) call it too. They have another folder,
     where the first worker holds the lock.
@@ -48,19 +48,17 @@ def hold_run_lock(folder: Path) -> str:
         OSError: the lock cannot be taken.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    run = ensure_run_name()
-    locks.hold(_run_lock_path(folder, run))
-    return run
+    locks.hold(_run_lock_path(folder, ensure_run_name()))
 
 
-def renew_run_lock(folder: Path) -> str:
-    """Take the lock of this server's run again if somebody has removed the lock file; return the run's name.
+def renew_run_lock(folder: Path) -> None:
+    """Take the lock of this server's run again if somebody has removed the lock file.
 
     Raises:
         OSError: the lock cannot be taken.
     """
-    run = ensure_run_name()
-    return hold_run_lock(folder) if locks.is_held(_run_lock_path(folder, run)) is False else run
+    if locks.is_held(_run_lock_path(folder, ensure_run_name())) is False:
+        ensure_run_lock(folder)
 
 
 def status_path(folder: Path, record: RankStatus) -> Path:
@@ -68,7 +66,7 @@ def status_path(folder: Path, record: RankStatus) -> Path:
     return folder / f"status-{_rank_name(record)}.json"
 
 
-def write(folder: Path, record: RankStatus) -> None:
+def write_status(folder: Path, record: RankStatus) -> None:
     """Write the status file of one rank of this server's run.
 
     Hold the lock of the record's engine to the end of this process. Remove the files of this machine's servers that
@@ -83,12 +81,12 @@ def write(folder: Path, record: RankStatus) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     # A worker on its front end's machine does not take the run's lock: a free lock means that the front end has ended.
-    if not record.run.startswith(f"{host_id()}-"):
-        hold_run_lock(folder)
-    # Only this process has an engine of this ``instance``. An engine that is skipped as a whole has no ``instance``:
+    if not record.run.startswith(f"{host_hash()}-"):
+        ensure_run_lock(folder)
+    # Only this process has an engine of this ``engine_id``. An engine that is skipped as a whole has no ``engine_id``:
     # each process of the run that reads its config writes the same record, and the lock of one process is enough.
     locks.hold(_engine_lock_path(folder, record))
-    files.write(status_path(folder, record), record)
+    files.write_record(status_path(folder, record), record)
     _remove_files_of_ended_servers(folder, record)
     files.remove_old_files(folder, files.UNFINISHED_PATTERN, MAX_UNFINISHED_SECONDS)
 
@@ -108,7 +106,7 @@ def _remove_files_of_ended_servers(folder: Path, live_record: RankStatus) -> Non
                 path.unlink(missing_ok=True)
                 for lock in _lock_paths_of_run(folder, run):
                     locks.remove_if_free(lock)
-    for lock in folder.glob(f"{LOCK_PREFIX}{host_id()}-*"):
+    for lock in folder.glob(f"{LOCK_PREFIX}{host_hash()}-*"):
         with suppress(Exception):
             locks.remove_if_free(lock)
 
@@ -118,7 +116,7 @@ def _is_removable(path: Path, host: str) -> bool:
     try:
         data = files.load(path)
     except ValueError:  # a crash of the host has left half a file; the run's name contains the host
-        return path.name.startswith(f"status-{host_id()}-")
+        return path.name.startswith(f"status-{host_hash()}-")
     is_old = time.time() - path.lstat().st_mtime > files.MAX_UNUSED_SECONDS
     return files.layout_of(data)[0] == "status" and (data[files.STAMP_KEY]["host"] == host or is_old)
 
@@ -149,7 +147,7 @@ def read_records(folder: Path, run: str, on_unreadable: Callable[[str], None]) -
     records = []
     for path in sorted(folder.glob(f"status-{run}-*.json")):
         try:
-            records.append(files.read(RankStatus, path))
+            records.append(files.read_record(RankStatus, path))
         except FileNotFoundError:
             continue  # removed since the folder was listed
         except (OSError, ValueError) as error:
@@ -180,7 +178,7 @@ def is_engine_alive(folder: Path, records: Sequence[RankStatus]) -> bool | None:
 
 
 def _rank_name(record: RankStatus) -> str:
-    return f"{record.run}-{record.engine or 0}-{record.rank}"
+    return f"{record.run}-{record.dp_index or 0}-{record.rank}"
 
 
 # The name of a lock may come from a file, so ``Path.name`` removes any part that would lead to another folder.
@@ -191,5 +189,5 @@ def _run_lock_path(folder: Path, run: str) -> Path:
 
 
 def _engine_lock_path(folder: Path, record: RankStatus) -> Path:
-    instance = f"-{record.instance}" if record.instance else ""
-    return folder / f"{LOCK_PREFIX}{Path(f'{_rank_name(record)}{instance}').name}"
+    engine_suffix = f"-{record.engine_id}" if record.engine_id else ""
+    return folder / f"{LOCK_PREFIX}{Path(f'{_rank_name(record)}{engine_suffix}').name}"
