@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -78,9 +79,10 @@ def stamp(schema: str, version: int | None = None) -> Stamp:
 
 
 @functools.cache
-def schemas() -> dict[str, dict[str, Any]]:
+def schemas() -> Mapping[str, Mapping[str, Any]]:
     """Return for each layout its "version", which command or step has "written" it, and its "fields" in words."""
-    return json.loads((Path(__file__).parent / "schemas.json").read_text(encoding="utf-8"))
+    by_name = json.loads((Path(__file__).parent / "schemas.json").read_text(encoding="utf-8"))
+    return MappingProxyType({name: MappingProxyType(schema) for name, schema in by_name.items()})
 
 
 def stamp_field(schema: str) -> Any:

@@ -35,7 +35,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "aiter_mla"
 
 
-def write(folder, run, engine, rank, engaged=NAMES, names=NAMES, ranks=0, ended=False):
+def write(folder, run, engine, rank, engaged=NAMES, names=NAMES, ranks=1, ended=False):
     """Write a rank's file; unless its engine has ended, this process holds its lock."""
     skipped = {name: Skip("kernel_shape", "wrong") for name in names if name not in engaged}
     record = replace(record_of(names, 512, "fp8", rank), run=run, dp_index=engine, model_name="r1", shape_timings=TIMED)
@@ -53,7 +53,7 @@ def run(*options):
 def test_each_data_parallel_engine_of_a_server_has_its_line(folder):
     for engine in ("0", "1"):
         for rank in (0, 1):
-            write(folder, "7-a", engine, rank)
+            write(folder, "7-a", engine, rank, ranks=2)
     found = run()
     assert found.exit_code == 0, found.output
     assert [line.split(": ")[1].split(" (")[0] for line in found.output.splitlines()] == [
@@ -84,17 +84,18 @@ def test_layer_prints_what_was_decided_and_why_each_other_kernel_does_not_run(fo
 
 @pytest.mark.parametrize("engaged", [(), NAMES[:1]])
 def test_a_rank_that_fell_back_is_exit_status_1(folder, engaged):
-    write(folder, "7-a", "0", 0)
-    write(folder, "7-a", "0", 1, engaged)
+    write(folder, "7-a", "0", 0, ranks=2)
+    write(folder, "7-a", "0", 1, engaged, ranks=2)
     found = run()
     assert found.exit_code == 1
     assert "rank 1 fell back: kernel_shape: wrong" in found.output
 
 
 def test_a_pipeline_stage_without_mla_layers_is_well_and_an_engine_without_any_is_exit_status_1(folder):
-    write(folder, "7-a", "0", 1, (), ())
+    write(folder, "7-a", "0", 0, (), (), ranks=2)
+    write(folder, "7-a", "0", 1, (), (), ranks=2)
     assert run().exit_code == 1, "nothing is engaged"
-    write(folder, "7-a", "0", 0)
+    write(folder, "7-a", "0", 0, ranks=2)
     found = run()
     assert (found.exit_code, "2/2 MLA layers engaged on 2 of 2 ranks" in found.output) == (0, True)
 
@@ -109,6 +110,16 @@ def test_a_rank_without_a_file_is_no_all_clear(folder):
     assert run("--layer", "layers.77").exit_code == 3, "the rank may have that layer"
     write(folder, "7-a", "0", 0, ranks=4)
     assert (run().exit_code, "4 of 4 ranks" in run().output) == (0, True)
+
+
+def test_an_engine_whose_number_of_ranks_is_unknown_is_no_all_clear(folder):
+    """A rank could not ask the others how many they are."""
+    write(folder, "7-a", "0", 0, ranks=0)
+    found = CliRunner().invoke(app, ["status", "--json", "-"])
+    assert (found.exit_code, "; ranks unknown" in found.stderr) == (3, True)
+    assert json.loads(found.stdout)["engines"][0]["silent"] is None
+    write(folder, "7-a", "0", 1, ranks=2)
+    assert (run().exit_code, "2 of 2 ranks" in run().output) == (0, True), "one rank knows it"
 
 
 def test_a_node_with_a_stage_without_mla_layers_speaks_for_itself(folder):

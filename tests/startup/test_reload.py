@@ -26,7 +26,7 @@ from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving import backends
 from vllm_aiter_mla.settings import SettingsError
 from vllm_aiter_mla.status import engine_status
-from vllm_aiter_mla.status.engine_status import EngineStatus
+from vllm_aiter_mla.status.engine_status import EngagementChanges, EngineStatus
 from vllm_aiter_mla.status.record import RankStatus
 
 
@@ -185,7 +185,7 @@ def test_mutation_a_check_that_outlives_the_shape_it_was_made_for_is_caught(chec
 
 @pytest.mark.mutation("I8")
 def test_mutation_a_reload_that_leaves_the_status_as_it_was_is_caught(checked, said, monkeypatch):
-    monkeypatch.setattr(EngineStatus, "update", lambda *given, **fields: ({}, []))
+    monkeypatch.setattr(EngineStatus, "update", lambda *given, **fields: EngagementChanges({}, []))
     with pytest.raises(AssertionError, match="still says that the layer is engaged"):
         falls_back_and_says_so(checked, said, another_shape, "kernel_shape")
 

@@ -1,5 +1,6 @@
 """What a correction of an engine's status changes: the layers that it is told of, and nothing else."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def status_of(kept=(), /, **layers):
     """The status of an engine whose line was said; ``kept`` are reasons of an earlier start."""
     status = EngineStatus()
     status.add_kept_skips(dict(kept))
-    status.set_record(with_layers(status, layers), 1)
+    status.set_record(with_layers(status, layers))
     return status
 
 
@@ -46,6 +47,19 @@ def test_nothing_is_corrected_before_the_line_was_said():
     status = EngineStatus()
     assert status.update({"a": FELL}) == ({}, [])
     assert status.record is None
+
+
+def test_a_correction_is_written_although_no_thread_could_be_started_for_an_earlier_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_status, "REWRITE_DELAY_SECONDS", 0.0)
+    status = status_of(a=RAN, b=RAN)
+    status.write(tmp_path)
+    with monkeypatch.context() as patching:
+        patching.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
+        with pytest.raises(RuntimeError, match="new thread"):
+            status.update({"a": FELL})
+    status.update({"b": FELL})
+    wait_for_the_file()
+    assert files.read_record(RankStatus, status.path).skipped == {"a": WINDOW, "b": WINDOW}
 
 
 def test_a_layer_that_stays_engaged_has_neither_fallen_nor_come_again():
@@ -130,14 +144,13 @@ def test_a_kernel_that_no_layer_runs_any_more_is_no_longer_told_of():
 
 @pytest.mark.mutation("I8")
 def test_mutation_a_correction_of_the_layers_only_is_caught(monkeypatch):
-    of_kernels = EngineStatus._kernel_fields
+    with_layers = EngineStatus._with_layers
 
-    def stale(status, running):
-        if status.record is None:
-            return of_kernels(status, running)
-        return {"nan_kernels": status.record.nan_kernels, "tuned": status.record.tuned}
+    def stale(status, record):
+        made, old = with_layers(status, record), status.record
+        return made if old is None else replace(made, nan_kernels=old.nan_kernels, tuned=old.tuned)
 
-    monkeypatch.setattr(EngineStatus, "_kernel_fields", stale)
+    monkeypatch.setattr(EngineStatus, "_with_layers", stale)
     with pytest.raises(AssertionError, match="the record is stale"):
         forgets_what_holds_for_a_kernel_that_no_layer_runs()
 

@@ -128,6 +128,16 @@ def test_mutation_a_line_that_forgets_what_was_left_out_is_caught(monkeypatch):
         names_what_was_left_out(*CASES["engaged"])
 
 
+@pytest.mark.parametrize("engaged", [RECORD.engaged, {}])
+def test_the_line_says_that_the_number_of_ranks_is_unknown(engaged):
+    """The ranks could not be asked, so each has a record that knows of no other."""
+    unknown = [replace(RECORD, rank=rank, ranks=0, engaged=engaged) for rank in range(2)]
+    assert "; ranks unknown" in status_line(*unknown)
+    assert " of 2 ranks" not in status_line(*unknown)
+    assert not merge_ranks(unknown).ranks_agree
+    assert "unknown" not in status_line(unknown[0], replace(unknown[1], ranks=2))
+
+
 @pytest.mark.parametrize(
     ("ranks", "kept"), [((0, 8, 8), [0, 1, 2]), ((3, 3, 0), [0, 1, 2]), ((2, 2, 8), [0, 1])], ids=str
 )

@@ -30,7 +30,7 @@ class EngineLine:
     remedies: dict[str, str]  # by code of a skipped layer
     serves: bool | None  # whether the engine and its front end live; None if that is unknown
     whole: bool  # whether the engine serves and every rank runs all its layers on our kernels
-    silent: int = 0  # ranks without a status file here
+    silent: int | None = 0  # ranks without a status file here; None if the number of ranks is unknown
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
     remedies for skipped layers follow the line of an engine.
 
     Exit status 0: every MLA layer of the live engines is engaged on every rank. 1: a layer is not engaged, or no engine
-    lives. 2: an option is wrong. 3: there is no status file, a rank has none here, or a file or lock cannot be read.
+    lives. 2: an option is wrong. 3: there is no status file, a rank has none here, the number of ranks is unknown, or a
+    file or lock cannot be read.
     """
     folder, unreadable_reasons = files.cache_folder(), list[str]()
     with suppress(FileNotFoundError, NotADirectoryError):
@@ -74,7 +75,7 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
             )
     by_engine = group_by_engine(read_records(folder, "*", unreadable_reasons.append))
     engines = tuple(_engine_line(folder, engine_key, statuses) for engine_key, statuses in by_engine.items())
-    has_unknown_engine = any(engine.serves is None or engine.silent for engine in engines)
+    has_unknown_engine = any(engine.serves is None or engine.silent != 0 for engine in engines)
     is_complete = engines and not unreadable_reasons and not has_unknown_engine
     exit_code = _exit_status(engines) if is_complete else outputs.EXIT_INCOMPLETE
     decision_texts = {
@@ -126,7 +127,8 @@ def _engine_line(folder: Path, engine_key: tuple[str, str, str], rank_statuses: 
     merged = merge_ranks(all_statuses)
     is_whole = merged.ranks_agree and bool(merged.engaged) and not merged.skipped
     line = status_line(*all_statuses)
-    return EngineLine(*engine_key, line, remedies(rank_statuses), serves=True, whole=is_whole, silent=merged.num_silent)
+    num_silent = merged.num_silent if merged.is_num_ranks_known else None
+    return EngineLine(*engine_key, line, remedies(rank_statuses), serves=True, whole=is_whole, silent=num_silent)
 
 
 def _decision_texts(rank_statuses: Sequence[RankStatus], layer: str) -> Iterator[str]:

@@ -20,7 +20,7 @@ from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.decided import Decision
 from vllm_aiter_mla.status import status_files
-from vllm_aiter_mla.status.record import NOT_RUN, WHOLE_ENGINE, DecisionGroup, RankSetup, RankStatus, ShapeTiming
+from vllm_aiter_mla.status.record import NOT_RUN, WHOLE_ENGINE, DecisionGroup, RankStatus, ShapeTiming
 
 REWRITE_DELAY_SECONDS = 1.0
 """Time from a correction to the corrected status file."""
@@ -35,6 +35,13 @@ class LayerState(NamedTuple):
     # it starts, so a draft's layer counts as engaged if one of these kernels has run for another layer.
     possible_kernels: tuple[str, ...] = ()
     skip: Skip | None = None  # why the layer runs vLLM's own code: by its decision, its graph or its last batch
+
+
+class EngagementChanges(NamedTuple):
+    """Which layers a correction of the record moved."""
+
+    fell_back: dict[str, Skip]  # layers that are engaged no longer, with the reason
+    reengaged: list[str]  # layers that were skipped for a reason other than ``NOT_RUN`` and are engaged now
 
 
 @dataclass(slots=True)
@@ -53,7 +60,7 @@ class EngineStatus:
     tuned: dict[str, str] = field(default_factory=dict)  # layer shape in words to its tuned tiles by tokens
     # Kernels that the user named although they turn an fp8 overflow into NaN
     nan_kernels: set[str] = field(default_factory=set)
-    # Why graphs that an earlier start compiled skip layers. Such a reason holds while its layer has no other reason
+    # Why graphs that an earlier start compiled skip layers. Used for a layer that has no other reason
     kept_skips: dict[str, Skip] = field(default_factory=dict)
     layers: dict[str, LayerState] = field(default_factory=dict)  # by name, in the model's order
     record: RankStatus | None = None  # what the status line said, with later corrections; None before ``set_record``
@@ -86,32 +93,35 @@ class EngineStatus:
 
     # How the record is made.
 
-    def make_record(self, layers: Mapping[str, LayerState], setup: RankSetup) -> RankStatus:
+    def make_record(self, layers: Mapping[str, LayerState], base: RankStatus) -> RankStatus:
         """Take the states of all layers and return this rank's record, without the number of ranks.
 
         Args:
             layers: the states of the model's MLA layers, by name, in the model's order.
-            setup: the fields of the record that do not depend on the layers.
+            base: the record with the fields that do not depend on the layers.
         """
         self.layers = dict(layers)
-        return RankStatus(
-            **vars(setup),
+        record = replace(
+            base,
             compiled={compile_range: dict(counts) for compile_range, counts in self.compiled.items()},
             shape_timings=tuple(self.shape_timings),
             engine_id=self.engine_id,
-            **self._layer_fields(),
         )
+        return self._with_layers(record)
 
-    def _layer_fields(self) -> dict[str, Any]:
-        """Return the fields of the record that change with the states of the layers."""
+    def _with_layers(self, record: RankStatus) -> RankStatus:
+        """Return a record with the present states of the layers: these decide all fields that may change later."""
         engaged = self._engaged_kernels()
-        return {
-            "num_layers": len(self.layers),
-            "engaged": engaged,
-            "skipped": self._skip_reasons(engaged),
-            "decision_groups": self._group_by_decision(),
-            **self._kernel_fields({*engaged.values()}),
-        }
+        kernels = {*engaged.values()}
+        return replace(
+            record,
+            num_layers=len(self.layers),
+            engaged=engaged,
+            skipped=self._skip_reasons(engaged),
+            decision_groups=self._group_by_decision(),
+            nan_kernels=tuple(sorted(self.nan_kernels & kernels)),
+            tuned=dict(self.tuned) if "triton" in kernels else {},
+        )
 
     def _engaged_kernels(self) -> dict[str, str]:
         """Return the kernel of each engaged layer. A kernel that has run for one layer may count for another."""
@@ -138,35 +148,26 @@ class EngineStatus:
             names_by_decision.setdefault(state.decision, []).append(name)
         return tuple(DecisionGroup(tuple(names), decision) for decision, names in names_by_decision.items())
 
-    def _kernel_fields(self, kernels: set[str]) -> dict[str, Any]:
-        """Return the fields of the record that concern kernels, for ``kernels``, each of which runs some layer."""
-        return {
-            "nan_kernels": tuple(sorted(self.nan_kernels & kernels)),
-            "tuned": dict(self.tuned) if "triton" in kernels else {},
-        }
-
-    def set_record(self, record: RankStatus, ranks: int) -> None:
+    def set_record(self, record: RankStatus) -> None:
         """Keep the record of the status line, with the number of ranks. From now on ``update`` corrects this record."""
-        self.record = replace(record, ranks=ranks)
+        self.record = record
 
-    def update(self, layers: Mapping[str, LayerState]) -> tuple[dict[str, Skip], list[str]]:
+    def update(self, layers: Mapping[str, LayerState]) -> EngagementChanges:
         """Correct the record by the new states of some layers; do nothing before there is a record.
 
         The file is written ``REWRITE_DELAY_SECONDS`` later. So layers that fail in the same step cause one write, and
         that step does not wait for the write.
-
-        Returns:
-            (the layers that are engaged no longer, with the reason; the layers that were skipped for a reason other
-            than ``NOT_RUN`` and are engaged now).
         """
         old_record = self.record
         if old_record is None:
-            return {}, []
+            return EngagementChanges({}, [])
         self.layers.update(layers)
-        self.record = record = replace(old_record, **self._layer_fields(), evidence=files.stamp("status"))
+        self.record = record = replace(self._with_layers(old_record), evidence=files.stamp("status"))
         self._schedule_rewrite()
-        fell_back = {name: skip for name, skip in record.skipped.items() if name in old_record.engaged}
-        return fell_back, [name for name in record.engaged if old_record.skipped.get(name, NOT_RUN) != NOT_RUN]
+        return EngagementChanges(
+            {name: skip for name, skip in record.skipped.items() if name in old_record.engaged},
+            [name for name in record.engaged if old_record.skipped.get(name, NOT_RUN) != NOT_RUN],
+        )
 
     # The file.
 
@@ -182,10 +183,15 @@ class EngineStatus:
                 status_files.write_status(folder, self.record)
 
     def _schedule_rewrite(self) -> None:
-        if self._timer is None:
-            self._timer = Timer(REWRITE_DELAY_SECONDS, self._rewrite)
-            self._timer.daemon = True
-            self._timer.start()
+        if self._timer is not None:
+            return
+        self._timer = timer = Timer(REWRITE_DELAY_SECONDS, self._rewrite)
+        timer.daemon = True
+        try:
+            timer.start()
+        except Exception:  # no thread could be started: the next correction tries again
+            self._timer = None
+            raise
 
     def _rewrite(self) -> None:
         """Write the record to its file again, unless another engine has written that file since."""
@@ -218,14 +224,13 @@ def record_of_skipped_engine(
     Args:
         skip: the reason.
         layers: indices of the model's MLA layers; only the workers know their names.
-        kv_cache_dtype: as in ``RankSetup``, and so are the arguments after it.
+        kv_cache_dtype: as in ``RankStatus``, and so are the arguments after it.
         model_name: None if unknown.
         dp_index: None if unknown.
         run: "" if the server's run has no name.
     """
     names = [f"layer {index}" for index in layers] or [WHOLE_ENGINE]
     return RankStatus(
-        rank=0, ranks=1, integration="", card="", num_layers=len(layers), engaged={},
-        skipped=dict.fromkeys(names, skip), compiled={}, shape_timings=(), nan_kernels=(), decode_limit=0,
-        kv_cache_dtype=kv_cache_dtype, model_name=model_name, dp_index=dp_index, run=run,
+        rank=0, ranks=1, integration="", card="", decode_limit=0, kv_cache_dtype=kv_cache_dtype, model_name=model_name,
+        dp_index=dp_index, run=run, num_layers=len(layers), skipped=dict.fromkeys(names, skip),
     )  # fmt: skip

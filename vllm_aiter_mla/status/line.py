@@ -21,22 +21,40 @@ def status_line(*records: RankStatus | None, dp_index: int | None = None) -> str
         dp_index: index of the data-parallel engine that the line describes; None if there is only one engine.
     """
     merged, aborted = merge_ranks(records), aborted_kernels(records)
-    silent_text = f"; {merged.num_silent} without a status" if merged.num_silent else ""
-    aborted_text = f"; {', '.join(aborted)} left out: {ABORTED}" if aborted else ""
+    layers_text = _engaged_line(merged, aborted) if merged.engaged else _skipped_line(merged, aborted)
     dp_text = "" if dp_index is None else f", data-parallel engine {dp_index}"
     remedy_text = next((f" -> {remedy}" for remedy in remedies(records).values()), "")
-    if not merged.engaged:
-        reason = first_reason(merged.skipped)
-        if ABORTED in reason:  # the reason names these kernels already
-            aborted_text = ""
-        return f"0/{merged.num_layers}: {reason}{silent_text}{aborted_text}{dp_text}{remedy_text}"
+    return f"{layers_text}{dp_text}{remedy_text}"
+
+
+def _skipped_line(merged: MergedStatus, aborted: Sequence[str]) -> str:
+    """Return the line of an engine that engages no layer. A reason that names the aborted kernels says it alone."""
+    reason = first_reason(merged.skipped)
+    aborted_text = "" if ABORTED in reason else _aborted_text(aborted)
+    return f"0/{merged.num_layers}: {reason}{_missing_ranks_text(merged)}{aborted_text}"
+
+
+def _engaged_line(merged: MergedStatus, aborted: Sequence[str]) -> str:
+    """Return the line of an engine that engages some layer."""
     num_engaged, num_skipped = len(merged.engaged), merged.num_layers - len(merged.engaged)
-    ranks_text = f" on {merged.num_agreeing} of {merged.num_ranks} ranks" if merged.num_ranks > 1 else ""
-    text = f"{num_engaged}/{merged.num_layers} MLA layers engaged{ranks_text} ({_engaged_text(merged)})"
-    text += f"{_fallbacks_text(merged)}{silent_text}"
-    text += f"; {num_skipped} skipped: {first_reason(merged.skipped)}" if num_skipped else ""
-    text += "".join(f"; {kernel} {OVERFLOW}" for kernel in merged.nan_kernels)
-    return f"{text}{aborted_text}{dp_text}{remedy_text}"
+    has_ranks = merged.num_ranks > 1 and merged.is_num_ranks_known
+    ranks_text = f" on {merged.num_agreeing} of {merged.num_ranks} ranks" if has_ranks else ""
+    skipped_text = f"; {num_skipped} skipped: {first_reason(merged.skipped)}" if num_skipped else ""
+    nan_text = "".join(f"; {kernel} {OVERFLOW}" for kernel in merged.nan_kernels)
+    return (
+        f"{num_engaged}/{merged.num_layers} MLA layers engaged{ranks_text} ({_engaged_text(merged)})"
+        f"{_fallbacks_text(merged)}{_missing_ranks_text(merged)}{skipped_text}{nan_text}{_aborted_text(aborted)}"
+    )
+
+
+def _missing_ranks_text(merged: MergedStatus) -> str:
+    """Return how many ranks have no status, and whether the number of ranks is unknown."""
+    silent_text = f"; {merged.num_silent} without a status" if merged.num_silent else ""
+    return silent_text if merged.is_num_ranks_known else f"{silent_text}; ranks unknown"
+
+
+def _aborted_text(aborted: Sequence[str]) -> str:
+    return f"; {', '.join(aborted)} left out: {ABORTED}" if aborted else ""
 
 
 def remedies(records: Sequence[RankStatus | None]) -> dict[str, str]:

@@ -69,6 +69,8 @@ def _status_outcome(folder: Path, record: RankStatus, num_silent: int) -> tuple[
     if num_silent:
         silent_text = f"{num_silent} of {record.ranks} ranks have no status file here"
         return "unknown", f"{silent_text}; this one has: {status_line(record)}"
+    if not record.ranks:
+        return "unknown", f"how many ranks its engine has is unknown; this one has: {status_line(record)}"
     if not record.engaged:
         return "skipped", status_line(record)
     if record.skipped or len(record.engaged) < record.num_layers:
