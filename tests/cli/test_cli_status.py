@@ -36,13 +36,17 @@ def folder(tmp_path, monkeypatch):
 
 
 def write(folder, run, engine, rank, engaged=NAMES, names=NAMES, ranks=1, ended=False):
-    """Write a rank's file; unless its engine has ended, this process holds its lock."""
+    """Write a rank's file; this process holds its lock, or the lock of an engine that has ended is free."""
     skipped = {name: Skip("kernel_shape", "wrong") for name in names if name not in engaged}
     record = replace(record_of(names, 512, "fp8", rank), run=run, dp_index=engine, model_name="r1", shape_timings=TIMED)
     path = folder / f"status-{run}-{engine}-{rank}.json"
     files.write_record(path, replace(record, engaged=dict.fromkeys(engaged, "triton"), skipped=skipped, ranks=ranks))
-    if not ended:
-        locks.hold(folder / f"lock-{path.stem}-{record.engine_id}")
+    lock = folder / f"lock-{path.stem}-{record.engine_id}"
+    if ended:
+        lock.touch()
+        (folder / f"lock-status-{run}").touch()
+    else:
+        locks.hold(lock)
     return path
 
 
@@ -169,9 +173,30 @@ def test_an_engine_that_has_ended_is_said_so_and_is_not_engaged(folder, run_of_i
 
 @pytest.mark.mutation
 def test_mutation_an_engine_that_ends_before_its_front_end_and_counts_as_living_is_caught(folder, monkeypatch):
-    monkeypatch.setattr(status_files, "is_engine_alive", lambda folder, ranks: True)
+    monkeypatch.setattr(status_files.ServerLocks, "is_engine_alive", lambda self, ranks: True)
     with pytest.raises(AssertionError, match="its end is not told"):
         is_said_to_have_ended(folder, "8-b")
+
+
+@pytest.mark.parametrize("removed", ["lock-status-7-a", "lock-status-7-a-0-0-*", "lock-*"])
+def test_a_server_whose_locks_somebody_removed_has_not_ended(folder, removed):
+    write(folder, "7-a", "0", 0)
+    for lock in folder.glob(removed):
+        lock.unlink()
+    found = run()
+    assert (found.exit_code, "cannot be told" in found.stdout, "ended" in found.stdout) == (3, True, False)
+
+
+def test_a_rank_that_an_earlier_engine_left_behind_completes_no_other(folder):
+    """The later engine has not written the status of its second rank yet."""
+    write(folder, "7-a", "0", 1, ranks=2, ended=True)
+    write(folder, "7-a", "0", 0, ranks=2)
+    found = run()
+    assert (found.exit_code, "on 1 of 2 ranks" in found.stdout, "; 1 without a status" in found.stdout) == (
+        3,
+        True,
+        True,
+    )
 
 
 def test_an_engine_of_another_machine_lives_as_long_as_its_front_end(folder):

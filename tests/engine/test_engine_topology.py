@@ -98,7 +98,7 @@ def test_ranks_that_fell_back_are_in_the_line_the_files_and_the_gauge(engines, t
     samples = metrics.read_samples(tmp_path)
     assert {labels[-1]: layers for labels, layers in samples[metrics.LAYERS].items()} == {"engaged": 0, "skipped": 1}
     ranks = {labels[-1]: count for labels, count in samples["aiter_mla_ranks"].items()}
-    assert ranks == {"agreeing": 1, "fell_back": 1, "silent": 0}
+    assert ranks == {"agreeing": 1, "fell_back": 1, "differing": 0, "silent": 0}
     assert_parity(engines("class-gfx950-off"), found)
 
 

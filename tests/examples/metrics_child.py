@@ -33,6 +33,7 @@ MODEL = "tiny"
 DECISION = decision((1, 32, "triton"), (33, 512, "vllm"))
 ABORTED = (RejectedKernel("aiter", "a start ended in its first call", aborted=True),)
 ENGAGED = LayerState(DECISION, "triton")
+ON_AITER = LayerState(DECISION, "aiter")
 AFTER_ABORT = LayerState(replace(DECISION, rejected_kernels=ABORTED), "triton")
 WINDOW = Skip("sliding_window", "the layer has a sliding window")
 SKIPPED = LayerState(decision(skip=WINDOW), skip=WINDOW)
@@ -58,6 +59,7 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
     "a skipped engine": write_skipped_engine,
     "an aborted kernel": lambda folder: write(folder, [AFTER_ABORT] * 2),
     "a rank that fell back": lambda folder: write(folder, [ENGAGED] * 2, [ENGAGED, SKIPPED]),
+    "a rank with another kernel": lambda folder: write(folder, [ENGAGED] * 2, [ON_AITER] * 2),
     "corrupted": lambda folder: write(folder, [ENGAGED] * 2),
     "all at once": lambda folder: write(folder, [AFTER_ABORT] * 2, [AFTER_ABORT, SKIPPED]),
 }

@@ -188,7 +188,8 @@ def comes_back(folder, monkeypatch, removed):
     status.update({"a": FELL})
     wait_for_the_file()
     assert [one.skipped for one in status_files.read_records(folder, run, pytest.fail)] == [{"a": WINDOW}], "no file"
-    assert status_files.is_engine_alive(folder, [status.record]), "its lock is not held"
+    is_engine_alive = status_files.ServerLocks(folder, [status.record]).is_engine_alive([status.record])
+    assert is_engine_alive, "its lock is not held"
     metrics.read_samples(folder)  # the front end is scraped
     assert status_files.is_serving(folder, [status.record]), "the front end's lock is not held"
 
@@ -213,6 +214,7 @@ def test_mutation_files_that_stay_away_are_caught(tmp_path, monkeypatch, plant):
     else:
         monkeypatch.setattr(locks, "hold", hold_once)
     if plant == "no file":
+        monkeypatch.setattr(status_files, "_has_ended", lambda lock_paths: True)
         monkeypatch.setattr(
             status_files,
             "_remove_files_of_ended_servers",

@@ -588,13 +588,16 @@ def ended_servers_leave_no_files(tmp_path, monkeypatch):
 
     half = tmp_path / f"status-{status_files.host_hash()}-7-a-0-0.json"  # a crash of this host has left it
     half.write_text("half a fi")
-    names_that_go = (f"{status_files.host_hash()}-7-a", "8-b", "8-b-0-0-w")
+    before = f"{os.getpid()}-before"
+    names_that_go = (f"{status_files.host_hash()}-7-a", "8-b", "8-b-0-0-w", "1-a", before, "..", "4-a")
     locks_that_go = [tmp_path / f"lock-status-{name}" for name in names_that_go]
+    old_without_lock = aged(left_by("9-a"))
     for lock in locks_that_go:
         lock.touch()
     gone = [
         left_by("1-a"),
-        left_by(f"{os.getpid()}-before"),
+        left_by(before),
+        old_without_lock,
         left_by(".."),
         of_another_version(left_by("4-a")),
         aged(of_another_version(left_by("8-b", host="a pod that is gone"))),
@@ -604,6 +607,7 @@ def ended_servers_leave_no_files(tmp_path, monkeypatch):
         left_by("2-a", host="another"),
         of_another_version(left_by("2-b", host="another")),
         left_by("3-a"),
+        left_by("9-b"),  # somebody has removed the locks of a server that may live
         of_another_version(left_by("5-a")),
         of_another_version(left_by("6-a")),
         tmp_path / "status-1-1-1.json",
@@ -763,13 +767,18 @@ def test_fail_closed_a_rank_without_a_status_still_hands_over_to_the_other_ranks
 # The metrics.
 
 
+def collectors():
+    """The collectors of this process, which prometheus_client lists by no public name."""
+    return [one for one in list(REGISTRY._collector_to_names) if isinstance(one, metrics._Collector)]
+
+
 @pytest.fixture
 def gauge(said, tmp_path, monkeypatch):
     """Scrapes prometheus_client's registry, as vLLM's /metrics does."""
-    others = tuple(metrics._registered)  # of engines that earlier tests of this process have built
+    others = collectors()  # of engines that earlier tests of this process have built
     for other in others:
         REGISTRY.unregister(other)
-    monkeypatch.setattr(metrics, "_registered", [])
+    monkeypatch.setattr(metrics, "_is_registered", False)
     status_files.ensure_run_lock(tmp_path)
     metrics.register_metrics(tmp_path)
     metrics.register_metrics(tmp_path)  # idempotent
@@ -780,7 +789,8 @@ def gauge(said, tmp_path, monkeypatch):
         return {line.split("{")[1].split("}")[0]: float(line.split()[-1]) for line in lines}
 
     yield scrape
-    REGISTRY.unregister(metrics._registered[0])
+    (mine,) = collectors()
+    REGISTRY.unregister(mine)
     for other in others:
         REGISTRY.register(other)
 
@@ -854,8 +864,68 @@ def test_gauge_of_an_engine_that_has_ended_has_no_sample(gauge, tmp_path):
     engage_all()
     after_warm_up()
     assert gauge() == {labels("engaged"): 2, labels("skipped"): 0}
-    locks.release(tmp_path / f"lock-{the_status().path.stem}-{the_status().engine_id}")
+    lock = tmp_path / f"lock-{the_status().path.stem}-{the_status().engine_id}"
+    locks.release(lock)
+    lock.touch()
     assert gauge() == {}
+
+
+def test_gauge_stays_if_somebody_removes_the_locks_of_an_engine_that_lives(gauge, tmp_path, monkeypatch):
+    """And another server removes none of its files."""
+    engage_all()
+    after_warm_up()
+    path = the_status().path
+    for lock in tmp_path.glob("lock-*"):
+        lock.unlink()
+    with monkeypatch.context() as patching:
+        patching.setenv(status_files.RUN_VARIABLE, "1-other")
+        another_engine()
+        after_warm_up()
+    assert path.exists(), "another server has removed the file of a server that lives"
+    assert gauge() == {labels("engaged"): 2, labels("skipped"): 0}
+
+
+def test_a_scrape_of_many_ranks_waits_at_most_once(gauge, tmp_path, monkeypatch):
+    """vLLM's event loop waits for it."""
+    monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [mine] * 8))
+    for rank in range(8):
+        another_engine()
+        engage_all()
+        after_warm_up(rank=rank)
+    waits = []
+    monkeypatch.setattr(locks.time, "sleep", waits.append)
+    assert gauge() == {labels("engaged"): 2, labels("skipped"): 0}
+    assert len(waits) <= 1
+
+
+def test_gauge_does_not_count_a_rank_that_an_earlier_engine_left_behind(gauge, tmp_path, monkeypatch):
+    """The later engine, which engages one layer, has not written the status of its second rank yet."""
+    monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [mine] * 2))
+    engage_one()
+    after_warm_up(rank=1)
+    lock = tmp_path / f"lock-{the_status().path.stem}-{the_status().engine_id}"
+    locks.release(lock)
+    lock.touch()
+    another_engine()
+    engage_all()
+    after_warm_up(rank=0)
+    assert gauge() == {labels("engaged"): 2, labels("skipped"): 0}
+    assert lock.exists(), "the lock tells that the rank has ended"
+    ranks = {name.split('"')[-2]: count for name, count in gauge("aiter_mla_ranks").items()}
+    assert ranks == {"agreeing": 1, "fell_back": 0, "differing": 0, "silent": 1}
+
+
+def test_gauge_counts_a_layer_once_if_ranks_run_different_kernels(gauge, monkeypatch):
+    monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [mine] * 2))
+    for rank, kernel in enumerate(("triton", "aiter")):
+        another_engine()
+        for layer in layers().values():
+            layer.ran_kernel = kernel
+        with decided((1, 512, kernel)):
+            after_warm_up(rank=rank)
+    assert gauge("aiter_mla_kernel_layers") == {'engine="0",kernel="triton",model_name="m",tokens="1..512"': 2}
+    ranks = {name.split('"')[-2]: count for name, count in gauge("aiter_mla_ranks").items()}
+    assert ranks == {"agreeing": 1, "fell_back": 0, "differing": 1, "silent": 0}
 
 
 def test_gauge_of_a_skipped_engine_counts_all_its_layers(gauge, tmp_path):
@@ -909,7 +979,8 @@ def test_metrics_tell_ranks_that_fell_back_and_ranks_without_a_status(gauge, mon
         engage()
         after_warm_up(rank=rank)
     found = gauge("aiter_mla_ranks")
-    assert found == {f'{OF_ENGINE},state="{state}"': 1 for state in ("agreeing", "fell_back", "silent")}
+    counts = {"agreeing": 1, "fell_back": 1, "differing": 0, "silent": 1}
+    assert found == {f'{OF_ENGINE},state="{state}"': count for state, count in counts.items()}
 
 
 def stages(gauge, monkeypatch):
@@ -920,7 +991,7 @@ def stages(gauge, monkeypatch):
         engage()
         after_warm_up(rank=rank)
     ranks = {name.split('"')[-2]: count for name, count in gauge("aiter_mla_ranks").items()}
-    assert ranks == {"agreeing": 1, "fell_back": 1, "silent": 0}, "the stage counts as the others"
+    assert ranks == {"agreeing": 1, "fell_back": 1, "differing": 0, "silent": 0}, "the stage counts as the others"
 
 
 def test_metrics_tell_a_stage_that_engages_nothing(gauge, monkeypatch):

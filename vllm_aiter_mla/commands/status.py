@@ -16,7 +16,7 @@ from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.decided import Decision
 from vllm_aiter_mla.status.line import remedies, status_line
 from vllm_aiter_mla.status.record import RankStatus, group_by_engine, merge_ranks, records_of_all_ranks
-from vllm_aiter_mla.status.status_files import is_engine_alive, is_serving, read_records
+from vllm_aiter_mla.status.status_files import ServerLocks, read_records
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,12 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
                 f"status: {folder}: permission denied; run it as the server's user, or read the metrics",
                 outputs.EXIT_INCOMPLETE,
             )
-    by_engine = group_by_engine(read_records(folder, "*", unreadable_reasons.append))
-    engines = tuple(_engine_line(folder, engine_key, statuses) for engine_key, statuses in by_engine.items())
+    records = read_records(folder, "*", unreadable_reasons.append)
+    server_locks = ServerLocks(folder, records)
+    by_engine = group_by_engine(server_locks.without_ended_ranks(records))
+    engines = tuple(
+        _engine_line(folder, server_locks, engine_key, statuses) for engine_key, statuses in by_engine.items()
+    )
     has_unknown_engine = any(engine.serves is None or engine.silent != 0 for engine in engines)
     is_complete = engines and not unreadable_reasons and not has_unknown_engine
     exit_code = _exit_status(engines) if is_complete else outputs.EXIT_INCOMPLETE
@@ -115,11 +119,13 @@ def _print_engine(engine: EngineLine, decision_texts: Sequence[str]) -> None:
         typer.echo(outputs.fold_text(text))
 
 
-def _engine_line(folder: Path, engine_key: tuple[str, str, str], rank_statuses: Sequence[RankStatus]) -> EngineLine:
+def _engine_line(
+    folder: Path, server_locks: ServerLocks, engine_key: tuple[str, str, str], rank_statuses: Sequence[RankStatus]
+) -> EngineLine:
     """Return the line of one engine from the status files of its ranks; ``engine_key`` is (run, model, engine)."""
-    is_alive = is_serving(folder, rank_statuses)
+    is_alive = server_locks.is_serving(rank_statuses)
     if not is_alive:
-        engine_is_alive = is_engine_alive(folder, rank_statuses) if is_alive is False else None
+        engine_is_alive = server_locks.is_engine_alive(rank_statuses) if is_alive is False else None
         unknown_line = f"whether the server lives cannot be told from its locks in {folder}"
         line = unknown_line if engine_is_alive is None else ENDED_LINES[engine_is_alive]
         return EngineLine(*engine_key, line, {}, serves=None if engine_is_alive is None else False, whole=False)

@@ -200,7 +200,7 @@ def first_call_marker(folder: Path, prefix: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{prefix}-{secrets.token_hex(4)}.json"
     lock = _lock_of(path)
-    if not locks.hold(lock):
+    if not locks.try_hold(lock):
         raise OSError(f"{lock}: another process holds this lock")
     keep_marker = False
     try:
