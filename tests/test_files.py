@@ -19,7 +19,7 @@ from tests.support.statuses import record_of
 from vllm_aiter_mla import __version__, files, packages
 from vllm_aiter_mla.status import status_files
 from vllm_aiter_mla.status.record import RankStatus
-from vllm_aiter_mla.status.skips import Skips
+from vllm_aiter_mla.status.skips import KeptSkips
 
 PACKAGE = Path(files.__file__).parent
 
@@ -27,7 +27,7 @@ PACKAGE = Path(files.__file__).parent
 def test_a_stamp_names_schema_versions_time_and_host():
     stamp = files.stamp("status")
     assert set(vars(stamp)) == {"schema", "schema_version", "plugin", "vllm", "aiter", "time", "host"}
-    assert (stamp.schema, stamp.schema_version) == ("vllm-aiter-mla/status", 5)
+    assert (stamp.schema, stamp.schema_version) == ("vllm-aiter-mla/status", 6)
     assert (stamp.plugin, stamp.host) == (__version__, os.uname().nodename)
     now = datetime.now(UTC)
     assert timedelta(0) <= now - datetime.fromisoformat(stamp.time) < timedelta(minutes=1)
@@ -49,8 +49,8 @@ def test_a_file_is_replaced_in_one_step_with_the_mode_of_the_umask(tmp_path):
     path = tmp_path / "a.json"
     before = os.umask(0o077)
     try:
-        files.write(path, {"a": 1})
-        files.write(path, {"a": 2})
+        files.write_record(path, {"a": 1})
+        files.write_record(path, {"a": 2})
     finally:
         os.umask(before)
     assert files.load(path) == {"a": 2}
@@ -67,20 +67,20 @@ def test_a_symlink_is_replaced_and_never_followed(tmp_path, monkeypatch):
         link.symlink_to(target)
         with pytest.raises(OSError):
             files.load(link)
-        files.write(link, {"a": 1})
+        files.write_record(link, {"a": 1})
         assert not link.is_symlink()
         assert files.load(link) == {"a": 1}
         link.unlink()
     monkeypatch.setattr(files.secrets, "token_hex", lambda _: "guessed")
     (tmp_path / ".aiter-mla-guessed.new").symlink_to(precious)
     with pytest.raises(FileExistsError):
-        files.write(tmp_path / "a.json", {"a": 1})
+        files.write_record(tmp_path / "a.json", {"a": 1})
     assert precious.read_text() == "{}"
 
 
 @pytest.mark.parametrize("name", ["\u5c64" * 80, "a" * 250], ids=["three bytes a letter", "one"])
 def test_a_file_whose_name_is_as_long_as_the_file_system_takes_is_written(tmp_path, name):
-    files.write(path := tmp_path / f"{name}.json", {"a": 1})
+    files.write_record(path := tmp_path / f"{name}.json", {"a": 1})
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -88,7 +88,7 @@ def killed_while_writing(folder):
     """A process that is killed after it has begun to write a file into ``folder``; return what it has left."""
     code = (
         "import os, sys; from pathlib import Path; from vllm_aiter_mla import files\n"
-        "Path.replace = lambda *given: os._exit(9); files.write(Path(sys.argv[1], 'a.json'), {'a': 1})"
+        "Path.replace = lambda *given: os._exit(9); files.write_record(Path(sys.argv[1], 'a.json'), {'a': 1})"
     )
     assert subprocess.run([sys.executable, "-c", code, str(folder)], check=False).returncode == 9
     (left,) = folder.iterdir()
@@ -100,7 +100,7 @@ def test_a_file_of_a_process_that_was_killed_while_it_wrote_goes_with_a_later_st
     left = killed_while_writing(tmp_path)
     then = time.time() - seconds
     os.utime(left, (then, then))
-    status_files.write(tmp_path, record_of([]))
+    status_files.write_status(tmp_path, record_of([]))
     assert left.exists() is stays
 
 
@@ -115,9 +115,9 @@ def test_a_file_of_a_process_that_was_killed_while_it_wrote_goes_with_a_later_st
     ],
 )
 def test_a_file_of_another_kind_or_version_is_named_by_what_its_stamp_says(tmp_path, data, told):
-    files.write(path := tmp_path / "x.json", data)
+    files.write_record(path := tmp_path / "x.json", data)
     with pytest.raises(ValueError, match=rf"x\.json: {told}; this version reads skips \d+$"):
-        files.read(Skips, path)
+        files.read_record(KeptSkips, path)
 
 
 def test_a_number_that_json_lacks_is_named(tmp_path):
@@ -128,29 +128,30 @@ def test_a_number_that_json_lacks_is_named(tmp_path):
 
 def test_a_file_that_cannot_be_written_leaves_nothing_and_the_old_one(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
-    files.write(path, {"a": 1})
+    files.write_record(path, {"a": 1})
     with pytest.raises(TypeError):
-        files.write(path, {"a": object()})
+        files.write_record(path, {"a": object()})
     monkeypatch.setattr(Path, "replace", lambda *args: (_ for _ in ()).throw(OSError("planted")))
     with pytest.raises(OSError, match="planted"):
-        files.write(path, {"a": 2})
+        files.write_record(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 1}
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_device_is_written_to_and_stays(tmp_path):
     """Nothing is written in /dev: code that is broken would replace the machine's own devices."""
-    code = "from pathlib import Path\nfrom vllm_aiter_mla import files\nfiles.write(Path('/proc/self/fd/1'), {'a': 1})"
+    imports = "from pathlib import Path\nfrom vllm_aiter_mla.files import write_record\n"
+    code = f"{imports}write_record(Path('/proc/self/fd/1'), {{'a': 1}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == {"a": 1}
-    assert all(files.is_device(Path("/dev", name)) for name in ("stdout", "stderr", "null", "fd/1"))
+    assert all(files.is_stream(Path("/dev", name)) for name in ("stdout", "stderr", "null", "fd/1"))
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    files.write(pipe, {"a": 1})
+    files.write_record(pipe, {"a": 1})
     assert json.loads(os.read(reader, 100)) == {"a": 1}
     os.close(reader)
-    assert not files.is_device(Path("/dev/shm/status.json"))
+    assert not files.is_stream(Path("/dev/shm/status.json"))
 
 
 def test_every_schema_is_written_and_every_one_that_is_written_has_its_fields():
@@ -162,10 +163,10 @@ def test_every_schema_is_written_and_every_one_that_is_written_has_its_fields():
 
 
 def test_the_fields_of_the_status_file_are_those_that_are_written(tmp_path):
-    status_files.write(tmp_path, record_of([], 16, "fp8", 0))
+    status_files.write_status(tmp_path, record_of([], 16, "fp8", 0))
     record = json.loads(next(tmp_path.glob("status-*.json")).read_text())
     listed = {name for names in files.schemas()["status"]["fields"] for name in names.split(", ")}
-    assert listed | {files.STAMP_KEY} == {*record, "model_name", "engine"}, (
+    assert listed | {files.STAMP_KEY} == {*record, "model_name", "dp_index"}, (
         "startup adds the last two, as vLLM names them"
     )
 
@@ -196,7 +197,7 @@ def test_changing_one_source_changes_the_fingerprint(copy):
     assert len(seen) == 1 + len(parts)
 
 
-@pytest.mark.parametrize("part", sorted(packages.PARTS_WITHOUT_GRAPHS))
+@pytest.mark.parametrize("part", sorted(packages.PARTS_OUTSIDE_CACHE_KEY))
 def test_a_change_that_decides_no_graph_and_no_number_keeps_the_fingerprint(copy, part):
     before = packages.fingerprint_of(copy, __version__)
     for new in (copy / part / "new.py", copy / f"{part}.py"):
@@ -254,14 +255,14 @@ class Kept:
 
     def __init__(self, folder):
         self.folder, self.old = folder, folder / "skips-old-0.json"
-        files.write(self.old, Skips({}))
+        files.write_record(self.old, KeptSkips({}))
 
     def after(self, seconds, used=False):
         """Whether the old file is still there once another start has kept its own, so many seconds later."""
         os.utime(self.old, (time.time() - seconds,) * 2)
         if used:
-            files.read_kept(Skips, self.old)
-        files.keep(self.folder / "skips-new-0.json", Skips({}), "skips-*.json")
+            files.read_from_earlier_start(KeptSkips, self.old)
+        files.write_for_later_starts(self.folder / "skips-new-0.json", KeptSkips({}), "skips-*.json")
         return self.old.exists()
 
 
@@ -294,7 +295,7 @@ def test_a_kept_file_that_cannot_be_removed_costs_nothing(tmp_path, monkeypatch)
 
 @pytest.mark.mutation
 def test_mutation_a_reader_that_does_not_note_the_use_is_caught(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "read_kept", files.read)
+    monkeypatch.setattr(files, "read_from_earlier_start", files.read_record)
     assert not Kept(tmp_path).after(files.MAX_UNUSED_SECONDS + 60, used=True)
 
 

@@ -19,11 +19,11 @@ def test_a_lock_in_a_folder_that_takes_no_file_is_an_error_and_held_by_nobody():
 @pytest.mark.parametrize("left", ["nothing", "a file that nobody holds"])
 def test_a_held_lock_whose_file_somebody_removed_is_made_again(tmp_path, left):
     lock = tmp_path / "lock-x"
-    assert locks.hold(lock)
+    assert locks.try_hold(lock)
     lock.unlink()
     if left != "nothing":
         lock.touch()
-    assert (locks.is_held(lock), locks.hold(lock), locks.is_held(lock)) == (False, True, True)
+    assert (locks.is_held(lock), locks.try_hold(lock), locks.is_held(lock)) == (False, True, True)
     locks.release(lock)
     assert not lock.exists()
 
@@ -88,11 +88,25 @@ def test_a_lock_that_another_process_looks_at_to_remove_it_is_held_by_nobody(tmp
     os.close(looks)
 
 
+def test_many_locks_are_asked_about_with_one_wait(tmp_path, monkeypatch):
+    names, waits = [tmp_path / f"lock-{number}" for number in range(4)], []
+    for lock in names[:2]:
+        locks.hold(lock)
+    names[2].touch()
+    monkeypatch.setattr(locks.time, "sleep", waits.append)
+    assert list(locks.held_states(names).values()) == [True, True, False, False]
+    assert len(waits) == 1
+    for lock in names[:2]:
+        locks.release(lock)
+    assert set(locks.held_states(names).values()) == {False}
+    assert len(waits) == 1, "no lock seems to be held"
+
+
 def test_two_threads_that_take_a_removed_lock_again_both_hold_it(tmp_path):
     lock = tmp_path / "lock-x"
     for _ in range(20):
-        assert locks.hold(lock)
+        assert locks.try_hold(lock)
         lock.unlink()
         with ThreadPoolExecutor(4) as threads:
-            assert list(threads.map(lambda _: locks.hold(lock), range(4))) == [True] * 4
+            assert list(threads.map(lambda _: locks.try_hold(lock), range(4))) == [True] * 4
         locks.release(lock)

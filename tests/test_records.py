@@ -28,7 +28,7 @@ from vllm_aiter_mla.startup import first_call
 from vllm_aiter_mla.startup.kept_figures import KeptFigures
 from vllm_aiter_mla.status.line import status_line
 from vllm_aiter_mla.status.record import RankStatus, ShapeTiming
-from vllm_aiter_mla.status.skips import Skips
+from vllm_aiter_mla.status.skips import KeptSkips
 from vllm_aiter_mla.verify.results import Verification
 
 VERSIONS = files.schemas()
@@ -93,7 +93,7 @@ def records(cls, **made):
 JSON_BY_NAME = st.dictionaries(TEXT, JSON, max_size=3)
 RECORDS = {
     "status": records(RankStatus, rank=st.integers(0, 99), ranks=st.integers(0, 99)),
-    "skips": records(Skips),
+    "skips": records(KeptSkips),
     "measured": records(KeptFigures, key=JSON_BY_NAME, rounds=rounds()),
     "tuned": records(
         TunedTiles, chosen=st.dictionaries(TEXT, TEXT.map(lambda tile: spans((1, 4, tile), (5, 9, tile))))
@@ -110,8 +110,8 @@ RECORDS = {
 
 def read_back(folder, record):
     path = folder / "record.json"
-    files.write(path, record)
-    return files.read(type(record), path)
+    files.write_record(path, record)
+    return files.read_record(type(record), path)
 
 
 def test_records_of_every_schema_that_the_package_reads_are_in_the_table():
@@ -144,7 +144,7 @@ def test_i16_the_line_of_records_from_a_file_is_that_of_the_record(tmp_path):
 def keys_stay_strings(cls, path, data, part=files.parse_unstamped):
     """What ``json.load`` makes of token counts."""
     found = part(cls, path, data)
-    for one in getattr(found, "measured", ()):
+    for one in getattr(found, "shape_timings", ()):
         object.__setattr__(one, "us", {str(tokens): by for tokens, by in one.us.items()})
     return found
 
@@ -153,15 +153,16 @@ def keys_stay_strings(cls, path, data, part=files.parse_unstamped):
 @pytest.mark.parametrize(
     ("name", "plant", "seen"),
     [
-        ("parse_unstamped", keys_stay_strings, r"Differing attributes:\s+\['measured'\]"),
+        ("parse_unstamped", keys_stay_strings, r"Differing attributes:\s+\['shape_timings'\]"),
         ("to_plain", lambda value, plain=files.to_plain: json.loads(json.dumps(plain(value)), parse_int=str),
-         ": status 5; this version reads status 5"),
-        ("schema_of", lambda cls: "skips", ": status 5; this version reads skips "),
+         ": status 6; this version reads status 6"),
+        ("schema_of", lambda cls: "skips", ": status 6; this version reads skips "),
     ],
 )  # fmt: skip
 def test_mutation_i16_records_that_change_on_the_way_are_caught(tmp_path, monkeypatch, name, plant, seen):
     us = {64: {"triton": 5.0, "vllm": 10.0}}
-    found = replace(record_of(["a"], 64, "fp8", 0), measured=(ShapeTiming("s", ("a",), spans((1, 64, "triton")), us),))
+    timing = ShapeTiming("s", ("a",), spans((1, 64, "triton")), us)
+    found = replace(record_of(["a"], 64, "fp8", 0), shape_timings=(timing,))
     assert read_back(tmp_path, found) == found
     monkeypatch.setattr(files, name, plant)
     with pytest.raises((AssertionError, ValueError), match=seen):
@@ -174,26 +175,26 @@ def test_records_hold_infinities_as_json_that_others_can_read(tmp_path):
     found = Measurement({}, "fp8", (), {}, "")
     found = replace(found, rows=(Row(1, 16, "fp8", {"vllm": math.inf}, {}, -math.inf),))
     path = tmp_path / "record.json"
-    files.write(path, found)
+    files.write_record(path, found)
     json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
-    assert files.read(Measurement, path) == found
+    assert files.read_record(Measurement, path) == found
 
 
 @pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
 @pytest.mark.parametrize(
     "record",
-    [record_of(["a"], 16, "fp8", 0), Skips({"a": Skip("dtype", "x")}), first_call.FirstCall("1-a"),
+    [record_of(["a"], 16, "fp8", 0), KeptSkips({"a": Skip("dtype", "x")}), first_call.FirstCall("1-a"),
      KeptFigures({"card": "x"}, {1: {"vllm": [1.0]}}), Measurement({}, "fp8", (), {}, ""), CheckRun("m", 0, ()),
      Verification(0, {}, "x", None, {}, ())],
     ids=lambda record: type(record).__name__,
 )  # fmt: skip
 def test_bad_records_are_one_line_that_names_the_file(tmp_path, record, spoil):
     path = tmp_path / "record.json"
-    files.write(path, record)
-    assert files.read(type(record), path) == record
+    files.write_record(path, record)
+    assert files.read_record(type(record), path) == record
     spoil(path)
     with pytest.raises((OSError, ValueError)) as caught:
-        files.read(type(record), path)
+        files.read_record(type(record), path)
     assert str(path) in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
     if path.is_fifo():

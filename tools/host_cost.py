@@ -108,7 +108,7 @@ def measure(rounds: int) -> list[Row]:
                 ratios = [ours / vllm if vllm else 0.0 for vllm, ours in halves]
                 best = [min(half) for half in zip(*halves, strict=True)]
                 rows.append(Row(kernel, cache, batch, mode, *best, abs(ratios[0] - ratios[1])))
-            ran = Layer.of(layer).ran
+            ran = Layer.of(layer).ran_kernel
             if batch == "all decode" and ran != kernel:
                 raise RuntimeError(f"our op ran {ran}, not {kernel}: nothing was compared")
     return rows

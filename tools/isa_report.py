@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
     ]
     print("\n\n".join(map(text, reports)))
     if options.json is not None:
-        files.write(options.json, reports)
+        files.write_record(options.json, reports)
     rows = [row for report in reports for row in report["rows"]]
     broken = sum(len(row["breaches"]) for row in rows)
     print(f"\n{len(rows)} variants, {broken} broken bounds")

@@ -395,7 +395,8 @@ def run(argv: Sequence[str]) -> int:
     if given.out:
         files.write_text(given.out, text)
     if given.json:
-        files.write(given.json, Serving(f"serving {given.what}", given.model, facts, "; ".join(said[ON]), **measured))
+        record = Serving(f"serving {given.what}", given.model, facts, "; ".join(said[ON]), **measured)
+        files.write_record(given.json, record)
     return 0 if valid else 1
 
 

@@ -22,7 +22,7 @@ class Span:
     kernel: str  # its name; among tuned tiles the label of a tile, which is a variant of our Triton kernel
 
     @property
-    def tokens(self) -> str:
+    def tokens_text(self) -> str:
         """The token counts as text, such as "1..64"."""
         return f"{self.first}..{self.last}"
 
@@ -60,18 +60,18 @@ class RejectedKernel:
 class Decision:
     """Which kernels run a layer."""
 
-    kernels: Spans  # if empty, vLLM's own graph runs at every token count
-    skip: Skip | None  # why ``kernels`` is empty
-    passed_over: tuple[RejectedKernel, ...]  # each candidate that runs at no token count
+    kernel_spans: Spans  # if empty, vLLM's own graph runs at every token count
+    skip: Skip | None  # why ``kernel_spans`` is empty
+    rejected_kernels: tuple[RejectedKernel, ...]  # each candidate that runs at no token count
 
     def kernel_at(self, tokens: int) -> str:
         """Return the kernel that runs the layer at ``tokens``. Beyond the last span, return its kernel."""
-        return kernel_at(self.kernels, tokens) or VLLM
+        return kernel_at(self.kernel_spans, tokens) or VLLM
 
     @property
     def our_kernels(self) -> tuple[str, ...]:
         """The kernels of ours that run at some token count, in the order of their token counts."""
-        return tuple(dict.fromkeys(span.kernel for span in self.kernels if span.kernel != VLLM))
+        return tuple(dict.fromkeys(span.kernel for span in self.kernel_spans if span.kernel != VLLM))
 
     @property
     def our_first_kernel(self) -> str:

@@ -11,8 +11,9 @@ open**, in ``log.warned``: a file or a correction that fails costs one warning.
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from threading import Thread
 from typing import Any
@@ -28,9 +29,9 @@ from vllm_aiter_mla.serving.layer import GRAPHS_KEEP, Layer
 from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
 from vllm_aiter_mla.startup import checks, first_call, prefill, timing
 from vllm_aiter_mla.status import skips, status_files
-from vllm_aiter_mla.status.engine_status import EngineStatus, LayerState
+from vllm_aiter_mla.status.engine_status import EngagementChanges, EngineStatus, LayerState
 from vllm_aiter_mla.status.line import status_line
-from vllm_aiter_mla.status.record import RankSetup, RankStatus, merge_ranks
+from vllm_aiter_mla.status.record import RankStatus, merge_ranks
 
 RELOAD_METHODS = ("reload_weights", "update_weights", "finish_weight_update")
 """Methods by which vLLM's workers take new weights while they serve."""
@@ -257,7 +258,7 @@ class Engine:
                 return
         states = self._layer_states()
         with log.warned("the status could not be corrected"):
-            _log_changes_by_reload(*self.status.update(states))
+            _log_changes_by_reload(self.status.update(states))
 
     def _layer_states(self) -> dict[str, LayerState]:
         """Return the states of the layers by name. If a decision raises, its layer runs vLLM's own kernels."""
@@ -290,7 +291,10 @@ class Engine:
                 with self.guard_decision("no status line could be made", ()):
                     record = self._make_record()
             if record is not None:
-                self._write_record(record, len(records))
+                num_ranks = len(records)  # 0 if they could not be gathered
+                record = replace(record, ranks=num_ranks)
+                records = [None if each is None else replace(each, ranks=num_ranks) for each in records]
+                self._write_record(record)
                 with self.guard_decision("no status line could be said", ()):
                     self._require_engaged_layer(records, record)
                     self._say_status_line(records or [record], record)
@@ -316,7 +320,7 @@ class Engine:
         states = self._layer_states()
         with log.warned("the reasons of skipped layers could not be kept or read"):
             self.status.add_kept_skips(self._keep_skips(self.worker.rank))
-        setup = RankSetup(
+        base = RankStatus(
             rank=self.worker.rank,
             integration=self.our_pass.integration,
             card=current_platform().arch,
@@ -325,10 +329,10 @@ class Engine:
             capture_sizes=tuple(sizes.captured),
             full_graphs=tuple(sizes.full),
             model_name=labels["model_name"],
-            engine=labels["engine"],
+            dp_index=labels["engine"],
             run=status_files.ensure_run_name(),
         )
-        return self.status.make_record(states, setup)
+        return self.status.make_record(states, base)
 
     def _require_engaged_layer(self, records: Sequence[RankStatus | None], record: RankStatus) -> None:
         """End the start if all layers of this rank are skipped, or if it has no layer and no other rank engages one.
@@ -337,7 +341,7 @@ class Engine:
             SettingsError: no layer engaged, in strict mode.
         """
         is_any_rank_engaged = any(rank is not None and rank.engaged for rank in records)
-        if not record.engaged and (record.total or not is_any_rank_engaged):
+        if not record.engaged and (record.num_layers or not is_any_rank_engaged):
             self.end_strict_start(status_line(record))
 
     def _say_status_line(self, records: Sequence[RankStatus | None], record: RankStatus) -> None:
@@ -346,11 +350,11 @@ class Engine:
             merged = merge_ranks(records)
             level = logging.INFO if merged.engaged and merged.ranks_agree else logging.WARNING
             # Each engine of a process gets a line, even if the line equals that of the last engine.
-            log.say(level, status_line(*records, replica=compat_config.replica(self.config)))
+            log.say(level, status_line(*records, dp_index=compat_config.replica(self.config)))
 
-    def _write_record(self, record: RankStatus, num_ranks: int) -> None:
+    def _write_record(self, record: RankStatus) -> None:
         """Set the record, which later failures correct, and write its file; a failed write costs only a warning."""
-        self.status.set_record(record, num_ranks)
+        self.status.set_record(record)
         with log.warned("the status file could not be written"):
             self.status.write(compat_config.cache_folder())
 
@@ -362,7 +366,7 @@ class Engine:
         folder, key = compat_config.cache_folder(), str(self.config.compute_hash())
         if not self.status.compiled:
             return skips.read(folder, key, rank)
-        called_layers = [layer.name for layer in self.layers if layer.ran or layer.would_run]
+        called_layers = [layer.name for layer in self.layers if layer.ran_kernel or layer.possible_kernels]
         graph_skips = {layer.name: layer.graph_skip for layer in self.layers if layer.decision.skip is None}
         skipped = {name: skip for name, skip in graph_skips.items() if skip is not None}
         return skips.add(folder, key, rank, skipped, called_layers)
@@ -391,14 +395,14 @@ def _answer_other_ranks(answer: Callable[[], None]) -> Iterator[None]:
     answer()
 
 
-def _log_changes_by_reload(fell_back: Mapping[str, Skip], reengaged_layers: Sequence[str]) -> None:
+def _log_changes_by_reload(changes: EngagementChanges) -> None:
     """Log which layers fell back after a reload, with one line for each reason, and how many are engaged again."""
-    for reload_skip in dict.fromkeys(fell_back.values()):
-        names = [name for name, skip in fell_back.items() if skip == reload_skip]
+    for reload_skip in dict.fromkeys(changes.fell_back.values()):
+        names = [name for name, skip in changes.fell_back.items() if skip == reload_skip]
         effect = f"{len(names)} MLA layer(s) run vLLM's own attention since weights were loaded again"
         log.say(logging.ERROR, f"{effect}; {GRAPHS_KEEP}: {names[0]}: {reload_skip.reason}")
-    if reengaged_layers:
-        log.say(logging.INFO, f"{len(reengaged_layers)} MLA layer(s) engage again since weights were loaded")
+    if changes.reengaged:
+        log.say(logging.INFO, f"{len(changes.reengaged)} MLA layer(s) engage again since weights were loaded")
 
 
 def _lacks_absorbed_weight(layer: Layer) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -78,9 +79,10 @@ def stamp(schema: str, version: int | None = None) -> Stamp:
 
 
 @functools.cache
-def schemas() -> dict[str, dict[str, Any]]:
+def schemas() -> Mapping[str, Mapping[str, Any]]:
     """Return for each layout its "version", which command or step has "written" it, and its "fields" in words."""
-    return json.loads((Path(__file__).parent / "schemas.json").read_text(encoding="utf-8"))
+    by_name = json.loads((Path(__file__).parent / "schemas.json").read_text(encoding="utf-8"))
+    return MappingProxyType({name: MappingProxyType(schema) for name, schema in by_name.items()})
 
 
 def stamp_field(schema: str) -> Any:
@@ -93,7 +95,7 @@ def schema_of(cls: type) -> str:
     return str(cls.__dataclass_fields__[STAMP_KEY].metadata["schema"])  # type: ignore[attr-defined]
 
 
-def write(path: Path, record: Any) -> None:
+def write_record(path: Path, record: Any) -> None:
     """Write a record, or plain containers, as JSON; see ``write_text``.
 
     Raises:
@@ -104,7 +106,7 @@ def write(path: Path, record: Any) -> None:
 
 
 def to_json(record: Any) -> str:
-    """Return a record as JSON text. JSON has no infinite float, so this becomes a text that ``read`` understands."""
+    """Return a record as JSON text. An infinite float or a NaN becomes a string, which reading converts back."""
     return json.dumps(to_plain(record), indent=1, allow_nan=False) + "\n"
 
 
@@ -127,7 +129,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         OSError: the file cannot be written; no unfinished file remains.
     """
-    if is_device(path):
+    if is_stream(path):
         with path.open("a", encoding="utf-8") as stream:  # /dev/stdout may be a file that the shell appends to
             stream.write(text)
         return
@@ -142,7 +144,7 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
-def keep(path: Path, record: Any, pattern: str) -> None:
+def write_for_later_starts(path: Path, record: Any, pattern: str) -> None:
     """Write a record for later starts, and remove such files that no start has used for ``MAX_UNUSED_SECONDS``.
 
     A card, a build or a host that is gone leaves its files behind. A file is removed by its age, whoever wrote the
@@ -158,7 +160,7 @@ def keep(path: Path, record: Any, pattern: str) -> None:
         OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    write(path, record)
+    write_record(path, record)
     remove_old_files(path.parent, pattern, MAX_UNUSED_SECONDS)
 
 
@@ -170,15 +172,15 @@ def remove_old_files(folder: Path, pattern: str, max_age_seconds: float) -> None
                 path.unlink()
 
 
-def read_kept(cls: type[Record], path: Path) -> Record:
-    """Return the record that an earlier start has kept in ``path``, and mark the file as used; raise as ``read``."""
-    record = read(cls, path)
+def read_from_earlier_start(cls: type[Record], path: Path) -> Record:
+    """Return the record that an earlier start wrote, and mark the file as used; raise as ``read_record``."""
+    record = read_record(cls, path)
     with contextlib.suppress(OSError):  # another user owns the file
         os.utime(path, follow_symlinks=False)
     return record
 
 
-def read(cls: type[Record], path: Path) -> Record:
+def read_record(cls: type[Record], path: Path) -> Record:
     """Return the record in ``path``, without following a symlink.
 
     Raises:
@@ -190,7 +192,7 @@ def read(cls: type[Record], path: Path) -> Record:
 
 
 def load(path: Path) -> Any:
-    """Return the JSON in ``path``, with the errors of ``read``; for a caller that does not know the kind of record."""
+    """Return the JSON in ``path``, for a caller that does not know the kind of record; raise as ``read_record``."""
     # With O_NONBLOCK, opening a pipe does not wait for its writer.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -254,7 +256,7 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
 
 
-def is_device(path: Path) -> bool:
+def is_stream(path: Path) -> bool:
     """Return whether ``path`` is a stream of this process, a device or a pipe, and not a symlink to one of these."""
     if path.absolute().parent in _STREAMS or str(path.absolute()) in ("/dev/stdout", "/dev/stderr"):
         return True

@@ -93,7 +93,7 @@ def _make_pass(vllm_config: Any, engagement: Engagement, settings: Settings) -> 
 
     with log.warned("the metrics are not available"):
         with suppress(OSError):  # the workers warn if they cannot write their status there
-            status_files.hold_run_lock(compat_config.cache_folder())
+            status_files.ensure_run_lock(compat_config.cache_folder())
         metrics.register_metrics(compat_config.cache_folder())
     chained = compat_config.wrapped_pass(vllm_config.compilation_config)
     return AiterMLAPipeline(
@@ -114,12 +114,13 @@ def _report_skip(facts: ConfigView, skip: Skip, settings: Settings) -> None:
     # The workers then run none of our code, so the process that built the config writes one record for all ranks.
     with log.warned("the status file could not be written"):
         folder = compat_config.cache_folder()
+        status_files.ensure_run_lock(folder)
         record = record_of_skipped_engine(
-            skip, facts.layers, kv_cache_dtype=facts.kv_cache_dtype, model_name=facts.model_name, engine=facts.engine,
-            run=status_files.hold_run_lock(folder),
+            skip, facts.layers, kv_cache_dtype=facts.kv_cache_dtype, model_name=facts.model_name, dp_index=facts.engine,
+            run=status_files.ensure_run_name(),
         )  # fmt: skip
         metrics.register_metrics(folder)
-        status_files.write(folder, record)
+        status_files.write_status(folder, record)
 
 
 def _engagement_lines(facts: ConfigView, engagement: Engagement, settings: Settings) -> list[str]:

@@ -8,12 +8,13 @@ lock when its process ends, even after a crash.
 import fcntl
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 ACQUIRE_TIMEOUT_SECONDS = 0.1
-"""How long ``hold`` waits for a lock: another process holds the lock for an instant while it probes the lock."""
+"""How long ``try_hold`` waits for a lock: another process holds the lock for an instant while it probes the lock."""
 PROBE_INTERVAL_SECONDS = 0.01
 """Time to the second probe of a lock that seems to be held: ``remove_if_free`` holds a lock for an instant."""
 # By process id and path. A forked process does not hold the locks of its parent, because filelock 3.30.3 and later
@@ -21,7 +22,16 @@ PROBE_INTERVAL_SECONDS = 0.01
 _file_locks: dict[tuple[int, Path], FileLock] = {}
 
 
-def hold(lock: Path) -> bool:
+def hold(lock: Path) -> None:
+    """Hold a lock file until ``release`` or the end of this process, unless another process holds the lock.
+
+    Raises:
+        OSError: the file cannot be made or locked.
+    """
+    try_hold(lock)
+
+
+def try_hold(lock: Path) -> bool:
     """Hold a lock file until ``release`` or the end of this process; return False if another process holds the lock.
 
     If somebody has removed a lock file that this process holds, no other process sees the lock. Then make the file
@@ -32,7 +42,7 @@ def hold(lock: Path) -> bool:
     """
     key = (os.getpid(), lock)
     old_file_lock = _file_locks.get(key)
-    if old_file_lock is not None and is_held(lock) is False:
+    if old_file_lock is not None and seems_held(lock) is False:
         _file_locks.pop(key, None)  # another thread may have removed the key
         old_file_lock.release()
     if key not in _file_locks:
@@ -54,12 +64,22 @@ def release(lock: Path) -> None:
 
 
 def is_held(lock: Path) -> bool | None:
-    """Return whether a living process holds a lock file; None if this is not known."""
-    is_locked = _probe(lock, remove=False)
-    if is_locked:  # perhaps only by a process that is in ``remove_if_free``
+    """Return whether a living process holds a lock file; None if this is not known. A missing file counts as free."""
+    return held_states([lock])[lock]
+
+
+def held_states(lock_paths: Iterable[Path]) -> dict[Path, bool | None]:
+    """Return for each lock file what ``is_held`` returns. However many locks seem to be held, wait once."""
+    states = {lock: seems_held(lock) for lock in lock_paths}
+    locked = [lock for lock, is_locked in states.items() if is_locked]
+    if locked:  # perhaps only by a process that is in ``remove_if_free``
         time.sleep(PROBE_INTERVAL_SECONDS)
-        is_locked = _probe(lock, remove=False)
-    return is_locked
+    return states | {lock: seems_held(lock) for lock in locked}
+
+
+def seems_held(lock: Path) -> bool | None:
+    """Return what ``is_held`` returns, without a wait: a process in ``remove_if_free`` counts as a holder."""
+    return _probe(lock, remove=False)
 
 
 def remove_if_free(lock: Path) -> bool | None:

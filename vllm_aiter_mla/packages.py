@@ -14,7 +14,7 @@ from vllm_aiter_mla import __version__
 
 AITER = ("amd-aiter", "aiter")
 """Names of AITER's distribution; PyPI's ``aiter`` is another project."""
-PARTS_WITHOUT_GRAPHS = frozenset({"status", "commands", "verify"})
+PARTS_OUTSIDE_CACHE_KEY = frozenset({"status", "commands", "verify"})
 """Parts of the package that change neither a graph nor a result; a change there must not recompile a model."""
 
 
@@ -65,7 +65,7 @@ def fingerprint_of(root: Path, version: str) -> str:
     """Return the fingerprint of the package at ``root``: the version, and a hash of relative paths and contents."""
     digest = hashlib.sha256(version.encode())
     modules = (path.relative_to(root) for path in root.rglob("*.py"))
-    sources = (path for path in modules if Path(path.parts[0]).stem not in PARTS_WITHOUT_GRAPHS)
+    sources = (path for path in modules if Path(path.parts[0]).stem not in PARTS_OUTSIDE_CACHE_KEY)
     for name in sorted(path.as_posix() for path in sources):
         encoded_name, content = name.encode(), (root / name).read_bytes()
         # The lengths distinguish "ab" + "c" from "a" + "bc".

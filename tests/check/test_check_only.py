@@ -105,7 +105,7 @@ def aborted(tmp_path):
         [sys.executable, "-m", "vllm_aiter_mla", *line], capture_output=True, text=True, cwd=ROOT,
         env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "COLUMNS": "200"},
     )  # fmt: skip
-    return done, files.read(CheckRun, path)
+    return done, files.read_record(CheckRun, path)
 
 
 @pytest.mark.slow
@@ -237,7 +237,7 @@ def test_a_run_that_is_cut_off_keeps_the_cases_that_ended(monkeypatch, tmp_path)
     monkeypatch.setattr(process, "call", call)
     with pytest.raises(process.SignalError, match="0 of 1 steps ended"):
         app(["check", "--only", "kernels", "--device", "cpu", "--json", str(path)], standalone_mode=False)
-    found = files.read(CheckRun, path)
+    found = files.read_record(CheckRun, path)
     (step,) = found.steps
     assert (found.exit, step.name, step.status) == (None, "kernels", "cut off")
     assert [one["case"] for one in step.data["results"]] == ["fresh-data"]
@@ -245,12 +245,12 @@ def test_a_run_that_is_cut_off_keeps_the_cases_that_ended(monkeypatch, tmp_path)
 
 def test_a_run_that_is_cut_off_at_once_leaves_no_older_record(monkeypatch, tmp_path):
     path = tmp_path / "check.json"
-    files.write(path, CheckRun("another", 0, (Step("passed", "", name="machine"),)))
+    files.write_record(path, CheckRun("another", 0, (Step("passed", "", name="machine"),)))
     interrupted = steps.StepSpec(raising(process.SignalError(process.signal.SIGINT)), needs_model=False)
     monkeypatch.setitem(steps.STEPS, "machine", interrupted)
     with pytest.raises(process.SignalError, match="0 of 1 steps ended"):
         app(["check", "--only", "machine", "--json", str(path)], standalone_mode=False)
-    found = files.read(CheckRun, path)
+    found = files.read_record(CheckRun, path)
     assert (found.model, found.exit, found.steps) == (None, None, ())
 
 

@@ -62,7 +62,7 @@ ANSWER = engine.EngineAnswer(
     rank_statuses=(
         replace(
             record_of(["layer"], 16, "fp8", 0), engaged={"layer": "aiter"}, skipped={},
-            decided=(DecisionGroup(("layer",), decision((1, 16, "aiter"))),),
+            decision_groups=(DecisionGroup(("layer",), decision((1, 16, "aiter"))),),
         ),
     ),
 )  # fmt: skip
@@ -192,7 +192,7 @@ def a_wrong_kernel(card: dict[str, Any]) -> None:
 
 
 def span(kernel: str) -> dict[str, Any]:
-    return {"first": 1, "last": 16, "kernel": kernel, "detail": "", "passed_over": []}
+    return {"first": 1, "last": 16, "kernel": kernel, "detail": "", "rejected_kernels": []}
 
 
 def an_aiter_that_does_not_saturate(card: dict[str, Any]) -> None:
@@ -261,7 +261,7 @@ def a_draft(card: dict[str, Any], *skips: Skip) -> None:
     skipped = dict(enumerate([Skip(VLLM_FASTER, "it is faster"), *skips]))
     rank = replace(
         ANSWER.rank_statuses[0],
-        total=1 + len(skipped),
+        num_layers=1 + len(skipped),
         skipped={f"draft {number}": skip for number, skip in skipped.items()},
     )
     let_answer(card, "on", rank_statuses=(rank,))
@@ -348,11 +348,8 @@ def test_a_models_timing_without_a_baseline_is_unknown(card: dict[str, Any]) -> 
 
 
 def kernels_by_tokens(card: dict[str, Any], *spans: tuple[int, int, str]) -> None:
-    let_answer(
-        card,
-        "on",
-        rank_statuses=(replace(ANSWER.rank_statuses[0], decided=(DecisionGroup(("layer",), decision(*spans)),)),),
-    )
+    groups = (DecisionGroup(("layer",), decision(*spans)),)
+    let_answer(card, "on", rank_statuses=(replace(ANSWER.rank_statuses[0], decision_groups=groups),))
 
 
 @pytest.mark.parametrize(("fastest", "status"), [("vllm", "passed"), ("aiter", "failed")])
@@ -643,7 +640,7 @@ def test_a_step_whose_process_ends_has_failed_and_the_record_says_how(
     path = tmp_path / "check.json"
     done = CliRunner().invoke(app, ["check", "deepseek-r1", "-tp", "8", "--json", str(path)])
     assert done.exit_code == 1, done.output
-    found = {one.name: one for one in files.read(CheckRun, path).steps}
+    found = {one.name: one for one in files.read_record(CheckRun, path).steps}
     assert failed(found) == [step]
     assert said.format(how=in_process.ENDED.ending, line=in_process.ENDED.lines[-1]) in found[step].detail
     assert [name for name, one in found.items() if one.status == "skipped"] == skipped
@@ -764,7 +761,7 @@ def test_a_check_that_is_cut_off_leaves_the_steps_before(card: dict[str, Any], t
     path = tmp_path / "check.json"
     with mock.patch.object(engine_steps, "run_engine", raising(Cut())), pytest.raises(Cut):
         app(["check", "deepseek-r1", "-tp", "8", "--json", str(path)], standalone_mode=False)
-    kept = files.read(CheckRun, path)
+    kept = files.read_record(CheckRun, path)
     assert kept.exit is None
     assert [step.name for step in kept.steps] == ["machine", "plan", "issues", "kernels", "timing"]
 
@@ -792,6 +789,6 @@ def test_an_engine_of_random_weights_has_a_layer_for_each_stage(
 
 def test_a_stage_without_an_mla_layer_is_no_layer_that_did_not_engage() -> None:
     whole = ANSWER.rank_statuses[0]
-    stage = replace(whole, rank=1, total=0, engaged={}, skipped={})
+    stage = replace(whole, rank=1, num_layers=0, engaged={}, skipped={})
     assert engine_steps._not_engaged_reason(replace(ANSWER, rank_statuses=(whole, stage))) is None
     assert engine_steps._not_engaged_reason(replace(ANSWER, rank_statuses=(stage,))) is not None

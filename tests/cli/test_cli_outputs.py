@@ -64,7 +64,7 @@ def test_a_link_is_replaced_wherever_it_leads(tmp_path):
     for name, target in (("loop", "loop"), ("dangling", "no/such"), ("leads", "file")):
         (tmp_path / name).symlink_to(tmp_path / target)
         assert outputs.unwritable_reason(tmp_path / name) is None
-        files.write(tmp_path / name, {})
+        files.write_record(tmp_path / name, {})
         assert (tmp_path / name).read_text() == "{}\n"
         assert not (tmp_path / name).is_symlink()
 

@@ -31,18 +31,22 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     for run in ("7-a", "8-b"):
         monkeypatch.setenv(status_files.RUN_VARIABLE, run)
-        status_files.hold_run_lock(tmp_path / "aiter_mla")
+        status_files.ensure_run_lock(tmp_path / "aiter_mla")
     return tmp_path / "aiter_mla"
 
 
-def write(folder, run, engine, rank, engaged=NAMES, names=NAMES, ranks=0, ended=False):
-    """Write a rank's file; unless its engine has ended, this process holds its lock."""
+def write(folder, run, engine, rank, engaged=NAMES, names=NAMES, ranks=1, ended=False):
+    """Write a rank's file; this process holds its lock, or the lock of an engine that has ended is free."""
     skipped = {name: Skip("kernel_shape", "wrong") for name in names if name not in engaged}
-    record = replace(record_of(names, 512, "fp8", rank), run=run, engine=engine, model_name="r1", measured=TIMED)
+    record = replace(record_of(names, 512, "fp8", rank), run=run, dp_index=engine, model_name="r1", shape_timings=TIMED)
     path = folder / f"status-{run}-{engine}-{rank}.json"
-    files.write(path, replace(record, engaged=dict.fromkeys(engaged, "triton"), skipped=skipped, ranks=ranks))
-    if not ended:
-        locks.hold(folder / f"lock-{path.stem}-{record.instance}")
+    files.write_record(path, replace(record, engaged=dict.fromkeys(engaged, "triton"), skipped=skipped, ranks=ranks))
+    lock = folder / f"lock-{path.stem}-{record.engine_id}"
+    if ended:
+        lock.touch()
+        (folder / f"lock-status-{run}").touch()
+    else:
+        locks.hold(lock)
     return path
 
 
@@ -53,7 +57,7 @@ def run(*options):
 def test_each_data_parallel_engine_of_a_server_has_its_line(folder):
     for engine in ("0", "1"):
         for rank in (0, 1):
-            write(folder, "7-a", engine, rank)
+            write(folder, "7-a", engine, rank, ranks=2)
     found = run()
     assert found.exit_code == 0, found.output
     assert [line.split(": ")[1].split(" (")[0] for line in found.output.splitlines()] == [
@@ -67,16 +71,16 @@ def test_layer_prints_what_was_decided_and_why_each_other_kernel_does_not_run(fo
     figures = Figures({64: {"aiter": [4.0] * 4, "triton": [5.0] * 4, "vllm": [9.0] * 4}})
     checks = {"aiter": Checked("aiter: self-check FAILED: q nope"), "triton": PASSED}
     found = decide(LayerFacts(None, offers, (512,)), checks, figures, Settings())
-    record = files.read(RankStatus, path := write(folder, "7-a", "0", 0))
+    record = files.read_record(RankStatus, path := write(folder, "7-a", "0", 0))
     decided = (DecisionGroup(NAMES, found),)
-    files.write(path, replace(record, decided=decided))
+    files.write_record(path, replace(record, decision_groups=decided))
     printed = CliRunner().invoke(app, ["status", "--layer", "layers.1"]).output
     assert re.search(r"layers\.1\.attn, rank 0\n +1\.\.512 tokens +triton\n", printed)
     assert re.search(r"not aiter +aiter: self-check FAILED: q nope", printed)
     assert re.search(r"not vllm +it was at no token count", printed)
     assert "layers.0" not in printed
     skipped = {NAMES[1]: Skip("no_rope", "the graph rotates nothing")}
-    files.write(path, replace(record, engaged={}, skipped=skipped, decided=decided))
+    files.write_record(path, replace(record, engaged={}, skipped=skipped, decision_groups=decided))
     assert "no_rope" in CliRunner().invoke(app, ["status", "--layer", "1"]).output, "a graph may skip it later"
     assert CliRunner().invoke(app, ["status", "--layer", "layers.11"]).exit_code == 2
     assert "layers" not in run().output.replace("MLA layers", "")
@@ -84,17 +88,18 @@ def test_layer_prints_what_was_decided_and_why_each_other_kernel_does_not_run(fo
 
 @pytest.mark.parametrize("engaged", [(), NAMES[:1]])
 def test_a_rank_that_fell_back_is_exit_status_1(folder, engaged):
-    write(folder, "7-a", "0", 0)
-    write(folder, "7-a", "0", 1, engaged)
+    write(folder, "7-a", "0", 0, ranks=2)
+    write(folder, "7-a", "0", 1, engaged, ranks=2)
     found = run()
     assert found.exit_code == 1
     assert "rank 1 fell back: kernel_shape: wrong" in found.output
 
 
 def test_a_pipeline_stage_without_mla_layers_is_well_and_an_engine_without_any_is_exit_status_1(folder):
-    write(folder, "7-a", "0", 1, (), ())
+    write(folder, "7-a", "0", 0, (), (), ranks=2)
+    write(folder, "7-a", "0", 1, (), (), ranks=2)
     assert run().exit_code == 1, "nothing is engaged"
-    write(folder, "7-a", "0", 0)
+    write(folder, "7-a", "0", 0, ranks=2)
     found = run()
     assert (found.exit_code, "2/2 MLA layers engaged on 2 of 2 ranks" in found.output) == (0, True)
 
@@ -111,6 +116,16 @@ def test_a_rank_without_a_file_is_no_all_clear(folder):
     assert (run().exit_code, "4 of 4 ranks" in run().output) == (0, True)
 
 
+def test_an_engine_whose_number_of_ranks_is_unknown_is_no_all_clear(folder):
+    """A rank could not ask the others how many they are."""
+    write(folder, "7-a", "0", 0, ranks=0)
+    found = CliRunner().invoke(app, ["status", "--json", "-"])
+    assert (found.exit_code, "; ranks unknown" in found.stderr) == (3, True)
+    assert json.loads(found.stdout)["engines"][0]["silent"] is None
+    write(folder, "7-a", "0", 1, ranks=2)
+    assert (run().exit_code, "2 of 2 ranks" in run().output) == (0, True), "one rank knows it"
+
+
 def test_a_node_with_a_stage_without_mla_layers_speaks_for_itself(folder):
     write(folder, "7-a", "0", 1, (), (), ranks=2)
     found = run()
@@ -120,7 +135,7 @@ def test_a_node_with_a_stage_without_mla_layers_speaks_for_itself(folder):
 @pytest.mark.parametrize(("field", "wrong"), [("ranks", -1), ("rank", -1), ("ranks", 10**12)])
 def test_a_count_of_ranks_that_cannot_be_makes_a_bad_file(folder, field, wrong):
     path = write(folder, "7-a", "0", 0)
-    files.write(path, json.loads(path.read_text()) | {field: wrong})
+    files.write_record(path, json.loads(path.read_text()) | {field: wrong})
     found = run()
     assert (found.exit_code, isinstance(found.exception, SystemExit)) == (3, True)
     assert found.stderr.startswith(f"status: {path}: {field}: ")
@@ -136,7 +151,7 @@ def test_layer_names_what_could_not_be_read_before_it_calls_a_name_wrong(folder)
 
 
 def test_layer_of_a_skipped_engine_is_answered_with_its_reason(folder):
-    status_files.write(folder, skipped_engine("dcp", "made up", (0, 1)))
+    status_files.write_status(folder, skipped_engine("dcp", "made up", (0, 1)))
     found = run("--layer", "layers.1")
     assert (found.exit_code, "dcp: made up" in found.stdout, found.stderr) == (1, True, "")
 
@@ -158,16 +173,37 @@ def test_an_engine_that_has_ended_is_said_so_and_is_not_engaged(folder, run_of_i
 
 @pytest.mark.mutation
 def test_mutation_an_engine_that_ends_before_its_front_end_and_counts_as_living_is_caught(folder, monkeypatch):
-    monkeypatch.setattr(status_files, "is_engine_alive", lambda folder, ranks: True)
+    monkeypatch.setattr(status_files.ServerLocks, "is_engine_alive", lambda self, ranks: True)
     with pytest.raises(AssertionError, match="its end is not told"):
         is_said_to_have_ended(folder, "8-b")
+
+
+@pytest.mark.parametrize("removed", ["lock-status-7-a", "lock-status-7-a-0-0-*", "lock-*"])
+def test_a_server_whose_locks_somebody_removed_has_not_ended(folder, removed):
+    write(folder, "7-a", "0", 0)
+    for lock in folder.glob(removed):
+        lock.unlink()
+    found = run()
+    assert (found.exit_code, "cannot be told" in found.stdout, "ended" in found.stdout) == (3, True, False)
+
+
+def test_a_rank_that_an_earlier_engine_left_behind_completes_no_other(folder):
+    """The later engine has not written the status of its second rank yet."""
+    write(folder, "7-a", "0", 1, ranks=2, ended=True)
+    write(folder, "7-a", "0", 0, ranks=2)
+    found = run()
+    assert (found.exit_code, "on 1 of 2 ranks" in found.stdout, "; 1 without a status" in found.stdout) == (
+        3,
+        True,
+        True,
+    )
 
 
 def test_an_engine_of_another_machine_lives_as_long_as_its_front_end(folder):
     """A worker of Ray's: its lock may mean nothing here."""
     path = write(folder, "7-a", "0", 0, ended=True)
     data = json.loads(path.read_text())
-    files.write(path, data | {"evidence": data["evidence"] | {"host": "another"}})
+    files.write_record(path, data | {"evidence": data["evidence"] | {"host": "another"}})
     found = run()
     assert (found.exit_code, "2/2 MLA layers engaged" in found.stdout) == (0, True)
 

@@ -50,10 +50,10 @@ def a_server(engaged):
     def plant(monkeypatch, folder):
         monkeypatch.setenv("VLLM_CACHE_ROOT", str(folder))
         monkeypatch.setenv(status_files.RUN_VARIABLE, "7-a")
-        status_files.hold_run_lock(folder / "aiter_mla")
+        status_files.ensure_run_lock(folder / "aiter_mla")
         record = replace(record_of(["layer"], 16, "auto", 0), run="7-a", engaged={"layer": "triton"}, skipped={})
         left = replace(record, engaged={}, skipped={"layer": Skip("dcp", "made up")})
-        status_files.write(folder / "aiter_mla", record if engaged else left)
+        status_files.write_status(folder / "aiter_mla", record if engaged else left)
 
     return plant
 

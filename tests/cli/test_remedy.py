@@ -55,8 +55,8 @@ def test_remedy_line_and_log_and_plan_say_the_same(code: str) -> None:
 def test_remedy_is_what_status_prints_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, message: str) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setenv(status_files.RUN_VARIABLE, "7-a")
-    status_files.hold_run_lock(tmp_path / "aiter_mla")
-    status_files.write(tmp_path / "aiter_mla", skipped("impl", message))
+    status_files.ensure_run_lock(tmp_path / "aiter_mla")
+    status_files.write_status(tmp_path / "aiter_mla", skipped("impl", message))
     said = CliRunner().invoke(app, ["status"]).stdout
     assert one_line(said).count(REMEDIES["impl"]) == 1
 

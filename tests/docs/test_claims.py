@@ -166,7 +166,7 @@ def outcome(**changes) -> str:
 def test_quoted_outcomes_are_what_the_status_says():
     """Except for microseconds, for which the pages write A and B."""
     chosen = spans((1, 128, "triton"), (129, 1024, "vllm"))
-    timed = outcome(measured=(ShapeTiming("", ("layer 0",), chosen, {64: {"triton": 1.0, "vllm": 2.0}}),))
+    timed = outcome(shape_timings=(ShapeTiming("", ("layer 0",), chosen, {64: {"triton": 1.0, "vllm": 2.0}}),))
     said = {outcome(), timed.replace("1.0 us", "A us").replace("2.0,", "B,")}
     found = [
         line

@@ -28,7 +28,7 @@ def assert_all_engaged(result, ranks=1):
     """Check that every layer of every rank ran on the fast path."""
     assert len(result.status) == ranks
     for record in result.status:
-        assert len(record["engaged"]) == record["total"] > 0
+        assert len(record["engaged"]) == record["num_layers"] > 0
         assert record["skipped"] == {}
 
 
@@ -48,7 +48,7 @@ def assert_pieces_replayed(result, graphs=1):
     And that batches were replayed in pieces.
     """
     sizes = result.status[0]["capture_sizes"]
-    assert result.captured == dict.fromkeys(sizes, result.status[0]["total"] + graphs)
+    assert result.captured == dict.fromkeys(sizes, result.status[0]["num_layers"] + graphs)
     assert sum(result.replayed.values()) > 0
 
 

@@ -69,7 +69,7 @@ def test_default_options_fp8_scales_drafts_and_padding_over_aiters_class(engines
     off, on = engines("class-gfx942-off"), engines("class-gfx942-on")
     assert_all_engaged(on)
     (record,) = on.status
-    assert record["total"] == 2, "one layer of the target, one of the draft"
+    assert record["num_layers"] == 2, "one layer of the target, one of the draft"
     assert record["decode_limit"] == 48
     assert_parity(off, on)
     assert_pieces_replayed(on, graphs=2)

@@ -126,7 +126,7 @@ COMPILED = ("heads", "ngram", "lora-compiled", "glm-compiled", "eagle-compiled")
 def test_default_options_and_one_other_give_the_tokens_of_the_flag_off(engines, name, ranks, layers):
     on = engines(f"{name}-on")
     assert_by_module(on, ranks)
-    assert on.status[0]["total"] == layers
+    assert on.status[0]["num_layers"] == layers
     assert (on.compilations > 0) is (name in COMPILED)
     assert_parity(engines(f"{name}-off"), on)
 

@@ -87,7 +87,7 @@ def test_i13_batches_with_prefill_rows_inside_the_decode_limit_are_rotated_in_pl
     assert found.branches["rotate_and_write"] > 0
     code = found.code["1-16"]
     handed_over = re.findall(r"mla_attention_with_rope\.default\(reinterpret_tensor\((buf\d+),", code)
-    assert len(handed_over) == found.status[0]["total"]
+    assert len(handed_over) == found.status[0]["num_layers"]
     for buffer in handed_over:
         (producer,) = uses_before_the_op(code, buffer)
         assert re.search(rf"\bmm\(.*\bout={buffer}\b", producer), producer

@@ -92,13 +92,13 @@ def test_ranks_that_fell_back_are_in_the_line_the_files_and_the_gauge(engines, t
     engaged = {record["rank"]: len(record["engaged"]) for record in found.status}
     assert engaged == {0: 1, 1: 0}
     monkeypatch.setenv(status_files.RUN_VARIABLE, found.status[0]["run"])
-    status_files.hold_run_lock(tmp_path)  # this process is the front end and the workers
+    status_files.ensure_run_lock(tmp_path)  # this process is the front end and the workers
     for record in found.status:
-        status_files.write(tmp_path, files.parse_unstamped(RankStatus, tmp_path, record))
+        status_files.write_status(tmp_path, files.parse_unstamped(RankStatus, tmp_path, record))
     samples = metrics.read_samples(tmp_path)
     assert {labels[-1]: layers for labels, layers in samples[metrics.LAYERS].items()} == {"engaged": 0, "skipped": 1}
     ranks = {labels[-1]: count for labels, count in samples["aiter_mla_ranks"].items()}
-    assert ranks == {"agreeing": 1, "fell_back": 1, "silent": 0}
+    assert ranks == {"agreeing": 1, "fell_back": 1, "differing": 0, "silent": 0}
     assert_parity(engines("class-gfx950-off"), found)
 
 

@@ -33,7 +33,8 @@ MODEL = "tiny"
 DECISION = decision((1, 32, "triton"), (33, 512, "vllm"))
 ABORTED = (RejectedKernel("aiter", "a start ended in its first call", aborted=True),)
 ENGAGED = LayerState(DECISION, "triton")
-AFTER_ABORT = LayerState(replace(DECISION, passed_over=ABORTED), "triton")
+ON_AITER = LayerState(DECISION, "aiter")
+AFTER_ABORT = LayerState(replace(DECISION, rejected_kernels=ABORTED), "triton")
 WINDOW = Skip("sliding_window", "the layer has a sliding window")
 SKIPPED = LayerState(decision(skip=WINDOW), skip=WINDOW)
 
@@ -43,12 +44,12 @@ def write(folder: Path, *ranks: Sequence[LayerState]) -> None:
     for rank, states in enumerate(ranks):
         layers = {f"layers.{place}": state for place, state in enumerate(states)}
         record = with_layers(EngineStatus(), layers, rank=rank, card="gfx942")
-        status_files.write(folder, replace(record, model_name=MODEL, engine="0", ranks=len(ranks)))
+        status_files.write_status(folder, replace(record, model_name=MODEL, dp_index="0", ranks=len(ranks)))
 
 
 def write_skipped_engine(folder: Path) -> None:
     record = skipped_engine("dcp", "why", (0, 1))
-    status_files.write(folder, replace(record, model_name=MODEL, engine="0"))
+    status_files.write_status(folder, replace(record, model_name=MODEL, dp_index="0"))
 
 
 SCENARIOS: dict[str, Callable[[Path], None]] = {
@@ -58,6 +59,7 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
     "a skipped engine": write_skipped_engine,
     "an aborted kernel": lambda folder: write(folder, [AFTER_ABORT] * 2),
     "a rank that fell back": lambda folder: write(folder, [ENGAGED] * 2, [ENGAGED, SKIPPED]),
+    "a rank with another kernel": lambda folder: write(folder, [ENGAGED] * 2, [ON_AITER] * 2),
     "corrupted": lambda folder: write(folder, [ENGAGED] * 2),
     "all at once": lambda folder: write(folder, [AFTER_ABORT] * 2, [AFTER_ABORT, SKIPPED]),
 }
@@ -84,7 +86,7 @@ if __name__ == "__main__":
     model = save_config(TinyDeepseek().config(), folder / "model")
     arguments = EngineArgs(model=str(model), served_model_name=MODEL, skip_tokenizer_init=True, load_format="dummy")
     logger = PrometheusStatLogger(arguments.create_engine_config())
-    status_files.hold_run_lock(folder)
+    status_files.ensure_run_lock(folder)
     metrics.register_metrics(folder)
     step(logger)
     told = {one: said(folder, one) for one in SCENARIOS if one not in ("corrupted", "all at once")}

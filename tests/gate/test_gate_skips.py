@@ -145,7 +145,7 @@ def test_a_skipped_config_is_in_the_status_file(registered, mla_model, cache_roo
     assert pass_of(gate_support.vllm_config(mla_model, additional_config=PASSES)) is None
     (path,) = (cache_root / "aiter_mla").glob(f"status-*-{os.getpid()}-*.json")
     record = json.loads(path.read_text())
-    assert (record["total"], record["engaged"]) == (2, {})
+    assert (record["num_layers"], record["engaged"]) == (2, {})
     assert {skip["code"] for skip in record["skipped"].values()} == {"compilation_mode"}
 
 
@@ -159,7 +159,7 @@ def test_an_engine_that_is_skipped_because_vllm_gives_it_no_mla_layer_is_noticed
 
 
 def test_a_skip_that_cannot_be_recorded_costs_a_warning_and_no_engine(registered, mla_model, said, monkeypatch):
-    monkeypatch.setattr(status_files, "write", raising(RuntimeError("planted")))
+    monkeypatch.setattr(status_files, "write_status", raising(RuntimeError("planted")))
     assert pass_of(gate_support.vllm_config(mla_model, additional_config=PASSES)) is None
     skipped, unrecorded = said.at(logging.WARNING)
     assert "compilation_mode" in skipped

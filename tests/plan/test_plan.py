@@ -619,5 +619,5 @@ def test_control_characters_of_a_config_do_not_reach_the_terminal(tmp_path, name
 @pytest.mark.parametrize("arguments", [(), ("--kv-cache-dtype", "fp8", "-tp", "8")], ids=["default", "fp8"])
 def test_records_of_real_plans_are_read_by_report_as_they_were_made(arguments, tmp_path):
     made, _ = plans.plan_of(plans.ARCH, (), model.find_config("deepseek-r1"), arguments)
-    files.write(tmp_path / "plan.json", made)
-    assert files.read(Plan, tmp_path / "plan.json") == made
+    files.write_record(tmp_path / "plan.json", made)
+    assert files.read_record(Plan, tmp_path / "plan.json") == made

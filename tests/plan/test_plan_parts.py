@@ -95,7 +95,7 @@ def test_kernel_spans_cover_the_decode_limit_without_gaps(limit):
 def test_two_heads_per_rank_leave_aiter_from_256_tokens_on():
     small, large, *larger = kernels.decide_kernels("gfx942", Settings(), VIEW, "plain", 16, 1024)[1]
     assert (small.kernel, small.detail, small.last) == ("aiter", "its per-head kernel", 255)
-    assert (large.kernel, large.first, large.passed_over[0].kernel) == ("triton", 256, "aiter")
+    assert (large.kernel, large.first, large.rejected_kernels[0].kernel) == ("triton", 256, "aiter")
     assert {span.kernel for span in larger} == {"triton"}, "on larger tiles"
 
 
@@ -103,7 +103,7 @@ def test_two_heads_per_rank_leave_aiter_from_256_tokens_on():
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_a_plan_asks_the_servers_candidates_in_the_servers_order(kernel, arch):
     planned, _ = kernels.decide_kernels(arch, Settings(kernel=kernel), replace(VIEW, num_heads=16), "plain", 16, 64)
-    names = {*(span.kernel for span in planned.kernels), *(other.kernel for other in planned.passed_over)}
+    names = {*(span.kernel for span in planned.kernel_spans), *(other.kernel for other in planned.rejected_kernels)}
     assert names == {*candidates(Settings(kernel=kernel), Platform(arch))}
 
 

@@ -21,7 +21,7 @@ CHECKED = ("machine", "plan", "issues", "kernels", "timing", "engine", "prefill"
 
 def states_of(path: Path) -> dict[str, str]:
     """Return how each step of a check ended; a slower step is chance here, as a CPU's clock took its time."""
-    found = {step.name: step.status for step in files.read(CheckRun, path).steps}
+    found = {step.name: step.status for step in files.read_record(CheckRun, path).steps}
     return found | {"prefill": found["prefill"].replace("warning", "passed")}
 
 
@@ -54,7 +54,7 @@ def test_kernels_and_timing_pass_without_a_model_and_report_draws_their_file(day
     few = ("--quick", "--limit", "8", "--tokens", "1", "--tokens", "8", "--heads", "16")
     check = day.run("check", "--only", "kernels,timing", *few, "--json", "check.json")
     assert (check.returncode, "Traceback" in check.stdout) == (0, False), check.stdout
-    kernels, timing = (step.data for step in files.read(CheckRun, day.folder / "check.json").steps)
+    kernels, timing = (step.data for step in files.read_record(CheckRun, day.folder / "check.json").steps)
     assert {result["backend"] for result in kernels["results"]} == {"reference", "triton", "aiter", "aiter-opt"}
     assert [row["ratio"] for row in timing["rows"]] == [pytest.approx(2.0, rel=0.05)] * 4
     assert day.run("check", str(day.model), "--only", "plan", *FEW, "--json", "plan.json").returncode == 0

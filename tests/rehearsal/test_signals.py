@@ -89,4 +89,4 @@ def test_signals_in_a_step_of_check_leave_no_process_and_no_folder(
     if name != "SIGKILL":
         assert f"ended by {name}" in log.read_text().splitlines()[-1]
     if step != "plan":
-        assert "plan" in [one.name for one in files.read(CheckRun, day.folder / "check.json").steps]
+        assert "plan" in [one.name for one in files.read_record(CheckRun, day.folder / "check.json").steps]

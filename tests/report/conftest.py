@@ -17,7 +17,7 @@ from vllm_aiter_mla.commands.report.page import render_page
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One input of every kind, by name."""
     folder = tmp_path_factory.mktemp("inputs")
-    (folder / "status-1-0.json").write_text(json.dumps(made_files.status(measured=[made_files.measured()])))
+    (folder / "status-1-0.json").write_text(json.dumps(made_files.status(shape_timings=[made_files.measured()])))
     made_files.living(folder)
     return {
         "status": folder / "status-1-0.json",

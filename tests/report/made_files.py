@@ -26,9 +26,11 @@ LAYERS = [f"model.layers.{n}.self_attn.attn" for n in range(4)]
 def status(**changes: Any) -> dict[str, Any]:
     """A worker's status as JSON: four layers engaged."""
     engaged: dict[str, Any] = {"engaged": dict.fromkeys(LAYERS, "reference"), "skipped": {}}
-    decided = (DecisionGroup(tuple(LAYERS), decision((1, 64, "triton"), (65, 256, "vllm"))),)
-    made = {"card": "gfx942", "run": "1-a", "instance": "", "decided": decided, "compiled": {"1-16": {"matched": 4}}}
-    found = replace(record_of(LAYERS, 16, "bfloat16", 0), **engaged | made | changes)
+    groups = (DecisionGroup(tuple(LAYERS), decision((1, 64, "triton"), (65, 256, "vllm"))),)
+    made = {"card": "gfx942", "run": "1-a", "engine_id": "", "decision_groups": groups}
+    found = replace(
+        record_of(LAYERS, 16, "bfloat16", 0), **engaged | made | {"compiled": {"1-16": {"matched": 4}}} | changes
+    )
     return dict(json.loads(files.to_json(found)))
 
 
@@ -54,7 +56,7 @@ def checked(path: Path, name: str, data: Any, status: int) -> Path:
     """Write a check of one step."""
     state: Any = {0: "passed", 1: "failed"}[status]
     step = Step(state, "made up", data=data, name=name)
-    files.write(path, CheckRun(None, status, (step,), on_a_card=None if name == "plan" else True))
+    files.write_record(path, CheckRun(None, status, (step,), on_a_card=None if name == "plan" else True))
     return path
 
 
@@ -89,5 +91,7 @@ def write_serving(folder: Path) -> Path:
     lengths = {"input": 1024, "prefix": 0, "output": 256}
     rows = (Row({**lengths, "rate": 1.0}, estimates, None), Row({**lengths, "rate": 5.0}, estimates, None))
     about = {"card": "8 x made up for a test", "torch": "2.13"}
-    files.write(folder / "serving.json", Serving("serving speed", "a/model", about, "4/4 MLA layers engaged", rows))
+    files.write_record(
+        folder / "serving.json", Serving("serving speed", "a/model", about, "4/4 MLA layers engaged", rows)
+    )
     return folder / "serving.json"

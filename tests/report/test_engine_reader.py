@@ -58,7 +58,7 @@ def test_the_ranks_of_a_server_share_a_glance_that_says_what_each_says(written: 
 
 def test_the_ranks_that_run_the_same_kernels_share_a_strip(written: Write) -> None:
     other = [DecisionGroup(tuple(made_files.LAYERS), decision((1, 256, "aiter")))]
-    changes: list[dict[str, Any]] = [{"rank": 0}, {"rank": 1}, {"rank": 2, "decided": other}]
+    changes: list[dict[str, Any]] = [{"rank": 0}, {"rank": 1}, {"rank": 2, "decision_groups": other}]
     page = render_page([written(f"{one['rank']}.json", made_files.status(**one)) for one in changes])
     strips = {
         title: text for title, text in re.findall(r"<h3>(Which kernel runs[^<]*?)\s*</h3>(.*?)<table>", page, re.DOTALL)
@@ -71,7 +71,7 @@ def test_the_ranks_that_run_the_same_kernels_share_a_strip(written: Write) -> No
 
 def test_ranks_that_measured_the_same_share_one_table(written: Write) -> None:
     paths = [
-        written(f"status-{rank}-{rank}.json", made_files.status(rank=rank, measured=[made_files.measured()]))
+        written(f"status-{rank}-{rank}.json", made_files.status(rank=rank, shape_timings=[made_files.measured()]))
         for rank in range(2)
     ]
     page = render_page(paths)
@@ -110,7 +110,7 @@ def test_a_server_is_engaged_only_if_each_of_its_ranks_says_so(
     written: Write, tmp_path: Path, given: list[int], word: str
 ) -> None:
     made_files.living(tmp_path)
-    data = [made_files.status(rank=rank, ranks=3, model_name="r1", engine="0") for rank in given]
+    data = [made_files.status(rank=rank, ranks=3, model_name="r1", dp_index="0") for rank in given]
     page = render_page([written(f"{number}.json", one) for number, one in enumerate(data)])
     assert {said for said, *_ in glances(page)} == {word}
     assert ('class="glance good' in page) is (word == "engaged")

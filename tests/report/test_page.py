@@ -78,8 +78,8 @@ def twins(files: dict[str, Path]) -> dict[str, tuple[Any, Any]]:
     read = {kind: json.loads(path.read_text()) for kind, path in files.items()}
     other = {kind: json.loads(json.dumps(data)) for kind, data in read.items()}
     other["status"] |= {"run": "2-b", "capture_sizes": [3]}
-    other["status"]["decided"][0]["decision"]["kernels"][0]["kernel"] = "aiter"
-    other["status"]["measured"][0]["us"]["64"]["triton"] = 1.0
+    other["status"]["decision_groups"][0]["decision"]["kernel_spans"][0]["kernel"] = "aiter"
+    other["status"]["shape_timings"][0]["us"]["64"]["triton"] = 1.0
     data_of(other["timing"])["machine"]["card"], data_of(other["timing"])["rows"][0]["us"]["triton"] = (
         "another card",
         1.0,
@@ -205,7 +205,7 @@ def test_a_folder_with_what_a_crash_leaves_and_other_records_shows_its_status(
     marking = first_call_marker(tmp_path, "first-call-1")
     marking.__enter__()  # and the process is no more
     assert len(list(tmp_path.glob("*first-call*"))) == 2, "its lock is there too"
-    our_files.write(tmp_path / "engines.json", {our_files.STAMP_KEY: our_files.stamp("engines")})
+    our_files.write_record(tmp_path / "engines.json", {our_files.STAMP_KEY: our_files.stamp("engines")})
     assert render_page([tmp_path]) == alone
     marking.__exit__(None, None, None)
 

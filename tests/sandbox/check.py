@@ -118,6 +118,6 @@ def main(html: Path | None = None) -> int:
         status = run.exit_status_of(found, asked.options.uses_cpu)
         show.print_table(TITLE, found, show.summary_line(found, status))
         if html is not None:
-            files.write(Path(work) / "check.json", CheckRun(TITLE, status, tuple(found), on_a_card=False))
+            files.write_record(Path(work) / "check.json", CheckRun(TITLE, status, tuple(found), on_a_card=False))
             files.write_text(html, render_page([Path(work) / "check.json"]))
         return status

@@ -90,7 +90,7 @@ class Outcome:
         wanted = self.run.spec.plugin.integration
         records = self.on.status
         return bool(records) and all(
-            len(record["engaged"]) == record["total"] > 0 and record["integration"] == wanted for record in records
+            len(record["engaged"]) == record["num_layers"] > 0 and record["integration"] == wanted for record in records
         )
 
     def scenario_ok(self, name: str) -> bool:
@@ -102,13 +102,13 @@ class Outcome:
         graphs = [found.decode_graph() for found in (self.off, self.on)]
         if not all(graphs):
             return None
-        layers = max(self.on.status[0]["total"], 1)
+        layers = max(self.on.status[0]["num_layers"], 1)
         return op_count(graphs[0]) / layers, op_count(graphs[1]) / layers
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON of this run."""
         records = self.on.status
-        first = records[0] if records else {"engaged": {}, "total": 0, "skipped": {}, "decode_limit": None}
+        first = records[0] if records else {"engaged": {}, "num_layers": 0, "skipped": {}, "decode_limit": None}
         skipped = {name: skip for record in records for name, skip in record["skipped"].items()}
         return {
             "name": self.run.name,
@@ -121,7 +121,7 @@ class Outcome:
             "tensor_parallel_size": self.run.spec.vllm.tensor_parallel_size,
             "decode_limit": first["decode_limit"],
             "ranges": [list(r) for r in self.on.ranges],
-            "layers": {"engaged": len(first["engaged"]), "total": first["total"], "skipped": skipped},
+            "layers": {"engaged": len(first["engaged"]), "total": first["num_layers"], "skipped": skipped},
             "kernels": sorted({kernel for record in records for kernel in record["engaged"].values()}),
             "ops_per_layer": self.ops_per_layer(),
             "scenarios": {name: figures.as_dict() for name, figures in self.figures.items()},
@@ -148,7 +148,7 @@ def main(options: Options, console: Console | None = None) -> int:
     console.print(f"demo: {'every bound holds' if ok else 'A BOUND IS MISSED'}", style="green" if ok else "red")
     record = {"runs": [outcome.as_dict() for outcome in outcomes], "ok": ok, "versions": outcomes[0].on.versions}
     if options.json is not None:
-        files.write(options.json, record | {files.STAMP_KEY: files.stamp("demo", 1)})
+        files.write_record(options.json, record | {files.STAMP_KEY: files.stamp("demo", 1)})
         console.print(f"figures written to {options.json}")
     if options.keep is not None:
         _keep(options.keep, outcomes, record)
@@ -227,9 +227,9 @@ def _scenario_table(outcomes: list[Outcome]) -> Table:
 
 def _keep(folder: Path, outcomes: list[Outcome], record: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    files.write(folder / "demo.json", record | {files.STAMP_KEY: files.stamp("demo", 1)})
+    files.write_record(folder / "demo.json", record | {files.STAMP_KEY: files.stamp("demo", 1)})
     for number, outcome in enumerate(outcomes):
         for side, result in (("off", outcome.off), ("on", outcome.on)):
-            files.write(
+            files.write_record(
                 folder / f"run{number}-{side}.json", asdict(result) | {files.STAMP_KEY: files.stamp("engine", 1)}
             )

@@ -279,11 +279,11 @@ def inputs(draw):
 
 def reasons_of(decided):
     """Why each kernel that does not run is passed over."""
-    return {other.kernel: other.reason for other in decided.passed_over}
+    return {other.kernel: other.reason for other in decided.rejected_kernels}
 
 
 def run_by(decided):
-    return {span.kernel for span in decided.kernels}
+    return {span.kernel for span in decided.kernel_spans}
 
 
 def checked_kernels_only(decided, facts, checks, figures, settings):
@@ -306,7 +306,7 @@ def nothing_untimed(decided, facts, checks, figures, settings):
 
 
 def every_rank_has_chosen_it(decided, facts, checks, figures, settings):
-    for tokens in (1, 64, 255, LIMIT) if figures is not None and decided.kernels else ():
+    for tokens in (1, 64, 255, LIMIT) if figures is not None and decided.kernel_spans else ():
         theirs = {kernel_at(spans, tokens) for spans in figures.ranks}
         assert decided.kernel_at(tokens) == VLLM or theirs <= {decided.kernel_at(tokens)}, (
             "a rank has not chosen this kernel"
@@ -314,7 +314,7 @@ def every_rank_has_chosen_it(decided, facts, checks, figures, settings):
 
 
 def a_skip_has_a_reason(decided, facts, checks, figures, settings):
-    assert bool(decided.kernels) != bool(decided.skip), "neither a kernel nor a reason"
+    assert bool(decided.kernel_spans) != bool(decided.skip), "neither a kernel nor a reason"
     assert decided.skip is None or decided.skip.message, "a skip without a message"
     assert decided.skip is None or decided.skip.code in REASON_CODES, "a skip with a code that is in no table"
 
@@ -332,7 +332,7 @@ def takes_what_it_runs(decided, facts, checks, figures, settings):
 
 
 def without_a_gap(decided, facts, checks, figures, settings):
-    firsts, lasts = [span.first for span in decided.kernels], [span.last for span in decided.kernels]
+    firsts, lasts = [span.first for span in decided.kernel_spans], [span.last for span in decided.kernel_spans]
     assert firsts == [1, *(last + 1 for last in lasts)][: len(firsts)], "a gap between two spans"
 
 

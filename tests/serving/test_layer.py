@@ -230,7 +230,7 @@ def test_a_layer_without_a_check_runs_no_kernel_that_needs_one(monkeypatch, said
     assert not runs_the_candidate(unchecked, candidate)
     assert isinstance(unchecked.why_skipped(), Skip)
     assert [text for text in said.at(logging.ERROR) if text.endswith(f": {unchecked.why_skipped()}")]
-    assert unchecked.ran == ""
+    assert unchecked.ran_kernel == ""
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_what_became_of_a_layer_has_its_decision_and_no_refusal_once_it_has_run(
     refused = replace(synthetic_inputs(layer.shape()), slot_mapping=torch.zeros(7, dtype=torch.int32))
     assert layer.kernel(refused) is None
     assert layer.state().skip is not None, "no batch has run it, and this is why"
-    layer.ran = "triton"
+    layer.ran_kernel = "triton"
     found = layer.state()
     assert (found.ran_kernel, found.skip, found.decision) == ("triton", None, layer.decision)
 
@@ -349,7 +349,7 @@ def test_a_layer_reached_without_a_batch_says_what_would_run_it_in_that_dtype(mo
     check([layer], strict=True)
     for dtype, kernels_ in ((torch.bfloat16, ("triton",)), (torch.float16, ())):
         layer.reached(dtype)
-        assert layer.would_run == kernels_
+        assert layer.possible_kernels == kernels_
 
 
 def test_the_shape_is_a_key_without_the_block_size():

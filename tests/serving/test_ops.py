@@ -75,7 +75,7 @@ def test_idle_rank_decides_nothing_in_its_dummy_batches_after_the_first(monkeypa
 
 @pytest.mark.mutation("I13")
 def test_mutation_idle_rank_that_decides_in_every_dummy_batch_is_seen(monkeypatch):
-    assert decisions_of_dummy_batches(monkeypatch, lambda layer: setattr(layer, "would_run", None)) == 10
+    assert decisions_of_dummy_batches(monkeypatch, lambda layer: setattr(layer, "possible_kernels", None)) == 10
 
 
 def test_only_real_rows_are_prepared(monkeypatch):

@@ -140,7 +140,7 @@ def test_crash_loop_the_marker_of_a_server_that_is_still_starting_is_not_an_abor
 def died(folder, prefix=PREFIX):
     """A process has died in its first call: its marker stays."""
     path = folder / f"{prefix}-0a1b2c3d.json"
-    files.write(path, first_call.FirstCall("1-a"))
+    files.write_record(path, first_call.FirstCall("1-a"))
     return path
 
 
@@ -321,7 +321,7 @@ def the_decision_tells_which_kernels_a_start_died_in(folder):
     first_call.build_backends(found, folder, 0)
     points, offers = found.offers(SHAPE, 16)
     decided = decide(LayerFacts(None, offers, points), {"triton": PASSED}, None, settings)
-    aborted = {other.kernel: other.aborted for other in decided.passed_over}
+    aborted = {other.kernel: other.aborted for other in decided.rejected_kernels}
     assert aborted == {"aiter": True, "aiter-opt": True, "vllm": False}, "an abort is not told"
 
 

@@ -72,13 +72,13 @@ def test_overflow_of_a_kernel_that_was_named_is_one_warning_and_stays_in_the_sta
     (line,) = said.at(logging.WARNING)
     assert "NaN" in line
     found = record_with(layers_[-1], "aiter")
-    assert found.overflows == ("aiter",)
+    assert found.nan_kernels == ("aiter",)
     assert status_line(found).count("NaN") == 1
 
 
 def test_overflow_that_auto_avoids_is_not_in_the_status(said):
     found = record_with(started("auto", OVERFLOWS), "triton")
-    assert found.overflows == ()
+    assert found.nan_kernels == ()
     assert "NaN" not in status_line(found)
 
 

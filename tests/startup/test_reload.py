@@ -26,7 +26,7 @@ from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving import backends
 from vllm_aiter_mla.settings import SettingsError
 from vllm_aiter_mla.status import engine_status
-from vllm_aiter_mla.status.engine_status import EngineStatus
+from vllm_aiter_mla.status.engine_status import EngagementChanges, EngineStatus
 from vllm_aiter_mla.status.record import RankStatus
 
 
@@ -134,7 +134,7 @@ def skipped(one):
     """What the status file says of the layers that are left to vLLM."""
     wait_for_the_file()
     held = layer_in(one).engine_status
-    assert files.read(RankStatus, held.path) == held.record
+    assert files.read_record(RankStatus, held.path) == held.record
     assert set(held.record.engaged) | set(held.record.skipped) == {NAME}
     return {name: skip.code for name, skip in held.record.skipped.items()}
 
@@ -164,7 +164,7 @@ def falls_back_and_says_so(one, said, change, code):
     assert layer_in(one).decision.skip is not None, "a kernel runs that was checked for another layer"
     assert layer_in(one).decision.skip.code == code
     assert skipped(one) == {NAME: code}, "the status file still says that the layer is engaged"
-    assert [group.decision.kernels for group in layer_in(one).engine_status.record.decided] == [()]
+    assert [group.decision.kernel_spans for group in layer_in(one).engine_status.record.decision_groups] == [()]
     assert len(lines_of_fallback(said)) == 1
 
 
@@ -185,7 +185,7 @@ def test_mutation_a_check_that_outlives_the_shape_it_was_made_for_is_caught(chec
 
 @pytest.mark.mutation("I8")
 def test_mutation_a_reload_that_leaves_the_status_as_it_was_is_caught(checked, said, monkeypatch):
-    monkeypatch.setattr(EngineStatus, "update", lambda *given, **fields: ({}, []))
+    monkeypatch.setattr(EngineStatus, "update", lambda *given, **fields: EngagementChanges({}, []))
     with pytest.raises(AssertionError, match="still says that the layer is engaged"):
         falls_back_and_says_so(checked, said, another_shape, "kernel_shape")
 
@@ -272,7 +272,7 @@ def test_vllms_own_worker_is_in_a_weight_transfer_from_its_start_to_its_end():
 def test_a_reload_tells_nothing_new_of_a_layer_that_its_graph_left_out(checked, said, kept):
     """It ran vLLM's kernels before, for a reason that its weights do not change; a warm start knows it from a file."""
     layer, skip = layer_in(checked), Skip("no_rope", "why")
-    layer.ran, layer.graph_skip = "", None if kept else skip
+    layer.ran_kernel, layer.graph_skip = "", None if kept else skip
     held = layer.engine_status
     held.add_kept_skips({NAME: skip} if kept else {})
     held.set_record(replace(held.record, engaged={}, skipped={NAME: skip}), 1)
@@ -284,7 +284,7 @@ def test_a_reload_tells_nothing_new_of_a_layer_that_its_graph_left_out(checked, 
 def test_a_reload_leaves_a_layer_whose_batches_no_kernel_took_where_it_was(checked, said):
     """Also where another layer has run the kernel that this one was to run."""
     layer, held = layer_in(checked), layer_in(checked).engine_status
-    layer.ran, layer.would_run = "", ("triton",)
+    layer.ran_kernel, layer.possible_kernels = "", ("triton",)
     layer._falls_back("a stride")
     held.set_record(replace(held.record, engaged={"another": "triton"}, skipped={NAME: layer.state().skip}), 1)
     checked.reload_weights()
@@ -292,7 +292,7 @@ def test_a_reload_leaves_a_layer_whose_batches_no_kernel_took_where_it_was(check
 
 
 def test_a_fallback_is_said_where_no_file_can_be_written_and_each_time(checked, said, monkeypatch):
-    monkeypatch.setattr(files, "write", raising(OSError("No space left on device")))
+    monkeypatch.setattr(files, "write_record", raising(OSError("No space left on device")))
     module = layer_in(checked).module
     for window in (128, None, 128):
         module.sliding_window = window

@@ -61,7 +61,7 @@ def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, mon
     one.engine.status.add_timing("of the load before")
     before = pass_.uuid()
     assert one.load_model() == "loaded"
-    assert one.engine.status.measured == []
+    assert one.engine.status.shape_timings == []
     ((layer, sizes, _),) = given
     assert (layer.limit, sizes) == (8, [1, 8]), "a graph of exactly the limit is ours"
     assert (one.engine.layers, layer.backends, layer.engine_status) == (
@@ -325,10 +325,10 @@ class UsersPass(InductorPass):
     """A pass of the user's for graphs of up to 32 tokens, which notes each graph that it is given."""
 
     def __init__(self, ran):
-        self.ran = ran
+        self.ran_kernel = ran
 
     def __call__(self, graph):
-        self.ran.append("theirs")
+        self.ran_kernel.append("theirs")
 
     def is_applicable_for_range(self, compile_range):
         return compile_range.end <= 32

@@ -70,7 +70,7 @@ def made_up(monkeypatch, said):
 
 
 def measured(one):
-    return one.engine.status.measured
+    return one.engine.status.shape_timings
 
 
 def runs(one, tokens):
@@ -89,8 +89,8 @@ def test_the_fastest_kernel_serves_and_the_status_line_and_the_status_say_so(mad
         "1/1 MLA layers engaged (triton 1..4, aiter 5..16; "
         "8.0 us a layer at 16 tokens against vLLM's own 10.0, measured here)"
     )
-    assert found.measured[0].layers == (NAME,)
-    assert found.measured[0].us[4] == {"aiter": 8.0, "triton": 5.0, "vllm": 10.0}
+    assert found.shape_timings[0].layers == (NAME,)
+    assert found.shape_timings[0].us[4] == {"aiter": 8.0, "triton": 5.0, "vllm": 10.0}
     assert "1 layer shape(s)" in made_up.said.at(logging.INFO)[-1]
     assert made_up.clock.given_back == 1
 
@@ -99,10 +99,10 @@ def test_the_status_file_holds_what_was_decided_for_each_layer(made_up, tmp_path
     one = made_up.start()
     one.compile_or_warm_up_model()
     (path,) = tmp_path.glob("status-*.json")
-    (group,) = files.read(RankStatus, path).decided
+    (group,) = files.read_record(RankStatus, path).decision_groups
     assert (group.layers, group.decision) == ((NAME,), layer_in(one).decision)
-    assert group.decision.kernels == (Span(1, 16, "triton"),)
-    assert {other.kernel for other in group.decision.passed_over} == {"aiter", "aiter-opt", "vllm"}
+    assert group.decision.kernel_spans == (Span(1, 16, "triton"),)
+    assert {other.kernel for other in group.decision.rejected_kernels} == {"aiter", "aiter-opt", "vllm"}
 
 
 def test_the_next_start_reads_the_figures_and_measures_nothing(made_up, tmp_path):

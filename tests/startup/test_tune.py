@@ -84,7 +84,7 @@ def tuned(folder):
     """The file that tuning leaves, with figures that are made up."""
     triton, key = stopwatch.machine()["triton"], "2 heads, plain weight, bfloat16 cache"
     path = tuning.path_of(folder, "AMD Instinct MI300X", triton)
-    files.write(path, tuning.TunedTiles("AMD Instinct MI300X", triton, {key: spans((1, 16, BEST))}, {}))
+    files.write_record(path, tuning.TunedTiles("AMD Instinct MI300X", triton, {key: spans((1, 16, BEST))}, {}))
     return path
 
 
@@ -103,8 +103,8 @@ def test_tune_keeps_the_fastest_tile_and_the_next_start_times_and_serves_it(card
     done = tune("--type", "bf16", "--json", str(tmp_path / "sent.json"))
     assert (done.exit_code, f"1..16 tokens  {BEST}: 5.0" in done.output) == (0, True), done.output
     (kept,) = tmp_path.glob("tuned-*.json")
-    found = files.read(tuning.TunedTiles, kept)
-    (sent,) = files.read(CheckRun, tmp_path / "sent.json").steps
+    found = files.read_record(tuning.TunedTiles, kept)
+    (sent,) = files.read_record(CheckRun, tmp_path / "sent.json").steps
     assert replace(files.parse_unstamped(tuning.TunedTiles, tmp_path, sent.data), evidence=found.evidence) == found
     assert found.card == "AMD Instinct MI300X"
     assert [*found.chosen.values()] == [spans((1, 16, BEST))]
@@ -119,17 +119,17 @@ def test_tune_keeps_the_fastest_tile_and_the_next_start_times_and_serves_it(card
 def test_tune_adds_to_what_was_tuned_before(card, tmp_path):
     assert tune("--type", "bf16").exit_code == tune("--type", "fp8").exit_code == 0
     (kept,) = tmp_path.glob("tuned-*.json")
-    assert len(files.read(tuning.TunedTiles, kept).chosen) == 2
+    assert len(files.read_record(tuning.TunedTiles, kept).chosen) == 2
 
 
 def test_tune_at_few_counts_keeps_what_was_tuned_beyond_them(card, tmp_path):
     assert tune("--type", "bf16", "--tokens", "64").exit_code == 0
     (kept,) = tmp_path.glob("tuned-*.json")
-    old = files.read(tuning.TunedTiles, kept)
+    old = files.read_record(tuning.TunedTiles, kept)
     ((key, tuned),) = old.chosen.items()
-    files.write(kept, replace(old, chosen={key: (*tuned, *spans((65, 96, TABLE)))}))
+    files.write_record(kept, replace(old, chosen={key: (*tuned, *spans((65, 96, TABLE)))}))
     assert tune("--type", "bf16").exit_code == 0
-    found = files.read(tuning.TunedTiles, kept)
+    found = files.read_record(tuning.TunedTiles, kept)
     assert found.chosen[key] == spans((1, 64, BEST), (65, 96, TABLE))
     assert [*found.us[key]] == [1, 16, 64]
 
@@ -144,7 +144,7 @@ def tune_at(tokens):
 
 def chosen_in(folder):
     (path,) = folder.glob("tuned-*.json")
-    (chosen,) = files.read(tuning.TunedTiles, path).chosen.values()
+    (chosen,) = files.read_record(tuning.TunedTiles, path).chosen.values()
     return chosen
 
 
@@ -168,10 +168,11 @@ OTHER = "32x64/4w"
 )
 def test_a_count_decides_down_to_the_one_timed_before_and_all_else_stays(card, tmp_path, tokens, chosen):
     path = tuned(tmp_path)
-    old = files.read(tuning.TunedTiles, path)
+    old = files.read_record(tuning.TunedTiles, path)
     (key,) = old.chosen
     us = {count: {TABLE: 9.0} for count in (1, 4, 8, 16, 64)}
-    files.write(path, replace(old, chosen={key: spans((1, 4, OTHER), (5, 16, TABLE), (17, 64, OTHER))}, us={key: us}))
+    tiles = spans((1, 4, OTHER), (5, 16, TABLE), (17, 64, OTHER))
+    files.write_record(path, replace(old, chosen={key: tiles}, us={key: us}))
     tune_at(tokens)
     assert chosen_in(tmp_path) == spans(*chosen)
 
@@ -198,7 +199,7 @@ def test_tune_leaves_a_wrong_tile_out(card, monkeypatch, tmp_path):
     assert done.exit_code == outputs.EXIT_FAILED
     assert done.output.count(f"WRONG, not timed: {BEST} at 2 heads") == 1
     (kept,) = tmp_path.glob("tuned-*.json")
-    assert [*files.read(tuning.TunedTiles, kept).chosen.values()] == [spans((1, 16, TABLE))]
+    assert [*files.read_record(tuning.TunedTiles, kept).chosen.values()] == [spans((1, 16, TABLE))]
 
 
 TOLD = ("kept in ", "fnuz cache:", f"{BEST}: 5.0", "bfloat16 cache:", f"{BEST}: 5.0")
@@ -209,12 +210,12 @@ TOLD = ("kept in ", "fnuz cache:", f"{BEST}: 5.0", "bfloat16 cache:", f"{BEST}: 
 def test_tune_whose_process_ends_fails_and_nothing_that_it_told_is_lost(card, monkeypatch, tmp_path, told):
     in_process.install(monkeypatch, ends={process.import_path_of(step.tune): told})
     assert tune("--type", "both", "--json", str(tmp_path / "sent.json")).exit_code == outputs.EXIT_FAILED
-    (found,) = files.read(CheckRun, tmp_path / "sent.json").steps
+    (found,) = files.read_record(CheckRun, tmp_path / "sent.json").steps
     assert (found.status, found.detail) == ("failed", in_process.ENDED.sentence())
     *lines, last = found.lines
     assert last == in_process.ENDED.lines[-1]
     assert [part in line for part, line in zip(TOLD[:told], lines, strict=True)] == [True] * told
-    kept = [files.read(tuning.TunedTiles, path) for path in tmp_path.glob("tuned-*.json")]
+    kept = [files.read_record(tuning.TunedTiles, path) for path in tmp_path.glob("tuned-*.json")]
     assert sum(len(record.chosen) for record in kept) == (0 if told < 1 else 1 if told < 4 else 2)
 
 
@@ -268,7 +269,7 @@ def test_mutation_a_tile_that_is_left_out_by_heads_is_caught(card, two_widths, m
 
 
 def other_card(kept):
-    files.write(kept, replace(files.read(tuning.TunedTiles, kept), card="AMD Instinct MI355X"))
+    files.write_record(kept, replace(files.read_record(tuning.TunedTiles, kept), card="AMD Instinct MI355X"))
 
 
 def other_triton(kept):
@@ -280,9 +281,9 @@ def cut_off(kept):
 
 
 def strange_tile(kept):
-    found = files.read(tuning.TunedTiles, kept)
+    found = files.read_record(tuning.TunedTiles, kept)
     chosen = {key: spans((1, 4, "8x8/1w"), (5, 16, BEST)) for key in found.chosen}
-    files.write(kept, replace(found, chosen=chosen))
+    files.write_record(kept, replace(found, chosen=chosen))
 
 
 def gap(kept):

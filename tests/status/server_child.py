@@ -32,12 +32,12 @@ ENTERED = ExitStack()
 def write(rank: int = 0) -> None:
     status = EngineStatus()
     record = with_layers(status, {"a": NOTHING._replace(ran_kernel="aiter")}, 8, rank=rank, integration="passes")
-    status.set_record(replace(record, model_name="m"), 0)
+    status.set_record(replace(record, model_name="m"))
     status.write(FOLDER)
 
 
 def front_end() -> None:
-    status_files.hold_run_lock(FOLDER)
+    status_files.ensure_run_lock(FOLDER)
     metrics.register_metrics(FOLDER)
 
 

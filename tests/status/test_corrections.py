@@ -1,5 +1,6 @@
 """What a correction of an engine's status changes: the layers that it is told of, and nothing else."""
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from vllm_aiter_mla.status.record import NOT_RUN, DecisionGroup, RankStatus
 WINDOW, ROPE = Skip("sliding_window", "the layer has a sliding window"), Skip("no_rope", "found in a graph")
 RUNS = decision((1, 512, "aiter"))
 RAN = LayerState(RUNS, "aiter")
-FELL = LayerState(decision(skip=WINDOW, passed_over=(RejectedKernel("aiter", "why"),)), skip=WINDOW)
+FELL = LayerState(decision(skip=WINDOW, rejected_kernels=(RejectedKernel("aiter", "why"),)), skip=WINDOW)
 DRAFT = NOTHING._replace(possible_kernels=("aiter",))
 
 
@@ -32,7 +33,7 @@ def status_of(kept=(), /, **layers):
     """The status of an engine whose line was said; ``kept`` are reasons of an earlier start."""
     status = EngineStatus()
     status.add_kept_skips(dict(kept))
-    status.set_record(with_layers(status, layers), 1)
+    status.set_record(with_layers(status, layers))
     return status
 
 
@@ -46,6 +47,19 @@ def test_nothing_is_corrected_before_the_line_was_said():
     status = EngineStatus()
     assert status.update({"a": FELL}) == ({}, [])
     assert status.record is None
+
+
+def test_a_correction_is_written_although_no_thread_could_be_started_for_an_earlier_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_status, "REWRITE_DELAY_SECONDS", 0.0)
+    status = status_of(a=RAN, b=RAN)
+    status.write(tmp_path)
+    with monkeypatch.context() as patching:
+        patching.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
+        with pytest.raises(RuntimeError, match="new thread"):
+            status.update({"a": FELL})
+    status.update({"b": FELL})
+    wait_for_the_file()
+    assert files.read_record(RankStatus, status.path).skipped == {"a": WINDOW, "b": WINDOW}
 
 
 def test_a_layer_that_stays_engaged_has_neither_fallen_nor_come_again():
@@ -107,19 +121,19 @@ def test_mutation_a_decided_reason_that_is_taken_for_a_kept_one_is_caught(monkey
 def test_what_is_decided_changes_for_the_layers_of_the_correction():
     status = status_of(a=RAN, b=RAN, c=FELL)
     status.update({"a": FELL})
-    assert set(status.record.decided) == {DecisionGroup(("b",), RUNS), DecisionGroup(("a", "c"), FELL.decision)}
+    assert set(status.record.decision_groups) == {DecisionGroup(("b",), RUNS), DecisionGroup(("a", "c"), FELL.decision)}
 
 
 def forgets_what_holds_for_a_kernel_that_no_layer_runs():
     """Its overflows, and the tiles that were tuned for it; both come back with the layer."""
     triton = LayerState(decision((1, 512, "triton")), "triton")
     status = status_of(a=triton, b=RAN)
-    status.add_overflow("triton")
+    status.add_nan_kernel("triton")
     status.add_tuned("16 heads", "a tile")
     told = []
     for now in (triton, FELL, triton):
         status.update({"a": now})
-        told.append((status.record.overflows, status.record.tuned))
+        told.append((status.record.nan_kernels, status.record.tuned))
     runs = (("triton",), {"16 heads": "a tile"})
     assert told == [runs, ((), {}), runs], "the record is stale"
 
@@ -130,14 +144,13 @@ def test_a_kernel_that_no_layer_runs_any_more_is_no_longer_told_of():
 
 @pytest.mark.mutation("I8")
 def test_mutation_a_correction_of_the_layers_only_is_caught(monkeypatch):
-    of_kernels = EngineStatus._kernel_fields
+    with_layers = EngineStatus._with_layers
 
-    def stale(status, running):
-        if status.record is None:
-            return of_kernels(status, running)
-        return {"overflows": status.record.overflows, "tuned": status.record.tuned}
+    def stale(status, record):
+        made, old = with_layers(status, record), status.record
+        return made if old is None else replace(made, nan_kernels=old.nan_kernels, tuned=old.tuned)
 
-    monkeypatch.setattr(EngineStatus, "_kernel_fields", stale)
+    monkeypatch.setattr(EngineStatus, "_with_layers", stale)
     with pytest.raises(AssertionError, match="the record is stale"):
         forgets_what_holds_for_a_kernel_that_no_layer_runs()
 
@@ -152,19 +165,20 @@ def test_the_file_is_written_again_unless_it_is_another_engines(tmp_path, monkey
     elif found == "no JSON":
         path.write_text("{")
     else:
-        files.write(path, replace(status.record, instance=found if found != "mine" else status.instance))
+        files.write_record(path, replace(status.record, engine_id=found if found != "mine" else status.engine_id))
     monkeypatch.setattr(engine_status, "REWRITE_DELAY_SECONDS", 0.0)
     status.update({"a": FELL})
     wait_for_the_file()
-    told = files.read(RankStatus, path).skipped
+    told = files.read_record(RankStatus, path).skipped
     assert told == ({} if found == "another engine's" else {"a": WINDOW})
 
 
 def comes_back(folder, monkeypatch, removed):
     """Somebody removes the plugin's files while the server runs, for instance to force a new compilation."""
     monkeypatch.setattr(engine_status, "REWRITE_DELAY_SECONDS", 0.0)
-    monkeypatch.setenv(status_files.RUN_VARIABLE, f"{status_files.host_id()}-1-a")  # its workers do not hold its lock
-    run = status_files.hold_run_lock(folder)
+    monkeypatch.setenv(status_files.RUN_VARIABLE, f"{status_files.host_hash()}-1-a")  # its workers do not hold its lock
+    status_files.ensure_run_lock(folder)
+    run = status_files.ensure_run_name()
     status = status_of(a=RAN)
     status.write(folder)
     for path in folder.glob(removed):
@@ -174,7 +188,8 @@ def comes_back(folder, monkeypatch, removed):
     status.update({"a": FELL})
     wait_for_the_file()
     assert [one.skipped for one in status_files.read_records(folder, run, pytest.fail)] == [{"a": WINDOW}], "no file"
-    assert status_files.is_engine_alive(folder, [status.record]), "its lock is not held"
+    is_engine_alive = status_files.ServerLocks(folder, [status.record]).is_engine_alive([status.record])
+    assert is_engine_alive, "its lock is not held"
     metrics.read_samples(folder)  # the front end is scraped
     assert status_files.is_serving(folder, [status.record]), "the front end's lock is not held"
 
@@ -199,6 +214,7 @@ def test_mutation_files_that_stay_away_are_caught(tmp_path, monkeypatch, plant):
     else:
         monkeypatch.setattr(locks, "hold", hold_once)
     if plant == "no file":
+        monkeypatch.setattr(status_files, "_has_ended", lambda lock_paths: True)
         monkeypatch.setattr(
             status_files,
             "_remove_files_of_ended_servers",
@@ -231,7 +247,7 @@ def test_a_first_write_that_failed_is_tried_again_at_the_next_correction(tmp_pat
 def test_mutation_a_first_write_that_is_not_made_up_for_is_caught(tmp_path, monkeypatch, plant):
     def without_locks(status):
         status._timer = None
-        files.write(status.path, status.record)
+        files.write_record(status.path, status.record)
 
     writes_again = (lambda status: None) if plant == "no file" else without_locks
     monkeypatch.setattr(EngineStatus, "_rewrite", writes_again)

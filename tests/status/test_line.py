@@ -33,22 +33,23 @@ def test_the_line_names_the_integration_that_default_options_do_not_take(integra
     assert (", integration passes)" in status_line(replace(RECORD, integration=integration))) == named
 
 
-@pytest.mark.parametrize("measured", [(FEW, MOST), (MOST, FEW)])
-def test_the_line_gives_the_times_of_the_shape_that_most_layers_have(measured):
-    assert f"{TIMES}; 1 more layer shape in the status file)" in status_line(replace(RECORD, measured=measured))
+@pytest.mark.parametrize("shape_timings", [(FEW, MOST), (MOST, FEW)])
+def test_the_line_gives_the_times_of_the_shape_that_most_layers_have(shape_timings):
+    said = status_line(replace(RECORD, shape_timings=shape_timings))
+    assert f"{TIMES}; 1 more layer shape in the status file)" in said
 
 
 @pytest.mark.parametrize(("since", "said"), [("", ")"), ("2026-11-26T10:00:00+00:00", " on 2026-11-26)")])
 def test_the_line_says_since_when_kept_figures_hold(since, said):
-    assert f"{TIMES}{said}" in status_line(replace(RECORD, measured=(replace(MOST, since=since),)))
+    assert f"{TIMES}{said}" in status_line(replace(RECORD, shape_timings=(replace(MOST, since=since),)))
 
 
 DIED = f"{ABORTED}: a start ended in its first call"
-PASSED_OVER = (
+REJECTED = (
     *(RejectedKernel(kernel, DIED, aborted=True) for kernel in ("aiter", "aiter-opt")),
     RejectedKernel("vllm", "later"),
 )
-WITHOUT_AITER = DecisionGroup(("a", "b"), decision((1, 512, "triton"), passed_over=PASSED_OVER))
+WITHOUT_AITER = DecisionGroup(("a", "b"), decision((1, 512, "triton"), rejected_kernels=REJECTED))
 
 
 def names_what_was_left_out(ranks, head):
@@ -59,7 +60,7 @@ def names_what_was_left_out(ranks, head):
     assert list(line.remedies(ranks).values())[:1] == [REMEDIES[ABORTED]]
 
 
-LEFT_OUT = replace(RECORD, decided=(WITHOUT_AITER,))
+LEFT_OUT = replace(RECORD, decision_groups=(WITHOUT_AITER,))
 FASTER = replace(LEFT_OUT, engaged={}, skipped=dict.fromkeys(("a", "b"), Skip("vllm_faster", "why")))
 CASES = {
     "engaged": ([LEFT_OUT], "2/2 MLA layers engaged (triton"),
@@ -82,8 +83,8 @@ def test_the_line_says_once_that_the_named_kernel_is_the_one_that_was_left_out()
 
 def test_the_line_of_a_start_that_left_nothing_out_does_not_say_so():
     """Whatever the words of the reason are."""
-    without = decision((1, 512, "triton"), passed_over=(RejectedKernel("aiter", DIED),))
-    assert "left out" not in status_line(replace(RECORD, decided=(DecisionGroup(("a", "b"), without),)))
+    without = decision((1, 512, "triton"), rejected_kernels=(RejectedKernel("aiter", DIED),))
+    assert "left out" not in status_line(replace(RECORD, decision_groups=(DecisionGroup(("a", "b"), without),)))
 
 
 def test_a_rank_that_runs_another_kernel_is_named_and_does_not_agree():
@@ -125,6 +126,16 @@ def test_mutation_a_line_that_forgets_what_was_left_out_is_caught(monkeypatch):
     monkeypatch.setattr(line, "aborted_kernels", lambda ranks: [])
     with pytest.raises(AssertionError, match="the line does not say it"):
         names_what_was_left_out(*CASES["engaged"])
+
+
+@pytest.mark.parametrize("engaged", [RECORD.engaged, {}])
+def test_the_line_says_that_the_number_of_ranks_is_unknown(engaged):
+    """The ranks could not be asked, so each has a record that knows of no other."""
+    unknown = [replace(RECORD, rank=rank, ranks=0, engaged=engaged) for rank in range(2)]
+    assert "; ranks unknown" in status_line(*unknown)
+    assert " of 2 ranks" not in status_line(*unknown)
+    assert not merge_ranks(unknown).ranks_agree
+    assert "unknown" not in status_line(unknown[0], replace(unknown[1], ranks=2))
 
 
 @pytest.mark.parametrize(

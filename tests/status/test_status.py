@@ -41,7 +41,7 @@ from vllm_aiter_mla.status.record import (
     group_by_engine,
     merge_ranks,
 )
-from vllm_aiter_mla.status.skips import Skips
+from vllm_aiter_mla.status.skips import KeptSkips
 
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
 NOT_READ = "the reasons of skipped layers could not be kept or read"
@@ -115,18 +115,18 @@ def written(tmp_path, pattern="status-*.json"):
 
 def engage_all():
     for name in LAYERS:
-        layers()[name].ran = "aiter"
+        layers()[name].ran_kernel = "aiter"
 
 
 def engage_one():
-    layers()[LAYERS[0]].ran = "aiter"
+    layers()[LAYERS[0]].ran_kernel = "aiter"
     skip(LAYERS[1], "no_rope", "why")
 
 
 @pytest.mark.parametrize(("ran", "tuned"), [("triton", {"a shape": "a tile 1..16"}), ("aiter", {}), ("", {})])
 def test_tuned_tiles_are_told_if_triton_has_run(ran, tuned):
     the_status().tuned["a shape"] = "a tile 1..16"
-    layers()[LAYERS[0]].ran = ran
+    layers()[LAYERS[0]].ran_kernel = ran
     assert record_of().tuned == tuned
 
 
@@ -134,7 +134,7 @@ def test_i8_only_rank_0_speaks_and_every_rank_writes(said, tmp_path):
     after_warm_up(rank=3)
     assert said == []
     found = written(tmp_path, "status-*-3.json")
-    assert (found["total"], found["skipped"][LAYERS[0]]["code"], found["decode_limit"]) == (2, "not_run", 512)
+    assert (found["num_layers"], found["skipped"][LAYERS[0]]["code"], found["decode_limit"]) == (2, "not_run", 512)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_i8_only_rank_0_speaks_and_every_rank_writes(said, tmp_path):
         (lambda name: None, LAYERS),
         (lambda name: skip(name, "no_rope", "why"), LAYERS[:1]),
         (lambda name: layers()[name].fail(RuntimeError("planted")), LAYERS[:1]),
-        (lambda name: setattr(layers()[LAYERS[0]], "ran", "reference"), LAYERS[:1]),
+        (lambda name: setattr(layers()[LAYERS[0]], "ran_kernel", "reference"), LAYERS[:1]),
         (lambda name: layers()[name]._falls_back("a stride"), LAYERS[:1]),
     ],
     ids=[
@@ -156,7 +156,7 @@ def test_i8_only_rank_0_speaks_and_every_rank_writes(said, tmp_path):
 )
 def test_a_layer_of_a_draft_counts_by_the_kernel_that_ran_for_another_layer_unless_it_is_skipped(then, engaged):
     """vLLM runs no batch of a draft while it starts."""
-    layers()[LAYERS[0]].ran, layers()[LAYERS[1]].would_run = "aiter", ("triton", "aiter")
+    layers()[LAYERS[0]].ran_kernel, layers()[LAYERS[1]].possible_kernels = "aiter", ("triton", "aiter")
     then(LAYERS[1])
     record = record_of()
     assert (tuple(record.engaged), tuple(record.skipped)) == (engaged, LAYERS[len(engaged) :])
@@ -208,7 +208,7 @@ def test_data_parallel_engines_are_told_of_in_the_order_of_their_numbers(said, t
 
 def forget_the_skipped(ranks, told=merge_ranks):
     found = told(ranks)
-    return replace(found, skipped={}, total=1)
+    return replace(found, skipped={}, num_layers=1)
 
 
 @pytest.mark.mutation("I8")
@@ -339,16 +339,16 @@ def test_ranks_of_an_engine_before_one_that_is_skipped_whole_are_no_part_of_it(s
         after_warm_up(rank=rank)
     (before, _) = status_files.read_records(tmp_path, "*", pytest.fail)
     whole = skipped_engine("dcp", "made up", (0, 1))
-    status_files.write(tmp_path, replace(whole, model_name=before.model_name, engine=before.engine))
+    status_files.write_status(tmp_path, replace(whole, model_name=before.model_name, dp_index=before.dp_index))
     (found,) = group_by_engine(status_files.read_records(tmp_path, "*", pytest.fail)).values()
     assert [(record.rank, record.engaged) for record in found] == [(0, {})]
 
 
 def test_what_a_later_rank_alone_has_is_in_the_engines_record():
     first, second = (replace(record_of(), rank=rank) for rank in range(2))
-    second = replace(second, overflows=("aiter",), tuned={"16 heads": "1..16 32x64"})
+    second = replace(second, nan_kernels=("aiter",), tuned={"16 heads": "1..16 32x64"})
     found = merge_ranks([first, second])
-    assert (found.overflows, found.tuned) == (("aiter",), {"16 heads": "1..16 32x64"})
+    assert (found.nan_kernels, found.tuned) == (("aiter",), {"16 heads": "1..16 32x64"})
 
 
 @pytest.mark.parametrize("signal", [SystemExit(143), KeyboardInterrupt()])
@@ -363,7 +363,7 @@ def test_a_rank_that_a_signal_ends_in_its_warm_up_waits_for_no_other(said, monke
 def test_a_status_file_that_goes_while_the_folder_is_read_hides_no_other(said, tmp_path, monkeypatch):
     after_warm_up(rank=3)
     after_warm_up()
-    read, gone = files.read, []
+    read, gone = files.read_record, []
 
     def first_is_gone(cls, path):
         if gone:
@@ -371,7 +371,7 @@ def test_a_status_file_that_goes_while_the_folder_is_read_hides_no_other(said, t
         gone.append(path)
         raise FileNotFoundError("planted")
 
-    monkeypatch.setattr(files, "read", first_is_gone)
+    monkeypatch.setattr(files, "read_record", first_is_gone)
     assert len(status_files.read_records(tmp_path, "*", pytest.fail)) == 1
 
 
@@ -379,15 +379,15 @@ def fails_in_one_step(monkeypatch):
     """All layers fail in one decode step."""
     engage_all()
     after_warm_up()
-    write, written_files = files.write, []
-    monkeypatch.setattr(files, "write", lambda *given: (written_files.append(given), write(*given)))
+    write, written_files = files.write_record, []
+    monkeypatch.setattr(files, "write_record", lambda *given: (written_files.append(given), write(*given)))
     monkeypatch.setattr(engine_status, "REWRITE_DELAY_SECONDS", 0.2)
     for name in LAYERS:
         layers()[name].fail(RuntimeError("planted"))
     in_the_step = len(written_files)
     wait_for_the_file()
     assert (in_the_step, len(written_files)) == (0, 1), "the file is written in the step, or more than once"
-    found = files.read(RankStatus, the_status().path)
+    found = files.read_record(RankStatus, the_status().path)
     assert (found.engaged, list(found.skipped)) == ({}, [*LAYERS])
 
 
@@ -407,7 +407,7 @@ def one_write_at_a_time(monkeypatch):
     """While the file is being corrected after a failure, a reload corrects it again: the later record stays."""
     engage_all()
     after_warm_up()
-    begun, overtaken, write = threading.Event(), threading.Event(), files.write
+    begun, overtaken, write = threading.Event(), threading.Event(), files.write_record
 
     def slow_at_first(path, record):
         if begun.is_set():
@@ -418,13 +418,13 @@ def one_write_at_a_time(monkeypatch):
             overtaken.wait(0.5)  # so long that another writer, if it does not wait for this one, has written by then
             write(path, record)
 
-    monkeypatch.setattr(files, "write", slow_at_first)
+    monkeypatch.setattr(files, "write_record", slow_at_first)
     layers()[LAYERS[0]].fail(RuntimeError("planted"))
     assert begun.wait(60)
     layers()[LAYERS[1]].stop("planted")
     engine.engine.on_reloaded()
     wait_for_the_file()
-    assert files.read(RankStatus, the_status().path).engaged == {}, "an earlier record was written last"
+    assert files.read_record(RankStatus, the_status().path).engaged == {}, "an earlier record was written last"
 
 
 def test_a_status_file_is_never_left_with_an_earlier_record(monkeypatch):
@@ -449,7 +449,7 @@ def apart(index):
     fail(raised)
     engaged = [len(one.record.engaged) for one in (first, the_status())]
     assert engaged == [1, 2], "an engine has another one's failure"
-    found = files.read(RankStatus, the_status().path)
+    found = files.read_record(RankStatus, the_status().path)
     assert found == the_status().record, "the file has another one's failure"
 
 
@@ -478,7 +478,7 @@ def test_mutation_i15_a_correction_of_another_engines_file_is_caught(monkeypatch
 @both_modes
 def test_fail_closed_a_broken_file_costs_a_warning_and_never_the_line(said, tmp_path, spoil, strict):
     path = tmp_path / f"skips-{'k' * 16}-0.json"
-    files.write(path, Skips({LAYERS[0]: Skip("no_rope", "why")}))
+    files.write_record(path, KeptSkips({LAYERS[0]: Skip("no_rope", "why")}))
     spoil(path)
     with stops(strict, "0/2"):
         after_warm_up(strict=strict)
@@ -512,7 +512,7 @@ def test_mutation_a_status_line_that_is_not_the_last_one_is_caught(said, monkeyp
 def only_a_front_end_or_another_machine_holds_the_run(tmp_path, monkeypatch):
     """A worker of Ray's on another machine has a folder of its own, where no front end is."""
     held = {}
-    for machine in (status_files.host_id(), "0a1b2c3d"):
+    for machine in (status_files.host_hash(), "0a1b2c3d"):
         monkeypatch.setenv(status_files.RUN_VARIABLE, f"{machine}-1-a")
         another_engine()
         engage_all()
@@ -530,16 +530,16 @@ def test_a_worker_holds_the_lock_of_its_run_only_away_from_its_front_end(said, t
     ("joins", "held"), [(True, r"\[True, True\]"), (False, r"\[False, False\]")], ids=["every worker", "no worker"]
 )
 def test_mutation_a_worker_that_takes_or_leaves_the_wrong_lock_is_caught(said, tmp_path, monkeypatch, joins, held):
-    write, join = status_files.write, status_files.hold_run_lock
+    write, join = status_files.write_status, status_files.ensure_run_lock
 
     def plant(folder, record):
         if joins:
             join(folder)
         return write(folder, record)
 
-    monkeypatch.setattr(status_files, "write", plant)
+    monkeypatch.setattr(status_files, "write_status", plant)
     if not joins:
-        monkeypatch.setattr(status_files, "hold_run_lock", lambda folder: status_files.ensure_run_name())
+        monkeypatch.setattr(status_files, "ensure_run_lock", lambda folder: None)
     with pytest.raises(AssertionError, match=held):
         only_a_front_end_or_another_machine_holds_the_run(tmp_path, monkeypatch)
 
@@ -571,14 +571,14 @@ def ended_servers_leave_no_files(tmp_path, monkeypatch):
                 patching.setattr(files.socket, "gethostname", lambda: host)
             record = replace(record_of(), run=run)
         path = tmp_path / f"status-{run}-0-0.json"
-        files.write(path, record)
+        files.write_record(path, record)
         return path
 
     def of_another_version(path):
         data = json.loads(path.read_text())
         data["evidence"]["schema_version"] += 1
         del data["run"]
-        files.write(path, data)
+        files.write_record(path, data)
         return path
 
     def aged(path):
@@ -586,14 +586,18 @@ def ended_servers_leave_no_files(tmp_path, monkeypatch):
         os.utime(path, (long_ago, long_ago))
         return path
 
-    half = tmp_path / f"status-{status_files.host_id()}-7-a-0-0.json"  # a crash of this host has left it
+    half = tmp_path / f"status-{status_files.host_hash()}-7-a-0-0.json"  # a crash of this host has left it
     half.write_text("half a fi")
-    locks_that_go = [tmp_path / f"lock-status-{name}" for name in (f"{status_files.host_id()}-7-a", "8-b", "8-b-0-0-w")]
+    before = f"{os.getpid()}-before"
+    names_that_go = (f"{status_files.host_hash()}-7-a", "8-b", "8-b-0-0-w", "1-a", before, "..", "4-a")
+    locks_that_go = [tmp_path / f"lock-status-{name}" for name in names_that_go]
+    old_without_lock = aged(left_by("9-a"))
     for lock in locks_that_go:
         lock.touch()
     gone = [
         left_by("1-a"),
-        left_by(f"{os.getpid()}-before"),
+        left_by(before),
+        old_without_lock,
         left_by(".."),
         of_another_version(left_by("4-a")),
         aged(of_another_version(left_by("8-b", host="a pod that is gone"))),
@@ -603,6 +607,7 @@ def ended_servers_leave_no_files(tmp_path, monkeypatch):
         left_by("2-a", host="another"),
         of_another_version(left_by("2-b", host="another")),
         left_by("3-a"),
+        left_by("9-b"),  # somebody has removed the locks of a server that may live
         of_another_version(left_by("5-a")),
         of_another_version(left_by("6-a")),
         tmp_path / "status-1-1-1.json",
@@ -612,7 +617,7 @@ def ended_servers_leave_no_files(tmp_path, monkeypatch):
     for name in living:
         locks.hold(tmp_path / name)
     other = tmp_path / "lock-status-0a1b2c3d-4-a"  # of another machine, where a lock may mean nothing here
-    ended = tmp_path / f"lock-status-{status_files.host_id()}-5-a"
+    ended = tmp_path / f"lock-status-{status_files.host_hash()}-5-a"
     other.touch()
     ended.touch()
     stays[-1].write_text("half a fi")
@@ -621,7 +626,7 @@ def ended_servers_leave_no_files(tmp_path, monkeypatch):
     assert [path.name for path in stays if not path.exists()] == []
     found = {path.name for path in tmp_path.glob("lock-*")}
     mine = f"lock-status-{os.environ[status_files.RUN_VARIABLE]}"
-    assert found == {mine, f"{mine}-0-0-{the_status().instance}", "lock-status-3-a", other.name, *living}
+    assert found == {mine, f"{mine}-0-0-{the_status().engine_id}", "lock-status-3-a", other.name, *living}
 
 
 def test_files_of_this_machines_ended_servers_are_removed_also_those_of_another_version(said, tmp_path, monkeypatch):
@@ -683,7 +688,7 @@ def test_the_line_says_that_nobody_has_timed_this_card(said, card):
 
 def other(engaged=(), skipped=()):
     """The record of rank 1: names that run on AITER, and codes of the others."""
-    record = replace(with_layers(EngineStatus(), {}, rank=1), model_name="m", engine="0")
+    record = replace(with_layers(EngineStatus(), {}, rank=1), model_name="m", dp_index="0")
     return replace(record, engaged=dict.fromkeys(engaged, "aiter"), skipped=dict(skipped))
 
 
@@ -745,7 +750,7 @@ def test_strict_mode_stops_a_rank_that_engaged_nothing_but_a_stage_without_mla_l
 def test_a_data_parallel_engine_is_named(said):
     engage_all()
     record = record_of()
-    assert status_line(record, replica=1).endswith("decode limit 512), data-parallel engine 1")
+    assert status_line(record, dp_index=1).endswith("decode limit 512), data-parallel engine 1")
 
 
 @both_modes
@@ -762,14 +767,19 @@ def test_fail_closed_a_rank_without_a_status_still_hands_over_to_the_other_ranks
 # The metrics.
 
 
+def collectors():
+    """The collectors of this process, which prometheus_client lists by no public name."""
+    return [one for one in list(REGISTRY._collector_to_names) if isinstance(one, metrics._Collector)]
+
+
 @pytest.fixture
 def gauge(said, tmp_path, monkeypatch):
     """Scrapes prometheus_client's registry, as vLLM's /metrics does."""
-    others = tuple(metrics._registered)  # of engines that earlier tests of this process have built
+    others = collectors()  # of engines that earlier tests of this process have built
     for other in others:
         REGISTRY.unregister(other)
-    monkeypatch.setattr(metrics, "_registered", [])
-    status_files.hold_run_lock(tmp_path)
+    monkeypatch.setattr(metrics, "_is_registered", False)
+    status_files.ensure_run_lock(tmp_path)
     metrics.register_metrics(tmp_path)
     metrics.register_metrics(tmp_path)  # idempotent
 
@@ -779,7 +789,8 @@ def gauge(said, tmp_path, monkeypatch):
         return {line.split("{")[1].split("}")[0]: float(line.split()[-1]) for line in lines}
 
     yield scrape
-    REGISTRY.unregister(metrics._registered[0])
+    (mine,) = collectors()
+    REGISTRY.unregister(mine)
     for other in others:
         REGISTRY.register(other)
 
@@ -853,12 +864,72 @@ def test_gauge_of_an_engine_that_has_ended_has_no_sample(gauge, tmp_path):
     engage_all()
     after_warm_up()
     assert gauge() == {labels("engaged"): 2, labels("skipped"): 0}
-    locks.release(tmp_path / f"lock-{the_status().path.stem}-{the_status().instance}")
+    lock = tmp_path / f"lock-{the_status().path.stem}-{the_status().engine_id}"
+    locks.release(lock)
+    lock.touch()
     assert gauge() == {}
 
 
+def test_gauge_stays_if_somebody_removes_the_locks_of_an_engine_that_lives(gauge, tmp_path, monkeypatch):
+    """And another server removes none of its files."""
+    engage_all()
+    after_warm_up()
+    path = the_status().path
+    for lock in tmp_path.glob("lock-*"):
+        lock.unlink()
+    with monkeypatch.context() as patching:
+        patching.setenv(status_files.RUN_VARIABLE, "1-other")
+        another_engine()
+        after_warm_up()
+    assert path.exists(), "another server has removed the file of a server that lives"
+    assert gauge() == {labels("engaged"): 2, labels("skipped"): 0}
+
+
+def test_a_scrape_of_many_ranks_waits_at_most_once(gauge, tmp_path, monkeypatch):
+    """vLLM's event loop waits for it."""
+    monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [mine] * 8))
+    for rank in range(8):
+        another_engine()
+        engage_all()
+        after_warm_up(rank=rank)
+    waits = []
+    monkeypatch.setattr(locks.time, "sleep", waits.append)
+    assert gauge() == {labels("engaged"): 2, labels("skipped"): 0}
+    assert len(waits) <= 1
+
+
+def test_gauge_does_not_count_a_rank_that_an_earlier_engine_left_behind(gauge, tmp_path, monkeypatch):
+    """The later engine, which engages one layer, has not written the status of its second rank yet."""
+    monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [mine] * 2))
+    engage_one()
+    after_warm_up(rank=1)
+    lock = tmp_path / f"lock-{the_status().path.stem}-{the_status().engine_id}"
+    locks.release(lock)
+    lock.touch()
+    another_engine()
+    engage_all()
+    after_warm_up(rank=0)
+    assert gauge() == {labels("engaged"): 2, labels("skipped"): 0}
+    assert lock.exists(), "the lock tells that the rank has ended"
+    ranks = {name.split('"')[-2]: count for name, count in gauge("aiter_mla_ranks").items()}
+    assert ranks == {"agreeing": 1, "fell_back": 0, "differing": 0, "silent": 1}
+
+
+def test_gauge_counts_a_layer_once_if_ranks_run_different_kernels(gauge, monkeypatch):
+    monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [mine] * 2))
+    for rank, kernel in enumerate(("triton", "aiter")):
+        another_engine()
+        for layer in layers().values():
+            layer.ran_kernel = kernel
+        with decided((1, 512, kernel)):
+            after_warm_up(rank=rank)
+    assert gauge("aiter_mla_kernel_layers") == {'engine="0",kernel="triton",model_name="m",tokens="1..512"': 2}
+    ranks = {name.split('"')[-2]: count for name, count in gauge("aiter_mla_ranks").items()}
+    assert ranks == {"agreeing": 1, "fell_back": 0, "differing": 1, "silent": 0}
+
+
 def test_gauge_of_a_skipped_engine_counts_all_its_layers(gauge, tmp_path):
-    status_files.write(tmp_path, replace(skipped_engine("dcp", "why", (0, 1, 2)), model_name="m"))
+    status_files.write_status(tmp_path, replace(skipped_engine("dcp", "why", (0, 1, 2)), model_name="m"))
     assert gauge() == {labels("engaged"): 0, labels("skipped"): 3}
 
 
@@ -871,9 +942,9 @@ def test_gauge_survives_vllms_clearing_of_its_own_metrics(gauge):
     assert gauge()[labels("engaged")] == 2
 
 
-def decided(*kernels, passed_over=()):
+def decided(*kernels, rejected_kernels=()):
     """What ``Layer.state`` tells of the decision of every layer."""
-    told, made = Layer.state, decision(*kernels, passed_over=passed_over)
+    told, made = Layer.state, decision(*kernels, rejected_kernels=rejected_kernels)
     return patch.object(Layer, "state", lambda layer: told(layer)._replace(decision=made))
 
 
@@ -897,7 +968,7 @@ def test_metrics_tell_version_and_integration_also_of_an_engine_that_is_skipped(
     version = f'engine="0",integration="{{}}",model_name="m",version="{__version__}"'
     assert gauge("aiter_mla_info") == {version.format("module"): 1}
     skipped = skipped_engine("dcp", "why", (0, 1))
-    status_files.write(tmp_path, replace(skipped, model_name="m", engine="0"))
+    status_files.write_status(tmp_path, replace(skipped, model_name="m", dp_index="0"))
     assert gauge("aiter_mla_info") == {version.format(""): 1}
 
 
@@ -908,7 +979,8 @@ def test_metrics_tell_ranks_that_fell_back_and_ranks_without_a_status(gauge, mon
         engage()
         after_warm_up(rank=rank)
     found = gauge("aiter_mla_ranks")
-    assert found == {f'{OF_ENGINE},state="{state}"': 1 for state in ("agreeing", "fell_back", "silent")}
+    counts = {"agreeing": 1, "fell_back": 1, "differing": 0, "silent": 1}
+    assert found == {f'{OF_ENGINE},state="{state}"': count for state, count in counts.items()}
 
 
 def stages(gauge, monkeypatch):
@@ -919,7 +991,7 @@ def stages(gauge, monkeypatch):
         engage()
         after_warm_up(rank=rank)
     ranks = {name.split('"')[-2]: count for name, count in gauge("aiter_mla_ranks").items()}
-    assert ranks == {"agreeing": 1, "fell_back": 1, "silent": 0}, "the stage counts as the others"
+    assert ranks == {"agreeing": 1, "fell_back": 1, "differing": 0, "silent": 0}, "the stage counts as the others"
 
 
 def test_metrics_tell_a_stage_that_engages_nothing(gauge, monkeypatch):
@@ -931,8 +1003,9 @@ def test_mutation_a_stage_that_engages_nothing_and_agrees_is_caught(gauge, monke
     def plant(ranks):
         found = merge_ranks(ranks)
         layers = {rank.rank: rank.skipped.keys() for rank in ranks}
-        shared = {rank: why for rank, why in found.fell_back.items() if layers[rank] & found.engaged.keys()}
-        return replace(found, fell_back=shared)
+        fallbacks = found.fallback_skips_by_rank.items()
+        shared = {rank: why for rank, why in fallbacks if layers[rank] & found.engaged.keys()}
+        return replace(found, fallback_skips_by_rank=shared)
 
     monkeypatch.setattr(metrics, "merge_ranks", plant)
     with pytest.raises(AssertionError, match="the stage counts as the others"):
@@ -942,7 +1015,7 @@ def test_mutation_a_stage_that_engages_nothing_and_agrees_is_caught(gauge, monke
 @pytest.mark.parametrize("aborted", [True, False])
 def test_metrics_tell_a_kernel_that_an_earlier_start_died_in(gauge, aborted):
     engage_all()
-    with decided((1, 512, "triton"), passed_over=(RejectedKernel("aiter", "why", aborted),)):
+    with decided((1, 512, "triton"), rejected_kernels=(RejectedKernel("aiter", "why", aborted),)):
         after_warm_up()
     found = gauge("aiter_mla_aborted_before")
     assert found == ({'engine="0",kernel="aiter",model_name="m"': 1} if aborted else {})
@@ -977,13 +1050,13 @@ from tests.support.statuses import NOTHING, with_layers
 from vllm_aiter_mla.status import metrics, status_files
 from vllm_aiter_mla.status.engine_status import EngineStatus
 folder = Path(sys.argv[1])
-status_files.hold_run_lock(folder)
+status_files.ensure_run_lock(folder)
 metrics.register_metrics(folder)
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 def serves(kernel, *parts):
     state = NOTHING._replace(decision=decision((1, 8, kernel)), ran_kernel=kernel)
     found = with_layers(EngineStatus(), {"a": state}, 8)
-    status_files.write(folder, replace(found, model_name="m"))
+    status_files.write_status(folder, replace(found, model_name="m"))
     for _ in range(100):
         registry = CollectorRegistry()
         multiprocess.MultiProcessCollector(registry)

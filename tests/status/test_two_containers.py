@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from tests.status import server_child
 from tests.support.waiting import LONG_S, happened, runs
 from vllm_aiter_mla import locks
-from vllm_aiter_mla.commands import status as status_command
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.status import status_files
 
@@ -69,7 +68,7 @@ def files_in(folder, pattern="status-*"):
     return sorted(path.name for path in (folder / "aiter_mla").glob(pattern))
 
 
-A, B = (f"{status_files.host_id()}-1-{one}" for one in "ab")
+A, B = (f"{status_files.host_hash()}-1-{one}" for one in "ab")
 BOTH = [f"status-{run}-0-0.json" for run in (A, B)]
 
 
@@ -155,8 +154,7 @@ def test_two_containers_an_engine_that_outlives_its_front_end_is_told(outlived, 
 def test_mutation_two_containers_an_engine_of_which_the_locks_say_nothing_is_caught(
     outlived, server, tmp_path, monkeypatch, holds, seen
 ):
-    for module in (status_files, status_command):
-        monkeypatch.setattr(module, "is_engine_alive", lambda folder, ranks: holds)
+    monkeypatch.setattr(status_files.ServerLocks, "is_engine_alive", lambda self, ranks: holds)
     with pytest.raises(AssertionError, match=seen):
         is_told_until_it_ends(outlived, server, tmp_path, seconds=0.1)
 
@@ -270,7 +268,7 @@ def test_mutation_two_containers_a_lock_that_says_nothing_is_caught(server, tmp_
     one = server(A)
     one.does("front_end", "write")
     assert "engaged" in status_of(A)[0]
-    monkeypatch.setattr(locks, "is_held", lambda lock: held)
+    monkeypatch.setattr(locks, "held_states", lambda paths: dict.fromkeys(paths, held))
     assert ("ended" in status_of(A)[0]) is not held
     one.dies()
     assert ("ended" in status_of(A)[0]) is not held

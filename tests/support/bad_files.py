@@ -10,7 +10,7 @@ from vllm_aiter_mla import files
 
 
 def changed(change: Callable[[Any], Any]) -> Callable[[Path], None]:
-    return lambda path: files.write(path, change(json.loads(path.read_text())))
+    return lambda path: files.write_record(path, change(json.loads(path.read_text())))
 
 
 def replaced(make: Callable[[Path], Any]) -> Callable[[Path], None]:

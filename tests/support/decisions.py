@@ -10,7 +10,7 @@ def spans(*kernels: tuple[int, int, str]) -> Spans:
 
 
 def decision(
-    *kernels: tuple[int, int, str], skip: Skip | None = None, passed_over: tuple[RejectedKernel, ...] = ()
+    *kernels: tuple[int, int, str], skip: Skip | None = None, rejected_kernels: tuple[RejectedKernel, ...] = ()
 ) -> Decision:
     """A decision from (first, last, kernel) in tokens."""
-    return Decision(spans(*kernels), skip, passed_over)
+    return Decision(spans(*kernels), skip, rejected_kernels)

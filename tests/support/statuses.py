@@ -9,7 +9,7 @@ from tests.support.decisions import decision
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.status import status_files
 from vllm_aiter_mla.status.engine_status import EngineStatus, LayerState, record_of_skipped_engine
-from vllm_aiter_mla.status.record import RankSetup, RankStatus
+from vllm_aiter_mla.status.record import RankStatus
 
 if TYPE_CHECKING:  # the import takes seconds, and some processes of tests only write records
     from vllm_aiter_mla.serving.layer import Layer
@@ -27,7 +27,7 @@ def record_of(
 
 def record_with(layer: "Layer", ran: str, limit: int = 16, card: str = "cpu") -> RankStatus:
     """The record of the engine of a layer, once that has run a kernel."""
-    layer.ran = ran
+    layer.ran_kernel = ran
     return with_layers(layer.engine_status, {layer.name: layer.state()}, limit, card=card)
 
 
@@ -40,9 +40,9 @@ def with_layers(
     integration: str = "module",
     card: str = "cpu",
 ) -> RankStatus:
-    """The record of an engine whose layers have these states, in this process's run if it has one."""
+    """The record of an engine of one rank whose layers have these states, in this process's run if it has one."""
     run = os.environ.get(status_files.RUN_VARIABLE, "")
-    return status.make_record(layers, RankSetup(rank, integration, card, limit, cache, run=run))
+    return status.make_record(layers, RankStatus(rank, integration, card, limit, cache, run=run, ranks=1))
 
 
 def skipped_engine(code: str, message: str, layers: tuple[int, ...]) -> RankStatus:

@@ -56,7 +56,7 @@ class Worker:
 
     def _dummy_run(self, tokens: int, *, uniform_decode: bool, force_attention: bool) -> None:
         self.steps += 1
-        layer_in(self).ran = "reference"
+        layer_in(self).ran_kernel = "reference"
 
 
 def served_by(config: Any, is_v2: bool = False, drafts: int = 0) -> None:

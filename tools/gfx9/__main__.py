@@ -110,7 +110,7 @@ def compare(target: aot.Target, name: str, tokens: list[int], folder: Path, path
 def write(path: Path | None, target: aot.Target, rows: list[Any], name: str) -> None:
     """Write the records of ``rows`` to ``path``, if there is one."""
     if path is not None:
-        files.write(path, {"target": target.name, "rows": rows} | {files.STAMP_KEY: files.stamp(name, 1)})
+        files.write_record(path, {"target": target.name, "rows": rows} | {files.STAMP_KEY: files.stamp(name, 1)})
 
 
 if __name__ == "__main__":

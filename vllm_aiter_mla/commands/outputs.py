@@ -96,7 +96,7 @@ def unwritable_reason(path: Path | None) -> str | None:
     if str(path).startswith("-"):
         return "an option in the place of a file; for a file of that name give ./ before it"
     try:
-        if not files.is_device(path):
+        if not files.is_stream(path):
             if path.is_dir() and not path.is_symlink():
                 return "is a folder"
             path = path.parent  # a file or a link is replaced, so its folder must be writable

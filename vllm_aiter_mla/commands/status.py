@@ -16,7 +16,7 @@ from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.decided import Decision
 from vllm_aiter_mla.status.line import remedies, status_line
 from vllm_aiter_mla.status.record import RankStatus, group_by_engine, merge_ranks, records_of_all_ranks
-from vllm_aiter_mla.status.status_files import is_engine_alive, is_serving, read_records
+from vllm_aiter_mla.status.status_files import ServerLocks, read_records
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class EngineLine:
     remedies: dict[str, str]  # by code of a skipped layer
     serves: bool | None  # whether the engine and its front end live; None if that is unknown
     whole: bool  # whether the engine serves and every rank runs all its layers on our kernels
-    silent: int = 0  # ranks without a status file here
+    silent: int | None = 0  # ranks without a status file here; None if the number of ranks is unknown
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
     remedies for skipped layers follow the line of an engine.
 
     Exit status 0: every MLA layer of the live engines is engaged on every rank. 1: a layer is not engaged, or no engine
-    lives. 2: an option is wrong. 3: there is no status file, a rank has none here, or a file or lock cannot be read.
+    lives. 2: an option is wrong. 3: there is no status file, a rank has none here, the number of ranks is unknown, or a
+    file or lock cannot be read.
     """
     folder, unreadable_reasons = files.cache_folder(), list[str]()
     with suppress(FileNotFoundError, NotADirectoryError):
@@ -72,9 +73,13 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
                 f"status: {folder}: permission denied; run it as the server's user, or read the metrics",
                 outputs.EXIT_INCOMPLETE,
             )
-    by_engine = group_by_engine(read_records(folder, "*", unreadable_reasons.append))
-    engines = tuple(_engine_line(folder, engine_key, statuses) for engine_key, statuses in by_engine.items())
-    has_unknown_engine = any(engine.serves is None or engine.silent for engine in engines)
+    records = read_records(folder, "*", unreadable_reasons.append)
+    server_locks = ServerLocks(folder, records)
+    by_engine = group_by_engine(server_locks.without_ended_ranks(records))
+    engines = tuple(
+        _engine_line(folder, server_locks, engine_key, statuses) for engine_key, statuses in by_engine.items()
+    )
+    has_unknown_engine = any(engine.serves is None or engine.silent != 0 for engine in engines)
     is_complete = engines and not unreadable_reasons and not has_unknown_engine
     exit_code = _exit_status(engines) if is_complete else outputs.EXIT_INCOMPLETE
     decision_texts = {
@@ -82,7 +87,8 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
         for engine_key, statuses in by_engine.items()
     }
     # A fully skipped engine has no layer names in its record.
-    has_layer_names = all(rank.decided or not rank.skipped for statuses in by_engine.values() for rank in statuses)
+    all_ranks = [rank for statuses in by_engine.values() for rank in statuses]
+    has_layer_names = all(rank.decision_groups or not rank.skipped for rank in all_ranks)
     if layer is not None and is_complete and has_layer_names and not any(decision_texts.values()):
         outputs.fail(f"status: --layer {layer}: no server here has a layer of that name")
     with outputs.text_on_stderr(json):
@@ -113,11 +119,13 @@ def _print_engine(engine: EngineLine, decision_texts: Sequence[str]) -> None:
         typer.echo(outputs.fold_text(text))
 
 
-def _engine_line(folder: Path, engine_key: tuple[str, str, str], rank_statuses: Sequence[RankStatus]) -> EngineLine:
+def _engine_line(
+    folder: Path, server_locks: ServerLocks, engine_key: tuple[str, str, str], rank_statuses: Sequence[RankStatus]
+) -> EngineLine:
     """Return the line of one engine from the status files of its ranks; ``engine_key`` is (run, model, engine)."""
-    is_alive = is_serving(folder, rank_statuses)
+    is_alive = server_locks.is_serving(rank_statuses)
     if not is_alive:
-        engine_is_alive = is_engine_alive(folder, rank_statuses) if is_alive is False else None
+        engine_is_alive = server_locks.is_engine_alive(rank_statuses) if is_alive is False else None
         unknown_line = f"whether the server lives cannot be told from its locks in {folder}"
         line = unknown_line if engine_is_alive is None else ENDED_LINES[engine_is_alive]
         return EngineLine(*engine_key, line, {}, serves=None if engine_is_alive is None else False, whole=False)
@@ -125,14 +133,15 @@ def _engine_line(folder: Path, engine_key: tuple[str, str, str], rank_statuses: 
     merged = merge_ranks(all_statuses)
     is_whole = merged.ranks_agree and bool(merged.engaged) and not merged.skipped
     line = status_line(*all_statuses)
-    return EngineLine(*engine_key, line, remedies(rank_statuses), serves=True, whole=is_whole, silent=merged.silent)
+    num_silent = merged.num_silent if merged.is_num_ranks_known else None
+    return EngineLine(*engine_key, line, remedies(rank_statuses), serves=True, whole=is_whole, silent=num_silent)
 
 
 def _decision_texts(rank_statuses: Sequence[RankStatus], layer: str) -> Iterator[str]:
     """Yield the decision for each layer whose name contains the dotted part ``layer``, with the ranks that made it."""
     ranks_by_text: dict[str, list[str]] = {}
     for rank_status in rank_statuses:
-        for group in rank_status.decided:
+        for group in rank_status.decision_groups:
             for name in group.layers:
                 if f".{layer}." in f".{name}.":
                     text = "\n".join((f"  {name}", *_decision_lines(group.decision, rank_status.skipped.get(name))))
@@ -149,7 +158,7 @@ def _decision_lines(decision: Decision, skip: Skip | None) -> Iterator[str]:
     """
     if skip is not None:
         yield f"    vLLM's own       {skip.reason}"
-    for span in () if skip is not None else decision.kernels:
-        yield f"    {f'{span.tokens} tokens':<16} {span.kernel}"
-    for kernel in decision.passed_over:
+    for span in () if skip is not None else decision.kernel_spans:
+        yield f"    {f'{span.tokens_text} tokens':<16} {span.kernel}"
+    for kernel in decision.rejected_kernels:
         yield f"    not {kernel.kernel:<12} {kernel.reason}"

@@ -53,7 +53,7 @@ class Layer:
         graph_skip: why the layer's graph, or its wrapper, does not call the op for it; None if it does, or if unknown.
         ran: the kernel of ours that the layer counts as engaged with; "" before its op has run. Where vLLM's own
             kernel ran, it is the first of ours that runs at other token counts.
-        would_run: the kernels that may run it, once its op was called without a batch; None before.
+        possible_kernels: the kernels that may run it, once its op was called without a batch; None before.
         rotary_emb: vLLM's module that rotates for it, if the layer's wrapper calls the op; else None.
     """
 
@@ -67,8 +67,8 @@ class Layer:
             padded = None
         self.padded, self.out_heads = padded, padded.heads if padded else 0
         self.graph_skip: Skip | None = None
-        self.ran = ""
-        self.would_run: tuple[str, ...] | None = None
+        self.ran_kernel = ""
+        self.possible_kernels: tuple[str, ...] | None = None
         self.rotary_emb: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
         self._batch_skip: Skip | None = None  # why the last batch that was bound went to vLLM's attention
         self._stopped: Skip | None = None  # why no kernel of ours may run it any more
@@ -243,15 +243,15 @@ class Layer:
         """
         if self.decision.skip is not None:  # whatever has run before
             return LayerState(self.decision, skip=self.decision.skip)
-        skip = self.graph_skip or (None if self.ran else self._batch_skip)
-        return LayerState(self.decision, self.ran, self.would_run or (), skip)
+        skip = self.graph_skip or (None if self.ran_kernel else self._batch_skip)
+        return LayerState(self.decision, self.ran_kernel, self.possible_kernels or (), skip)
 
     def reached(self, act: torch.dtype) -> None:
         """Note which kernels may run the layer: its op was called without a batch, with activations of ``act``."""
-        self.would_run = ()
+        self.possible_kernels = ()
         with log.warned(f"{self.name} could not be asked what would run it"):
             if self.why_skipped(act=act) is None:
-                self.would_run = self.decision.our_kernels
+                self.possible_kernels = self.decision.our_kernels
 
     def fail(self, error: Exception) -> None:
         """Stop the layer because its kernel raised while it served; correct the status, and log the first such layer.
@@ -317,7 +317,7 @@ class Layer:
             bound = self._runs[key] = self._bind(inputs)
         name, run = bound
         if name:
-            self.ran = name
+            self.ran_kernel = name
         return run
 
     def _bind(self, inputs: DecodeInputs) -> tuple[str, Run | None]:

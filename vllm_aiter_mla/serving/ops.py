@@ -148,7 +148,7 @@ def mla_attention_with_rope(
     """
     name, metadata, module, kv_cache, slots = compat_layer.layer_call(layer_name)
     layer = Layer.of(module)
-    if metadata is None and layer.would_run is not None and not card().is_capturing():
+    if metadata is None and layer.possible_kernels is not None and not card().is_capturing():
         # An idle data-parallel rank runs such batches while the others wait for it: nothing is decided any more. vLLM
         # writes zeros and reads no row, so that k_pe needs no third axis.
         layer.vllm_forward(q, kv_c, k_pe, None, output)

@@ -78,7 +78,7 @@ def log_results(layer: Layer, end_strict_start: Callable[[str], None]) -> None:
             can_run = name in layer.usable()
             log.say_once(logging.WARNING if can_run else logging.INFO, f"{name} {OVERFLOW}; kernel=auto leaves it out")
             if can_run:
-                layer.engine_status.add_overflow(name)
+                layer.engine_status.add_nan_kernel(name)
 
 
 def check_kernel(

@@ -200,7 +200,7 @@ def first_call_marker(folder: Path, prefix: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{prefix}-{secrets.token_hex(4)}.json"
     lock = _lock_of(path)
-    if not locks.hold(lock):
+    if not locks.try_hold(lock):
         raise OSError(f"{lock}: another process holds this lock")
     keep_marker = False
     try:
@@ -208,7 +208,7 @@ def first_call_marker(folder: Path, prefix: str) -> Iterator[None]:
             raise OSError(f"{lock}: the lock was taken, but it cannot be seen as held")
         with _exit_on_signals() as received_signals:
             try:
-                files.write(path, FirstCall(status_files.ensure_run_name()))
+                files.write_record(path, FirstCall(status_files.ensure_run_name()))
                 yield
             except SystemExit:
                 keep_marker = not received_signals  # without a signal, a library ended the process

@@ -108,17 +108,17 @@ def read(folder: Path, key: Mapping[str, Any]) -> KeptFigures | None:
         ValueError: the file does not hold such a record.
     """
     try:
-        record = files.read_kept(KeptFigures, path_of(folder, key))
+        record = files.read_from_earlier_start(KeptFigures, path_of(folder, key))
     except FileNotFoundError:
         return None
     return record if record.key == dict(key) else None
 
 
 def write(folder: Path, key: Mapping[str, Any], rounds: Rounds) -> None:
-    """Keep ``rounds`` for ``key``, and remove the files that no start uses any more; see ``files.keep``.
+    """Keep ``rounds`` for ``key``, and remove old files; see ``files.write_for_later_starts``.
 
     Raises:
         OSError: the file cannot be written.
         ValueError: ``rounds`` is empty, or a round lacks a kernel.
     """
-    files.keep(path_of(folder, key), KeptFigures(dict(key), rounds), pattern="measured-*.json")
+    files.write_for_later_starts(path_of(folder, key), KeptFigures(dict(key), rounds), pattern="measured-*.json")

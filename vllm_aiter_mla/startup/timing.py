@@ -288,7 +288,7 @@ def _choose_kernels(
             choices[shape] = NotTimed(NO_BASELINE)
         else:
             decision = decide(layer.facts(), layer.checks, Figures(figures.rounds), layer.backends.settings)
-            choices[shape] = decision.kernels or _vllm_spans(max(figures.rounds))
+            choices[shape] = decision.kernel_spans or _vllm_spans(max(figures.rounds))
     return choices
 
 
@@ -368,7 +368,7 @@ def _apply_agreement(
     for layer in layers:
         layer.timed(figures)
     names = tuple(layer.name for layer in layers)
-    spans = layers[0].decision.kernels or _vllm_spans(max(rounds))
+    spans = layers[0].decision.kernel_spans or _vllm_spans(max(rounds))
     medians_us, kept_since = stopwatch.medians(rounds), shape_figures.kept_since or ""
     layers[0].engine_status.add_timing(ShapeTiming(shape, names, spans, medians_us, kept_since))
 

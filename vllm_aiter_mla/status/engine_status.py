@@ -20,7 +20,7 @@ from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.decided import Decision
 from vllm_aiter_mla.status import status_files
-from vllm_aiter_mla.status.record import NOT_RUN, WHOLE_ENGINE, DecisionGroup, RankSetup, RankStatus, ShapeTiming
+from vllm_aiter_mla.status.record import NOT_RUN, WHOLE_ENGINE, DecisionGroup, RankStatus, ShapeTiming
 
 REWRITE_DELAY_SECONDS = 1.0
 """Time from a correction to the corrected status file."""
@@ -37,6 +37,13 @@ class LayerState(NamedTuple):
     skip: Skip | None = None  # why the layer runs vLLM's own code: by its decision, its graph or its last batch
 
 
+class EngagementChanges(NamedTuple):
+    """Which layers a correction of the record moved."""
+
+    fell_back: dict[str, Skip]  # layers that are engaged no longer, with the reason
+    reengaged: list[str]  # layers that were skipped for a reason other than ``NOT_RUN`` and are engaged now
+
+
 @dataclass(slots=True)
 class EngineStatus:
     """What is known of one engine in this process.
@@ -49,16 +56,16 @@ class EngineStatus:
 
     # What the passes did in each compile range, summed over the graphs of the range: "start-end" to counts by pass
     compiled: dict[str, Counter[str]] = field(default_factory=dict)
-    measured: list[ShapeTiming] = field(default_factory=list)  # one for each layer shape that was timed
+    shape_timings: list[ShapeTiming] = field(default_factory=list)  # one for each layer shape that was timed
     tuned: dict[str, str] = field(default_factory=dict)  # layer shape in words to its tuned tiles by tokens
     # Kernels that the user named although they turn an fp8 overflow into NaN
-    overflows: set[str] = field(default_factory=set)
-    # Why graphs that an earlier start compiled skip layers. Such a reason holds while its layer has no other reason
+    nan_kernels: set[str] = field(default_factory=set)
+    # Why graphs that an earlier start compiled skip layers. Used for a layer that has no other reason
     kept_skips: dict[str, Skip] = field(default_factory=dict)
     layers: dict[str, LayerState] = field(default_factory=dict)  # by name, in the model's order
     record: RankStatus | None = None  # what the status line said, with later corrections; None before ``set_record``
     path: Path | None = None  # of the status file; None before ``write``
-    instance: str = field(default_factory=partial(secrets.token_hex, 4))  # as in ``RankStatus``
+    engine_id: str = field(default_factory=partial(secrets.token_hex, 4))  # as in ``RankStatus``
     _timer: Timer | None = None  # runs until the file is written again
     _write_lock: Any = field(default_factory=Lock)  # held during a write, so that the last record is written last
 
@@ -70,15 +77,15 @@ class EngineStatus:
 
     def add_timing(self, timing: ShapeTiming) -> None:
         """Add what was timed for one layer shape."""
-        self.measured.append(timing)
+        self.shape_timings.append(timing)
 
     def add_tuned(self, shape: str, tiles: str) -> None:
         """Add the tuned tiles that our Triton kernel has for a layer shape."""
         self.tuned[shape] = tiles
 
-    def add_overflow(self, kernel: str) -> None:
+    def add_nan_kernel(self, kernel: str) -> None:
         """Add a kernel that may run although it turns an fp8 overflow into NaN."""
-        self.overflows.add(kernel)
+        self.nan_kernels.add(kernel)
 
     def add_kept_skips(self, skips: Mapping[str, Skip]) -> None:
         """Add why graphs that an earlier start compiled skip layers."""
@@ -86,32 +93,35 @@ class EngineStatus:
 
     # How the record is made.
 
-    def make_record(self, layers: Mapping[str, LayerState], setup: RankSetup) -> RankStatus:
+    def make_record(self, layers: Mapping[str, LayerState], base: RankStatus) -> RankStatus:
         """Take the states of all layers and return this rank's record, without the number of ranks.
 
         Args:
             layers: the states of the model's MLA layers, by name, in the model's order.
-            setup: the fields of the record that do not depend on the layers.
+            base: the record with the fields that do not depend on the layers.
         """
         self.layers = dict(layers)
-        return RankStatus(
-            **vars(setup),
+        record = replace(
+            base,
             compiled={compile_range: dict(counts) for compile_range, counts in self.compiled.items()},
-            measured=tuple(self.measured),
-            instance=self.instance,
-            **self._layer_fields(),
+            shape_timings=tuple(self.shape_timings),
+            engine_id=self.engine_id,
         )
+        return self._with_layers(record)
 
-    def _layer_fields(self) -> dict[str, Any]:
-        """Return the fields of the record that change with the states of the layers."""
+    def _with_layers(self, record: RankStatus) -> RankStatus:
+        """Return a record with the present states of the layers: these decide all fields that may change later."""
         engaged = self._engaged_kernels()
-        return {
-            "total": len(self.layers),
-            "engaged": engaged,
-            "skipped": self._skip_reasons(engaged),
-            "decided": self._group_by_decision(),
-            **self._kernel_fields({*engaged.values()}),
-        }
+        kernels = {*engaged.values()}
+        return replace(
+            record,
+            num_layers=len(self.layers),
+            engaged=engaged,
+            skipped=self._skip_reasons(engaged),
+            decision_groups=self._group_by_decision(),
+            nan_kernels=tuple(sorted(self.nan_kernels & kernels)),
+            tuned=dict(self.tuned) if "triton" in kernels else {},
+        )
 
     def _engaged_kernels(self) -> dict[str, str]:
         """Return the kernel of each engaged layer. A kernel that has run for one layer may count for another."""
@@ -138,40 +148,31 @@ class EngineStatus:
             names_by_decision.setdefault(state.decision, []).append(name)
         return tuple(DecisionGroup(tuple(names), decision) for decision, names in names_by_decision.items())
 
-    def _kernel_fields(self, kernels: set[str]) -> dict[str, Any]:
-        """Return the fields of the record that concern kernels, for ``kernels``, each of which runs some layer."""
-        return {
-            "overflows": tuple(sorted(self.overflows & kernels)),
-            "tuned": dict(self.tuned) if "triton" in kernels else {},
-        }
-
-    def set_record(self, record: RankStatus, ranks: int) -> None:
+    def set_record(self, record: RankStatus) -> None:
         """Keep the record of the status line, with the number of ranks. From now on ``update`` corrects this record."""
-        self.record = replace(record, ranks=ranks)
+        self.record = record
 
-    def update(self, layers: Mapping[str, LayerState]) -> tuple[dict[str, Skip], list[str]]:
+    def update(self, layers: Mapping[str, LayerState]) -> EngagementChanges:
         """Correct the record by the new states of some layers; do nothing before there is a record.
 
         The file is written ``REWRITE_DELAY_SECONDS`` later. So layers that fail in the same step cause one write, and
         that step does not wait for the write.
-
-        Returns:
-            (the layers that are engaged no longer, with the reason; the layers that were skipped for a reason other
-            than ``NOT_RUN`` and are engaged now).
         """
         old_record = self.record
         if old_record is None:
-            return {}, []
+            return EngagementChanges({}, [])
         self.layers.update(layers)
-        self.record = record = replace(old_record, **self._layer_fields(), evidence=files.stamp("status"))
+        self.record = record = replace(self._with_layers(old_record), evidence=files.stamp("status"))
         self._schedule_rewrite()
-        fell_back = {name: skip for name, skip in record.skipped.items() if name in old_record.engaged}
-        return fell_back, [name for name in record.engaged if old_record.skipped.get(name, NOT_RUN) != NOT_RUN]
+        return EngagementChanges(
+            {name: skip for name, skip in record.skipped.items() if name in old_record.engaged},
+            [name for name in record.engaged if old_record.skipped.get(name, NOT_RUN) != NOT_RUN],
+        )
 
     # The file.
 
     def write(self, folder: Path) -> None:
-        """Write the status file of the record; see ``status_files.write``. After a failure the next correction retries.
+        """Write the status file of the record. After a failure the next correction writes the file.
 
         Raises:
             OSError: the file cannot be written.
@@ -179,13 +180,18 @@ class EngineStatus:
         if self.record is not None:
             self.path = status_files.status_path(folder, self.record)
             with self._write_lock:
-                status_files.write(folder, self.record)
+                status_files.write_status(folder, self.record)
 
     def _schedule_rewrite(self) -> None:
-        if self._timer is None:
-            self._timer = Timer(REWRITE_DELAY_SECONDS, self._rewrite)
-            self._timer.daemon = True
-            self._timer.start()
+        if self._timer is not None:
+            return
+        self._timer = timer = Timer(REWRITE_DELAY_SECONDS, self._rewrite)
+        timer.daemon = True
+        try:
+            timer.start()
+        except Exception:  # no thread could be started: the next correction tries again
+            self._timer = None
+            raise
 
     def _rewrite(self) -> None:
         """Write the record to its file again, unless another engine has written that file since."""
@@ -193,13 +199,13 @@ class EngineStatus:
         with log.warned("the status file could not be corrected"), self._write_lock:
             path, record = self.path, self.record
             if path is not None and record is not None and not _belongs_to_another_engine(path, record):
-                status_files.write(path.parent, record)
+                status_files.write_status(path.parent, record)
 
 
 def _belongs_to_another_engine(path: Path, record: RankStatus) -> bool:
     """Return whether another engine has written the status file of a record: one run may start several engines."""
     try:
-        return files.read(RankStatus, path).instance != record.instance
+        return files.read_record(RankStatus, path).engine_id != record.engine_id
     except (OSError, ValueError):
         return False
 
@@ -210,7 +216,7 @@ def record_of_skipped_engine(
     *,
     kv_cache_dtype: str,
     model_name: str | None = None,
-    engine: str | None = None,
+    dp_index: str | None = None,
     run: str = "",
 ) -> RankStatus:
     """Return the one record of an engine that is skipped as a whole. Its workers run none of the plugin's code.
@@ -218,14 +224,13 @@ def record_of_skipped_engine(
     Args:
         skip: the reason.
         layers: indices of the model's MLA layers; only the workers know their names.
-        kv_cache_dtype: as in ``RankSetup``, and so are the arguments after it.
+        kv_cache_dtype: as in ``RankStatus``, and so are the arguments after it.
         model_name: None if unknown.
-        engine: None if unknown.
+        dp_index: None if unknown.
         run: "" if the server's run has no name.
     """
     names = [f"layer {index}" for index in layers] or [WHOLE_ENGINE]
     return RankStatus(
-        rank=0, ranks=1, integration="", card="", total=len(layers), engaged={}, skipped=dict.fromkeys(names, skip),
-        compiled={}, measured=(), overflows=(), decode_limit=0, kv_cache_dtype=kv_cache_dtype, model_name=model_name,
-        engine=engine, run=run,
+        rank=0, ranks=1, integration="", card="", decode_limit=0, kv_cache_dtype=kv_cache_dtype, model_name=model_name,
+        dp_index=dp_index, run=run, num_layers=len(layers), skipped=dict.fromkeys(names, skip),
     )  # fmt: skip

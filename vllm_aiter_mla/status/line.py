@@ -7,36 +7,54 @@ from vllm_aiter_mla.admission import ABORTED, OVERFLOW, REMEDIES, Skip
 from vllm_aiter_mla.decided import VLLM, kernel_at
 from vllm_aiter_mla.status.record import MergedStatus, RankStatus, merge_ranks
 
-TYPICAL_TOKENS = 64
+NOMINAL_TOKENS = 64
 """The line gives the measured time of a step of this many tokens, or of the nearest timed count."""
 
 
-def status_line(*records: RankStatus | None, replica: int | None = None) -> str:
+def status_line(*records: RankStatus | None, dp_index: int | None = None) -> str:
     """Return the status line: how many layers are engaged, on which kernels, why the others are not, and the remedy.
 
     The line also names kernels that do not run because an earlier start ended in their first call.
 
     Args:
         records: of an engine's ranks, as ``merge_ranks`` takes them.
-        replica: index of the data-parallel engine that the line describes; None if there is only one engine.
+        dp_index: index of the data-parallel engine that the line describes; None if there is only one engine.
     """
     merged, aborted = merge_ranks(records), aborted_kernels(records)
-    silent_text = f"; {merged.silent} without a status" if merged.silent else ""
-    aborted_text = f"; {', '.join(aborted)} left out: {ABORTED}" if aborted else ""
-    replica_text = "" if replica is None else f", data-parallel engine {replica}"
+    layers_text = _engaged_line(merged, aborted) if merged.engaged else _skipped_line(merged, aborted)
+    dp_text = "" if dp_index is None else f", data-parallel engine {dp_index}"
     remedy_text = next((f" -> {remedy}" for remedy in remedies(records).values()), "")
-    if not merged.engaged:
-        reason = first_reason(merged.skipped)
-        if ABORTED in reason:  # the reason names these kernels already
-            aborted_text = ""
-        return f"0/{merged.total}: {reason}{silent_text}{aborted_text}{replica_text}{remedy_text}"
-    num_engaged, num_skipped = len(merged.engaged), merged.total - len(merged.engaged)
-    ranks_text = f" on {merged.agreeing} of {merged.ranks} ranks" if merged.ranks > 1 else ""
-    text = f"{num_engaged}/{merged.total} MLA layers engaged{ranks_text} ({_engaged_text(merged)})"
-    text += f"{_fallbacks_text(merged)}{silent_text}"
-    text += f"; {num_skipped} skipped: {first_reason(merged.skipped)}" if num_skipped else ""
-    text += "".join(f"; {kernel} {OVERFLOW}" for kernel in merged.overflows)
-    return f"{text}{aborted_text}{replica_text}{remedy_text}"
+    return f"{layers_text}{dp_text}{remedy_text}"
+
+
+def _skipped_line(merged: MergedStatus, aborted: Sequence[str]) -> str:
+    """Return the line of an engine that engages no layer. A reason that names the aborted kernels says it alone."""
+    reason = first_reason(merged.skipped)
+    aborted_text = "" if ABORTED in reason else _aborted_text(aborted)
+    return f"0/{merged.num_layers}: {reason}{_missing_ranks_text(merged)}{aborted_text}"
+
+
+def _engaged_line(merged: MergedStatus, aborted: Sequence[str]) -> str:
+    """Return the line of an engine that engages some layer."""
+    num_engaged, num_skipped = len(merged.engaged), merged.num_layers - len(merged.engaged)
+    has_ranks = merged.num_ranks > 1 and merged.is_num_ranks_known
+    ranks_text = f" on {merged.num_agreeing} of {merged.num_ranks} ranks" if has_ranks else ""
+    skipped_text = f"; {num_skipped} skipped: {first_reason(merged.skipped)}" if num_skipped else ""
+    nan_text = "".join(f"; {kernel} {OVERFLOW}" for kernel in merged.nan_kernels)
+    return (
+        f"{num_engaged}/{merged.num_layers} MLA layers engaged{ranks_text} ({_engaged_text(merged)})"
+        f"{_fallbacks_text(merged)}{_missing_ranks_text(merged)}{skipped_text}{nan_text}{_aborted_text(aborted)}"
+    )
+
+
+def _missing_ranks_text(merged: MergedStatus) -> str:
+    """Return how many ranks have no status, and whether the number of ranks is unknown."""
+    silent_text = f"; {merged.num_silent} without a status" if merged.num_silent else ""
+    return silent_text if merged.is_num_ranks_known else f"{silent_text}; ranks unknown"
+
+
+def _aborted_text(aborted: Sequence[str]) -> str:
+    return f"; {', '.join(aborted)} left out: {ABORTED}" if aborted else ""
 
 
 def remedies(records: Sequence[RankStatus | None]) -> dict[str, str]:
@@ -45,7 +63,7 @@ def remedies(records: Sequence[RankStatus | None]) -> dict[str, str]:
     Remedies come in this order: for kernels in whose first call an earlier start ended, for ranks that fell back, for
     other skipped layers.
     """
-    fallback_skips = merge_ranks(records).fell_back.values()
+    fallback_skips = merge_ranks(records).fallback_skips_by_rank.values()
     skips = [*fallback_skips, *(skip for record in records if record is not None for skip in record.skipped.values())]
     codes = [ABORTED] * bool(aborted_kernels(records)) + [skip.code for skip in skips]
     return {code: REMEDIES[code] for code in codes if code in REMEDIES}
@@ -53,8 +71,8 @@ def remedies(records: Sequence[RankStatus | None]) -> dict[str, str]:
 
 def aborted_kernels(records: Sequence[RankStatus | None]) -> list[str]:
     """Return the kernels that do not run because an earlier start ended in their first call."""
-    groups = (group for record in records if record is not None for group in record.decided)
-    rejected = (kernel for group in groups for kernel in group.decision.passed_over)
+    groups = (group for record in records if record is not None for group in record.decision_groups)
+    rejected = (kernel for group in groups for kernel in group.decision.rejected_kernels)
     return list(dict.fromkeys(kernel.kernel for kernel in rejected if kernel.aborted))
 
 
@@ -71,13 +89,13 @@ def not_measured_note(card: str) -> str:
 def _fallbacks_text(merged: MergedStatus) -> str:
     """Return which ranks fell back and which run other kernels. Ranks with the same reason are named together."""
     numbers_by_skip: dict[Skip, list[str]] = {}
-    for rank, skip in merged.fell_back.items():
+    for rank, skip in merged.fallback_skips_by_rank.items():
         numbers_by_skip.setdefault(skip, []).append(str(rank))
     fallbacks = (
         f"; rank{'s' * (len(numbers) > 1)} {', '.join(numbers)} fell back: {_printable_reason(skip)}"
         for skip, numbers in numbers_by_skip.items()
     )
-    other_kernels = (f"; rank {rank} runs {kernel}" for rank, kernel in merged.other_kernels.items())
+    other_kernels = (f"; rank {rank} runs {kernel}" for rank, kernel in merged.other_kernels_by_rank.items())
     return "".join((*fallbacks, *other_kernels))
 
 
@@ -85,7 +103,7 @@ def _engaged_text(merged: MergedStatus) -> str:
     """Return the kernels with their gain, the tuned tiles, and the integration if it is not the default one."""
     tuned_text = "".join(f"; tuned tiles {tiles}" for tiles in dict.fromkeys(merged.tuned.values()))
     integration_text = ", integration passes" if merged.first_record.integration == "passes" else ""
-    kernels_text = _timing_text(merged) if merged.measured else _kernels_text(merged)
+    kernels_text = _timing_text(merged) if merged.shape_timings else _kernels_text(merged)
     return f"{kernels_text}{tuned_text}{integration_text}"
 
 
@@ -97,9 +115,9 @@ def _kernels_text(merged: MergedStatus) -> str:
 
 def _timing_text(merged: MergedStatus) -> str:
     """Return which kernel runs at how many tokens and what it gains, for the most common layer shape."""
-    common, *others = sorted(merged.measured, key=lambda timing: -len(merged.engaged.keys() & timing.layers))
-    spans = ", ".join(f"{span.kernel} {span.tokens}" for span in common.chosen)
-    tokens = min(common.us, key=lambda count: abs(count - TYPICAL_TOKENS))
+    common, *others = sorted(merged.shape_timings, key=lambda timing: -len(merged.engaged.keys() & timing.layers))
+    spans = ", ".join(f"{span.kernel} {span.tokens_text}" for span in common.chosen)
+    tokens = min(common.us, key=lambda count: abs(count - NOMINAL_TOKENS))
     chosen_us, vllm_us = common.us[tokens][kernel_at(common.chosen, tokens)], common.us[tokens][VLLM]
     step = f"{tokens} token{'s' * (tokens != 1)}"
     date = f" on {common.since[:10]}" if common.since else ""

@@ -3,7 +3,8 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,17 @@ from time import sleep
 from typing import Any
 
 from vllm_aiter_mla.compat import log
+from vllm_aiter_mla.decided import Decision
 from vllm_aiter_mla.status.line import aborted_kernels
 from vllm_aiter_mla.status.record import RankStatus, group_by_engine, merge_ranks, records_of_all_ranks
-from vllm_aiter_mla.status.status_files import ensure_run_name, is_serving, read_records, renew_run_lock
+from vllm_aiter_mla.status.status_files import ServerLocks, ensure_run_name, read_records, renew_run_lock
 
 LAYERS = "aiter_mla_layers"
-"""Name of the metric that counts layers. When vLLM builds its metrics, it clears all whose names contain "vllm"."""
+KERNEL_LAYERS = "aiter_mla_kernel_layers"
+RANKS = "aiter_mla_ranks"
+ABORTED_BEFORE = "aiter_mla_aborted_before"
+INFO = "aiter_mla_info"
+"""Names of the metrics. When vLLM builds its metrics, it clears all whose names contain "vllm"."""
 ENGINE_LABELS = ("model_name", "engine")
 """Labels of every metric, as vLLM has them."""
 REFRESH_SECONDS = 15.0
@@ -44,13 +50,14 @@ METRICS: Mapping[str, Metric] = {
     LAYERS: Metric(
         "MLA layers of vllm-aiter-mla by state: on the fast path (engaged) or left to vLLM (skipped).", ("state",)
     ),
-    "aiter_mla_kernel_layers": Metric("Engaged MLA layers by kernel and batch size in tokens.", ("kernel", "tokens")),
-    "aiter_mla_ranks": Metric(
-        "Ranks: agreeing, fell_back (skips a layer that another engages, or has another kernel), silent (has no file).",
+    KERNEL_LAYERS: Metric("Engaged MLA layers by kernel and batch size in tokens.", ("kernel", "tokens")),
+    RANKS: Metric(
+        "Ranks by state: agreeing, fell_back (skips a layer that another rank engages, or all its own), differing (has "
+        "another kernel than the first rank), silent (has no file).",
         ("state",),
     ),
-    "aiter_mla_aborted_before": Metric("1 if an earlier start ended in this kernel's first call.", ("kernel",)),
-    "aiter_mla_info": Metric("1; its labels say what runs.", ("version", "integration")),
+    ABORTED_BEFORE: Metric("1 if an earlier start ended in this kernel's first call.", ("kernel",)),
+    INFO: Metric("1; its labels say what runs.", ("version", "integration")),
 }
 
 
@@ -76,8 +83,8 @@ class _Collector:
             yield family
 
 
-# What this process has put into the registry of prometheus_client. Each process has one registry.
-_registered: list[Any] = []
+# Whether this process has put the metrics into the registry of prometheus_client. Each process has one registry.
+_is_registered = False
 
 
 def register_metrics(folder: Path) -> None:
@@ -86,7 +93,8 @@ def register_metrics(folder: Path) -> None:
     With several API servers prometheus_client works through shared files and takes no callback. There a thread of each
     front end sets the metrics every ``REFRESH_SECONDS`` seconds. Workers on another machine (Ray) are not counted.
     """
-    if _registered:
+    global _is_registered
+    if _is_registered:
         return
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
         from prometheus_client import Gauge
@@ -95,13 +103,12 @@ def register_metrics(folder: Path) -> None:
             name: Gauge(name, metric.help, metric.names, multiprocess_mode="mostrecent")
             for name, metric in METRICS.items()
         }
-        _registered.append(gauges)
         Thread(target=_refresh, args=(gauges, folder), daemon=True).start()
     else:
         from prometheus_client import REGISTRY
 
-        _registered.append(_Collector(folder))
-        REGISTRY.register(_registered[0])
+        REGISTRY.register(_Collector(folder))
+    _is_registered = True
 
 
 def _warn_left_out(reason: str) -> None:
@@ -136,11 +143,14 @@ def read_samples(folder: Path) -> dict[str, Samples]:
     """
     with suppress(OSError):  # the workers warn if they cannot write their status there
         renew_run_lock(folder)
+    records = read_records(folder, ensure_run_name(), _warn_left_out)
+    server_locks = ServerLocks(folder, records)
     samples_by_name: dict[str, Samples] = {name: {} for name in METRICS}
-    for (_, *engine), records in group_by_engine(read_records(folder, ensure_run_name(), _warn_left_out)).items():
-        engine_samples = {} if is_serving(folder, records) is False else _engine_samples(records)
-        for name, samples in engine_samples.items():
-            samples_by_name[name] |= {(*engine, *labels): value for labels, value in samples.items()}
+    present = server_locks.without_ended_ranks(records)
+    for (_, *engine), engine_records in group_by_engine(present).items():
+        if server_locks.is_serving(engine_records) is not False:
+            for name, samples in _engine_samples(engine_records).items():
+                samples_by_name[name] |= {(*engine, *labels): value for labels, value in samples.items()}
     return samples_by_name
 
 
@@ -149,16 +159,32 @@ def _engine_samples(records: Sequence[RankStatus]) -> dict[str, Samples]:
     merged = merge_ranks(records_of_all_ranks(records))
     engaged = merged.engaged_everywhere
     skipped = (merged.engaged | merged.skipped).keys() - engaged
-    layers_by_span: dict[tuple[str, ...], set[str]] = {}
-    for group in (group for record in records for group in record.decided):
-        for span in group.decision.kernels:
-            layers_by_span.setdefault((span.kernel, span.tokens), set()).update(engaged.intersection(group.layers))
-    agreeing, silent = merged.agreeing, merged.silent
-    fell_back = merged.ranks - agreeing - silent
+    num_fallen = len(merged.fallback_skips_by_rank)
+    ranks: Samples = {
+        ("agreeing",): merged.num_agreeing,
+        ("fell_back",): num_fallen,
+        ("differing",): merged.num_ranks - merged.num_agreeing - num_fallen - merged.num_silent,
+        ("silent",): merged.num_silent,
+    }
     return {
         LAYERS: {("engaged",): len(engaged), ("skipped",): len(skipped)},
-        "aiter_mla_kernel_layers": {labels: len(layers) for labels, layers in layers_by_span.items() if layers},
-        "aiter_mla_ranks": {("agreeing",): agreeing, ("fell_back",): fell_back, ("silent",): silent},
-        "aiter_mla_aborted_before": {(kernel,): 1 for kernel in aborted_kernels(records)},
-        "aiter_mla_info": {(merged.first_record.evidence.plugin, merged.first_record.integration): 1},
+        KERNEL_LAYERS: _kernel_layers(records, engaged),
+        RANKS: ranks,
+        ABORTED_BEFORE: {(kernel,): 1 for kernel in aborted_kernels(records)},
+        INFO: {(merged.first_record.evidence.plugin, merged.first_record.integration): 1},
     }
+
+
+def _kernel_layers(records: Sequence[RankStatus], engaged: Collection[str]) -> Samples:
+    """Return how many of the engaged layers run a kernel at so many tokens. If ranks differ, the first rank counts."""
+    decisions: dict[str, Decision] = {}
+    for record in records:
+        for group in record.decision_groups:
+            for layer in group.layers:
+                decisions.setdefault(layer, group.decision)
+    return Counter(
+        (span.kernel, span.tokens_text)
+        for layer, decision in decisions.items()
+        if layer in engaged
+        for span in decision.kernel_spans
+    )

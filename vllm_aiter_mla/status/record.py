@@ -4,7 +4,7 @@
 ``engine_status`` makes records, ``status_files`` writes and reads them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
 
@@ -55,48 +55,35 @@ class DecisionGroup:
 
 
 @dataclass(frozen=True)
-class RankSetup:
-    """What a worker knows of its engine before any layer runs: these fields of ``RankStatus`` never change."""
+class RankStatus:
+    """What the MLA layers of one rank run on: the status file.
 
-    rank: int  # number of the worker in its engine
+    A worker knows the first fields before any layer runs, and these never change. ``EngineStatus`` fills the fields
+    after ``run``. An engine that is skipped as a whole has one record for all ranks, with rank 0. In that record,
+    fields that only a worker can fill are empty or 0.
+    """
+
+    rank: Count  # number of the worker in its engine
     integration: str  # "passes" or "module"
     card: str  # architecture, such as "gfx950", or "cpu"
     decode_limit: int  # in tokens
     kv_cache_dtype: str  # as vLLM spells it
     capture_sizes: tuple[int, ...] = ()  # token counts of the engine's CUDA graphs; empty without graphs
     full_graphs: tuple[int, ...] = ()  # token counts of full graphs of decode batches
-    model_name: str | None = None  # this and ``engine`` as in vLLM's metrics; None if unknown
-    engine: str | None = None  # data-parallel index
+    model_name: str | None = None  # this and ``dp_index`` as in vLLM's metrics; None if unknown
+    dp_index: str | None = None  # data-parallel index
     run: str = ""  # name of the server's run
-
-
-@dataclass(frozen=True)
-class RankStatus:
-    """What the MLA layers of one rank run on: the status file.
-
-    An engine that is skipped as a whole has one record for all ranks, with rank 0. In that record, fields that only a
-    worker can fill are empty or 0. ``RankSetup`` explains the fields that both have.
-    """
-
-    rank: Count
-    integration: str
-    card: str
-    total: int  # number of MLA layers of this rank
-    engaged: dict[str, str]  # layer to the kernel of ours that runs it
-    skipped: dict[str, Skip]  # layer, or ``WHOLE_ENGINE``, to why it runs vLLM's own code
-    compiled: dict[str, dict[str, int]]  # compile range to counts by pass; empty after a warm start
-    measured: tuple[ShapeTiming, ...]  # by layer shape; empty if nothing was timed
-    overflows: tuple[str, ...]  # kernels that run although they turn an fp8 overflow into NaN: the user named them
-    decode_limit: int
-    kv_cache_dtype: str
+    num_layers: int = 0  # number of MLA layers of this rank
+    engaged: dict[str, str] = field(default_factory=dict)  # layer to the kernel of ours that runs it
+    # Layer, or ``WHOLE_ENGINE``, to why it runs vLLM's own code
+    skipped: dict[str, Skip] = field(default_factory=dict)
+    # Compile range to counts by pass; empty after a warm start
+    compiled: dict[str, dict[str, int]] = field(default_factory=dict)
+    shape_timings: tuple[ShapeTiming, ...] = ()  # by layer shape; empty if nothing was timed
+    nan_kernels: tuple[str, ...] = ()  # kernels that run although they turn an fp8 overflow into NaN: the user's choice
     tuned: dict[str, str] = field(default_factory=dict)  # layer shape in words to its tuned tiles, if the kernel runs
-    decided: tuple[DecisionGroup, ...] = ()
-    capture_sizes: tuple[int, ...] = ()
-    full_graphs: tuple[int, ...] = ()
-    model_name: str | None = None
-    engine: str | None = None
-    run: str = ""
-    instance: str = ""  # random name of the engine: one process may start several, one after the other
+    decision_groups: tuple[DecisionGroup, ...] = ()
+    engine_id: str = ""  # random name of the engine: one process may start several, one after the other
     ranks: Count = 0  # number of ranks of the engine; 0 if unknown
     evidence: files.Stamp = files.stamp_field("status")
 
@@ -105,38 +92,37 @@ class RankStatus:
 class MergedStatus:
     """What the ranks of one engine say together."""
 
-    first_record: (
-        RankStatus  # of the first rank that has one; card, cache, limit and integration are equal on all ranks
-    )
-    total: int  # number of MLA layers, each counted once
+    # Of the first rank that has a record. Card, cache, limit and integration are equal on all ranks
+    first_record: RankStatus
+    num_layers: int  # number of MLA layers, each counted once
     engaged: dict[str, str]  # layers that some rank engages, with the kernel
     engaged_everywhere: frozenset[str]  # layers that every rank engages that has them
     skipped: dict[str, Skip]  # layers that no rank engages, and ``WHOLE_ENGINE``
     # Of the first rank that has timed kernels. Each stage of a pipeline has layers of its own
-    measured: tuple[ShapeTiming, ...]
-    overflows: tuple[str, ...]  # of all ranks
+    shape_timings: tuple[ShapeTiming, ...]
+    nan_kernels: tuple[str, ...]  # of all ranks
     tuned: dict[str, str]  # of all ranks
-    ranks: int
-    fell_back: dict[int, Skip]  # number of each rank that has fallen back, with the reason; see ``merge_ranks``
-    other_kernels: dict[int, str]  # number of each rank that engages a layer with another kernel than the first rank
-    silent: int  # number of ranks without a record
+    num_ranks: int
+    is_num_ranks_known: bool  # if False, the engine may have more ranks than ``num_ranks``
+    fallback_skips_by_rank: dict[int, Skip]  # by the number of a rank that has fallen back
+    # Kernel of each rank that engages a layer with another kernel than the first rank
+    other_kernels_by_rank: dict[int, str]
+    num_silent: int  # number of ranks without a record
 
     @property
-    def agreeing(self) -> int:
+    def num_agreeing(self) -> int:
         """Number of ranks that run what the first rank runs."""
-        return self.ranks - len(self.fell_back.keys() | self.other_kernels.keys()) - self.silent
+        num_others = len(self.fallback_skips_by_rank.keys() | self.other_kernels_by_rank.keys())
+        return self.num_ranks - num_others - self.num_silent
 
     @property
     def ranks_agree(self) -> bool:
-        """Whether every rank runs what the first rank runs."""
-        return self.agreeing == self.ranks
+        """Whether every rank is known to run what the first rank runs."""
+        return self.is_num_ranks_known and self.num_agreeing == self.num_ranks
 
 
 def merge_ranks(records: Sequence[RankStatus | None]) -> MergedStatus:
     """Return what the records of all ranks of an engine say together. If a key has several values, the first counts.
-
-    A rank has fallen back if it skips a layer that another rank engages. A rank that skips all its layers, as a stage
-    of a pipeline may, has fallen back if another rank engages some. A rank without MLA layers has not fallen back.
 
     Args:
         records: one for each rank, and None for a rank that has failed or has its file elsewhere. At least one is not
@@ -147,29 +133,51 @@ def merge_ranks(records: Sequence[RankStatus | None]) -> MergedStatus:
     skipped = _first_values(item for record in present for item in record.skipped.items())
     return MergedStatus(
         first_record=present[0],
-        total=len((engaged | skipped).keys() - {WHOLE_ENGINE}),
+        num_layers=len((engaged | skipped).keys() - {WHOLE_ENGINE}),
         engaged=engaged,
         engaged_everywhere=frozenset(engaged.keys() - skipped.keys()),
         skipped={layer: skip for layer, skip in skipped.items() if layer not in engaged},
-        measured=next((record.measured for record in present if record.measured), ()),
-        overflows=tuple(dict.fromkeys(kernel for record in present for kernel in record.overflows)),
+        shape_timings=next((record.shape_timings for record in present if record.shape_timings), ()),
+        nan_kernels=tuple(dict.fromkeys(kernel for record in present for kernel in record.nan_kernels)),
         tuned=_first_values(item for record in present for item in record.tuned.items()),
-        ranks=len(records),
-        fell_back=_first_values(
-            (record.rank, skip)
-            for record in present
-            for layer, skip in record.skipped.items()
-            if layer in engaged or (engaged and not record.engaged)
-        ),
-        other_kernels={}
-        if any(record.measured for record in present)  # then each rank chooses by its own figures
-        else _first_values(
-            (record.rank, kernel)
-            for record in present
-            for layer, kernel in record.engaged.items()
-            if kernel != engaged[layer]
-        ),
-        silent=len(records) - len(present),
+        num_ranks=len(records),
+        is_num_ranks_known=any(record.ranks for record in present),
+        fallback_skips_by_rank=_fallback_skips(present, engaged),
+        other_kernels_by_rank=_other_kernels(present, engaged),
+        num_silent=len(records) - len(present),
+    )
+
+
+def _fallback_skips(records: Sequence[RankStatus], engaged: Mapping[str, str]) -> dict[int, Skip]:
+    """Return why each rank that has fallen back did so, by the number of the rank.
+
+    A rank has fallen back if it skips a layer that another rank engages. A rank that skips all its layers, as a stage
+    of a pipeline may, has fallen back if another rank engages some. A rank without MLA layers has not fallen back.
+
+    Args:
+        records: of the ranks that have one.
+        engaged: the layers that some rank engages, with the kernel.
+    """
+    return _first_values(
+        (record.rank, skip)
+        for record in records
+        for layer, skip in record.skipped.items()
+        if layer in engaged or (engaged and not record.engaged)
+    )
+
+
+def _other_kernels(records: Sequence[RankStatus], engaged: Mapping[str, str]) -> dict[int, str]:
+    """Return the kernel of each rank that engages a layer with another kernel than ``engaged`` has for the layer.
+
+    Return nothing if kernels were timed, because then each rank chooses by its own figures.
+    """
+    if any(record.shape_timings for record in records):
+        return {}
+    return _first_values(
+        (record.rank, kernel)
+        for record in records
+        for layer, kernel in record.engaged.items()
+        if kernel != engaged[layer]
     )
 
 
@@ -194,8 +202,8 @@ def group_by_engine(records: Iterable[RankStatus]) -> dict[tuple[str, str, str],
     another model. Such records are not returned.
     """
     records_by_index: dict[tuple[str, str], list[RankStatus]] = {}
-    for record in sorted(records, key=_number_order):
-        records_by_index.setdefault((record.run, record.engine or "0"), []).append(record)
+    for record in sorted(records, key=_sort_key):
+        records_by_index.setdefault((record.run, record.dp_index or "0"), []).append(record)
     return {
         (run, candidates[0].model_name or "", engine): [
             record for record in candidates if _belong_to_one_engine(candidates[0], record)
@@ -212,7 +220,7 @@ def _belong_to_one_engine(first_record: RankStatus, record: RankStatus) -> bool:
     return record.ranks in (0, first_record.ranks) and record.rank < first_record.rank + first_record.ranks
 
 
-def _number_order(record: RankStatus) -> tuple[str, int, str, int]:
+def _sort_key(record: RankStatus) -> tuple[str, int, str, int]:
     """Return a sort key with which engine "2" comes before "10"."""
-    engine = record.engine or "0"
+    engine = record.dp_index or "0"
     return record.run, len(engine), engine, record.rank

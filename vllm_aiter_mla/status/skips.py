@@ -11,7 +11,7 @@ from vllm_aiter_mla.admission import Skip
 
 
 @dataclass(frozen=True)
-class Skips:
+class KeptSkips:
     """The reasons of a cold start, for warm starts."""
 
     skipped: dict[str, Skip]  # by layer
@@ -31,7 +31,7 @@ def read(folder: Path, key: str, rank: int) -> dict[str, Skip]:
         ValueError: the file is too large, or is not such a record.
     """
     try:
-        return files.read_kept(Skips, _skips_path(folder, key, rank)).skipped
+        return files.read_from_earlier_start(KeptSkips, _skips_path(folder, key, rank)).skipped
     except FileNotFoundError:
         return {}
 
@@ -58,7 +58,7 @@ def add(
     with suppress(OSError, ValueError):
         earlier = read(folder, key, rank)
     reasons = {name: skip for name, skip in {**earlier, **skipped}.items() if name not in called_layers}
-    files.keep(_skips_path(folder, key, rank), Skips(reasons), pattern="skips-*.json")
+    files.write_for_later_starts(_skips_path(folder, key, rank), KeptSkips(reasons), pattern="skips-*.json")
     return reasons
 
 

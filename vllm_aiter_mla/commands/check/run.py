@@ -68,9 +68,9 @@ class Run:
     def _update_file(self, exit_status: int | None) -> None:
         """Update the JSON file. A stream is skipped: a later record could not replace an earlier one there."""
         self._written_at = time.monotonic()
-        if self.json_path is not None and self.json_path != outputs.STDOUT and not files.is_device(self.json_path):
+        if self.json_path is not None and self.json_path != outputs.STDOUT and not files.is_stream(self.json_path):
             with suppress(OSError):  # the last write reports a full disk
-                files.write(self.json_path, self.record(exit_status))
+                files.write_record(self.json_path, self.record(exit_status))
 
     def write_outputs(
         self, exit_status: int, html: Path | None, render_page: Callable[[Sequence[Path]], str] | None
@@ -97,7 +97,7 @@ def _render_html(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "check.json"
         try:
-            files.write(path, record)
+            files.write_record(path, record)
             return render_page([path])
         except (OSError, ValueError) as error:
             outputs.fail(f"check: --html {html}: {str(error).replace(str(path), 'the record')}", failure_status)

@@ -86,11 +86,11 @@ def decide_kernels(
 
 def _spans(backends: Backends, shape: LayerShape, facts: LayerFacts, decision: Decision) -> Iterator[PlanSpan]:
     """Yield the decision's spans, each cut where another variant of its kernel runs."""
-    reason_by_kernel = {rejected.kernel: rejected.reason for rejected in decision.passed_over}
+    reason_by_kernel = {rejected.kernel: rejected.reason for rejected in decision.rejected_kernels}
     kernel_order = list(facts.offers)
     entries = (entry for table in tiles.TABLE.values() for entry in table)
     borders = {PER_HEAD_TOKENS - 1, *(entry.tokens(shape.heads) for entry in entries)}
-    for span in decision.kernels:
+    for span in decision.kernel_spans:
         # Where a back end may change its variant, the last batch size before that.
         ends = sorted({border for border in borders if span.first <= border < span.last} | {span.last})
         point = next(point for point in facts.points if span.first <= point)
@@ -99,12 +99,12 @@ def _spans(backends: Backends, shape: LayerShape, facts: LayerFacts, decision: D
             name: reason_by_kernel.get(name) or facts.offers[name].declines.get(point)
             for name in kernel_order[:position]
         }
-        passed_over = tuple(RejectedKernel(name, reason) for name, reason in reasons.items() if reason)
+        rejected_kernels = tuple(RejectedKernel(name, reason) for name, reason in reasons.items() if reason)
         first = span.first
         details = ((end, _detail(backends, span.kernel, synthetic_inputs(shape, end, padded=None))) for end in ends)
         for detail, group in groupby(details, itemgetter(1)):
             *_, (last, _) = group
-            yield PlanSpan(first, last, span.kernel, detail, passed_over)
+            yield PlanSpan(first, last, span.kernel, detail, rejected_kernels)
             first = last + 1
 
 

@@ -28,7 +28,7 @@ def table(plans: Sequence[Plan]) -> str:
     first_plan = plans[0]
     rows = [("-tp", "heads per rank", "limit", "MLA layers", "integration", "kernel, untimed")]
     for plan in plans:
-        spans = [f"{span.tokens} {span.kernel}" for span in merge_spans(plan.kernels or ())]
+        spans = [f"{span.tokens_text} {span.kernel}" for span in merge_spans(plan.kernels or ())]
         engaged = "not known" if plan.outcome == "unknown" else f"{plan.layers.engaged}/{plan.layers.mla}"
         codes = f" ({', '.join(dict.fromkeys(reason.code for reason in plan.reasons))})" if plan.reasons else ""
         size, heads, limit = plan.options.tp, plan.heads_per_rank, plan.limit
@@ -147,9 +147,9 @@ def _kernel_lines(plan: Plan) -> Iterator[str]:
     reasons_above = set[str]()
     for span in plan.kernels or ():
         detail = f": {span.detail}" if span.detail else ""
-        yield f"  {f'{span.tokens} tokens':<18} {span.kernel}{detail}"
+        yield f"  {f'{span.tokens_text} tokens':<18} {span.kernel}{detail}"
         by_reason: dict[str, list[str]] = {}
-        for rejected in span.passed_over:
+        for rejected in span.rejected_kernels:
             by_reason.setdefault(rejected.reason, []).append(rejected.kernel)
         for reason, names in by_reason.items():
             if reason not in reasons_above:

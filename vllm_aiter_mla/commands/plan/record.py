@@ -118,7 +118,7 @@ class PlanSpan(Span):
     """Token counts at which one variant of a kernel would run."""
 
     detail: str  # the variant, in words
-    passed_over: tuple[RejectedKernel, ...]  # kernels that precede this one in the static order
+    rejected_kernels: tuple[RejectedKernel, ...]  # kernels that precede this one in the static order
 
 
 @dataclass(frozen=True)

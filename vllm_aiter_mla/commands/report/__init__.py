@@ -39,7 +39,7 @@ def report(
     outputs.write_output("report", out, text)
     # The page itself may be on stdout.
     message = f"report written to {out} ({len(text.encode()) // 1024} KiB)"
-    typer.echo(outputs.one_line(message), err=out == outputs.STDOUT or files.is_device(out))
+    typer.echo(outputs.one_line(message), err=out == outputs.STDOUT or files.is_stream(out))
 
 
 def load_renderer() -> Callable[[Sequence[Path]], str]:

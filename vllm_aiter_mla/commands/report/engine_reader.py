@@ -28,13 +28,13 @@ def add_status(page: Page, record: RankStatus) -> Glance:
     by_range = sorted((int(tokens.partition("-")[0]), tokens, counts) for tokens, counts in record.compiled.items())
     rewritten = [tokens for _, tokens, counts in by_range if counts["matched"]]
     _add_layers(page, "Status", (
-        name, f"{len(record.engaged)}/{record.total}", _join(sorted({*record.engaged.values()})),
+        name, f"{len(record.engaged)}/{record.num_layers}", _join(sorted({*record.engaged.values()})),
         record.kv_cache_dtype, record.decode_limit or None, _join(rewritten), _join(record.capture_sizes),
     ), record.skipped.items())  # fmt: skip
-    for group in record.decided:
-        if spans := group.decision.kernels:
+    for group in record.decision_groups:
+        if spans := group.decision.kernel_spans:
             _add_spans(page, "Status", "Which kernel runs", f"{name}: {len(group.layers)} layers", spans)
-    for shape in record.measured:
+    for shape in record.shape_timings:
         names = sorted({kernel for figures in shape.us.values() for kernel in figures})
         by_tokens = sorted(shape.us.items())
         rows = [
@@ -69,9 +69,11 @@ def _status_outcome(folder: Path, record: RankStatus, num_silent: int) -> tuple[
     if num_silent:
         silent_text = f"{num_silent} of {record.ranks} ranks have no status file here"
         return "unknown", f"{silent_text}; this one has: {status_line(record)}"
+    if not record.ranks:
+        return "unknown", f"how many ranks its engine has is unknown; this one has: {status_line(record)}"
     if not record.engaged:
         return "skipped", status_line(record)
-    if record.skipped or len(record.engaged) < record.total:
+    if record.skipped or len(record.engaged) < record.num_layers:
         return "partly", status_line(record)
     if not record.card:
         return "unknown", f"its card is not told; it has: {status_line(record)}"
@@ -146,8 +148,8 @@ def _join(values: Iterable[object]) -> str | None:
 def _add_spans(page: Page, section: str, title_start: str, note: str, spans: Sequence[Span]) -> None:
     """Add a block that shows which kernel runs at which number of tokens. Variants of a kernel count as one kernel."""
     spans = merge_spans(spans)
-    title = f"{title_start}: " + ", ".join(f"{span.kernel} {span.tokens}" for span in spans)
+    title = f"{title_start}: " + ", ".join(f"{span.kernel} {span.tokens_text}" for span in spans)
     strip = {"": [(span.first, span.last + 1, span.kernel) for span in spans]}
     draw = partial(charts.draw_strips, "tokens in the step", strip, is_planned=section == PLAN, is_log_scale=True)
-    rows = [(span.tokens, span.kernel) for span in spans]
+    rows = [(span.tokens_text, span.kernel) for span in spans]
     page.add_block(section, title, ("tokens", "kernel"), rows, draw, [note])

@@ -79,7 +79,7 @@ def _num_ranks_in_inputs(record: Any, records: Iterable[Any]) -> int:
     if not isinstance(record, RankStatus):
         return 0
     statuses = (other for other in records if isinstance(other, RankStatus))
-    return len({other.rank for other in statuses if (other.run, other.engine) == (record.run, record.engine)})
+    return len({other.rank for other in statuses if (other.run, other.dp_index) == (record.run, record.dp_index)})
 
 
 def _load_files(paths: Sequence[Path]) -> Iterator[tuple[Path, str, str, Any]]:

@@ -55,7 +55,7 @@ class TritonBackend(KernelBackend):
 
     def tuned(self, inputs: DecodeInputs) -> str:
         """See the base class: tiles by tokens, as in "16x64/4w 1..32"."""
-        return ", ".join(f"{span.kernel} {span.tokens}" for span in self._spans(inputs))
+        return ", ".join(f"{span.kernel} {span.tokens_text}" for span in self._spans(inputs))
 
     def untune(self, inputs: DecodeInputs) -> None:
         """See the base class: the table's tiles take over for calls of this shape. Others have passed their check."""

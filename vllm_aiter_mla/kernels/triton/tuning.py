@@ -55,7 +55,7 @@ def load(folders: Sequence[Path], card: str, triton: str, arch: str) -> tuple[Ma
     """
     for path in (path_of(folder, card, triton) for folder in folders):
         try:
-            found = files.read(TunedTiles, path)
+            found = files.read_record(TunedTiles, path)
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:

@@ -171,9 +171,9 @@ def _not_engaged_reason(on: EngineAnswer) -> str | None:
 
     def explains_all_layers(rank: RankStatus) -> bool:
         num_faster_with_vllm = sum(skip.code == VLLM_FASTER for skip in rank.skipped.values())
-        return len(rank.engaged) + num_faster_with_vllm == rank.total
+        return len(rank.engaged) + num_faster_with_vllm == rank.num_layers
 
-    has_layers = any(rank.total for rank in on.rank_statuses)  # one stage of a pipeline may have none
+    has_layers = any(rank.num_layers for rank in on.rank_statuses)  # one stage of a pipeline may have none
     if not has_layers or not all(map(explains_all_layers, on.rank_statuses)):
         return "not every MLA layer engaged"
     num_silent = records_of_all_ranks(on.rank_statuses).count(None)
@@ -263,8 +263,8 @@ def _num_planned_savings(context: Context) -> int:
         return 0  # vLLM's own graph
     launches_by_path, vllm_launches = _launches_of_a_layer(plan)
     kernels = [
-        kernel_at(group.decision.kernels, num_tokens)
-        for group in first_rank.decided for layer in group.layers if layer in first_rank.engaged
+        kernel_at(group.decision.kernel_spans, num_tokens)
+        for group in first_rank.decision_groups for layer in group.layers if layer in first_rank.engaged
     ]  # fmt: skip
     return sum(
         max(vllm_launches - launches_by_path.get(kernel.partition("-")[0], vllm_launches), 0) for kernel in kernels

@@ -85,12 +85,12 @@ def _lines(
     for span in spans:
         label, table_label = span.kernel, tile_of_table(span.last)
         if span.last not in us:
-            yield f"  {span.tokens} tokens  {label}: not timed, the table's"
+            yield f"  {span.tokens_text} tokens  {label}: not timed, the table's"
             continue
         table_text = (
             f"; the table's {table_label} {us[span.last][table_label]:.2f}" if label != table_label else ", the table's"
         )
-        yield f"  {span.tokens} tokens  {label}: {us[span.last][label]:.2f} us{table_text}"
+        yield f"  {span.tokens_text} tokens  {label}: {us[span.last][label]:.2f} us{table_text}"
 
 
 def table_tile(tokens: int, heads: int) -> str:
@@ -146,7 +146,7 @@ def save_tiles(record: tuning.TunedTiles) -> Path:
     folder = compat_config.cache_folder()
     path = tuning.path_of(folder, record.card, record.triton)
     with suppress(OSError, ValueError):  # there is no file, or one that start-up would not read either
-        old_record = files.read(tuning.TunedTiles, path)
+        old_record = files.read_record(tuning.TunedTiles, path)
         chosen = {
             key: splice_spans(spans, record.us[key], old_record.chosen.get(key, ()), old_record.us.get(key, ()))
             for key, spans in record.chosen.items()
@@ -154,5 +154,5 @@ def save_tiles(record: tuning.TunedTiles) -> Path:
         us = {key: old_record.us.get(key, {}) | by_tokens for key, by_tokens in record.us.items()}
         record = replace(record, chosen=old_record.chosen | chosen, us=old_record.us | us)
     folder.mkdir(parents=True, exist_ok=True)
-    files.write(path, record)
+    files.write_record(path, record)
     return path
