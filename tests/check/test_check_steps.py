@@ -291,8 +291,8 @@ PLANTED: dict[str, dict[Callable[[dict[str, Any]], None], str]] = {
     "issues": {a_shape_with_a_known_issue: "1 for this shape"},
     "kernels": {a_wrong_kernel: "0 passed, 1 failed", an_aiter_that_does_not_saturate: "1 passed, 0 failed"},
     "timing": {
-        a_kernel_fails_its_self_check: "a kernel is wrong, or none of ours was timed",
-        nothing_is_timed: "a kernel is wrong, or none of ours was timed",
+        a_kernel_fails_its_self_check: "wrong, not timed: aiter",
+        nothing_is_timed: "none of our kernels was timed",
     },
     "engine": {
         other_tokens: "off and on are apart in short",

@@ -16,6 +16,7 @@ from tests.report import report_chromium as chromium
 from tests.report.pages import Write, check_run, data_of, glances, rows_of, sections_of, tables
 from vllm_aiter_mla import files as our_files
 from vllm_aiter_mla.commands.check.record import Step
+from vllm_aiter_mla.commands.report import page as page_module
 from vllm_aiter_mla.commands.report.page import render_page
 from vllm_aiter_mla.startup.first_call import first_call_marker
 
@@ -71,6 +72,21 @@ def test_the_page_loads_nothing_and_ids_are_not_repeated(page: str) -> None:
     assert len(ids) == len(set(ids)) > 6
     assert "default-src 'none'" in page
     assert "@import" not in page
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (558 / 560, "0.9964"), (0.997, "0.997"), (1.0, "1"), (0.0, "0"), (0.99999, "0.99999"), (1.00001, "1.00001"),
+        (0.0004, "0.0004"), (12.345, "12.35"), (123456.7, "123457"), (float("inf"), "inf"), (-1.0, "-1"),
+        (1 - 2**-53, "0.9999999999999999"),
+    ],
+)  # fmt: skip
+def test_no_number_looks_like_0_or_1_unless_it_is(written: Write, value: float, shown: str) -> None:
+    read = check_run(Step("passed", "", data={"mixed": {"x": value}}, name="prefill"), status=0, on_a_card=True)
+    if value != float("inf"):  # JSON has none
+        assert ["mixed", shown] in rows_of(render_page([written("check.json", read)]))
+    assert page_module._cell_text(value) == shown
 
 
 def twins(files: dict[str, Path]) -> dict[str, tuple[Any, Any]]:

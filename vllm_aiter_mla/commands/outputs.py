@@ -8,7 +8,7 @@ import shutil
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -105,6 +105,35 @@ def unwritable_reason(path: Path | None) -> str | None:
         return None if os.access(path, os.W_OK) else "not writable"
     except OSError as error:
         return error.strerror
+
+
+def same_file_reason(*options: tuple[str, Path | None]) -> str | None:
+    """Return why two options that write would write to the same file, or None. Each is a name and its path."""
+    name_by_place: dict[str, str] = {}
+    for name, path in options:
+        if path is None or (place := _written_place(path)) == os.devnull:
+            continue
+        if place in name_by_place:
+            return f"{name_by_place[place]} and {name} name the same file {path}"
+        name_by_place[place] = name
+    return None
+
+
+def overwritten_input_reason(inputs: Iterable[Path], out: Path) -> str | None:
+    """Return why the output would replace an input, or None. An input is a file, or a folder of JSON files."""
+    place = _written_place(out)
+    for path in inputs:
+        for file in path.glob("*.json") if os.path.isdir(path) else (path,):
+            if os.path.realpath(file) == place:
+                return f"{file} is an input and would be replaced"
+    return None
+
+
+def _written_place(path: Path) -> str:
+    """Return the path of the file or the stream that ``files.write_text`` writes. It replaces a link."""
+    if path == STDOUT:
+        path = Path("/dev/stdout")
+    return os.path.realpath(path) if files.is_device(path) else str(path.parent.resolve() / path.name)
 
 
 def fail(message: str, exit_status: int = EXIT_USAGE) -> NoReturn:

@@ -77,17 +77,17 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
     has_unknown_engine = any(engine.serves is None or engine.silent for engine in engines)
     is_complete = engines and not unreadable_reasons and not has_unknown_engine
     exit_code = _exit_status(engines) if is_complete else outputs.EXIT_INCOMPLETE
-    decision_texts = {
-        engine_key: list(_decision_texts(statuses, layer)) if layer else []
-        for engine_key, statuses in by_engine.items()
-    }
-    # A fully skipped engine has no layer names in its record.
-    has_layer_names = all(rank.decided or not rank.skipped for statuses in by_engine.values() for rank in statuses)
+    served_keys = [(engine.run, engine.model, engine.engine) for engine in engines if engine.serves]
+    decision_texts = {key: list(_decision_texts(by_engine[key], layer)) if layer else [] for key in served_keys}
+    # A fully skipped engine has no layer names in its record. If no engine serves, the lines above say so.
+    has_layer_names = bool(served_keys) and all(
+        rank.decided or not rank.skipped for key in served_keys for rank in by_engine[key]
+    )
     if layer is not None and is_complete and has_layer_names and not any(decision_texts.values()):
         outputs.fail(f"status: --layer {layer}: no server here has a layer of that name")
     with outputs.text_on_stderr(json):
         for engine in engines:
-            _print_engine(engine, decision_texts[engine.run, engine.model, engine.engine])
+            _print_engine(engine, decision_texts.get((engine.run, engine.model, engine.engine), ()))
     if json is not None:
         outputs.write_output("status", json, files.to_json(Engines(engines, tuple(unreadable_reasons), exit_code)))
     for reason in unreadable_reasons:
@@ -109,7 +109,7 @@ def _print_engine(engine: EngineLine, decision_texts: Sequence[str]) -> None:
     for code, remedy in engine.remedies.items():
         if remedy not in engine.line:
             typer.echo(outputs.fold_text(f"  {code} -> {remedy}"))
-    for text in decision_texts if engine.serves else ():
+    for text in decision_texts:
         typer.echo(outputs.fold_text(text))
 
 

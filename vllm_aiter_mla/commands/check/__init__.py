@@ -151,6 +151,8 @@ def check(
             raise WrongOptionError("MODEL is empty")
         if html == outputs.STDOUT:
             raise WrongOptionError("--html -: name a file, because the table goes to standard output")
+        if (reason := outputs.same_file_reason(("--json", json), ("--html", html))) is not None:
+            raise WrongOptionError(reason)
         render_page = None if html is None else load_renderer()
         named_steps = tuple(name.strip() for words in only or () for name in words.split(","))
         named_steps = named_steps or ("kernels",) * listing

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The record of a run of ``check``."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vllm_aiter_mla import files
 
 Status = Literal["passed", "failed", "warning", "skipped", "unknown", "no gain", "cut off"]
+CARD_STEPS = ("kernels", "timing", "engine")
+"""Steps that run on a card if there is one. ``kernels`` can run on a CPU too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,17 @@ class Step:
     # JSON of any layout. The steps `plan`, `kernels` and `timing` have records with a stamp of their own.
     data: Any = None
     seconds: float = field(default=0.0, kw_only=True)  # how long the step took; set by ``run``
+
+    @property
+    def step_name(self) -> str:
+        """The name of the step. The demo adds the configuration to ``name``, as in "engine, fp8 cache"."""
+        return self.name.partition(",")[0]
+
+
+def has_run_card_step(ended_steps: Iterable[Step]) -> bool:
+    """Return whether a step ran that can run on a card."""
+    ran_statuses = ("passed", "failed", "warning", "no gain")
+    return any(step.status in ran_statuses for step in ended_steps if step.step_name in CARD_STEPS)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from vllm_aiter_mla.commands import outputs, process
 from vllm_aiter_mla.commands.check import idle, show, steps
 from vllm_aiter_mla.commands.check.context import Context, WrongOptionError
 from vllm_aiter_mla.commands.check.engine import steps as engine_steps
-from vllm_aiter_mla.commands.check.record import CheckRun, Step
+from vllm_aiter_mla.commands.check.record import CheckRun, Step, has_run_card_step
 
 MIN_WRITE_INTERVAL_SECONDS = 2.0
 """Shortest time between two updates of the JSON file while a step reports partial findings."""
@@ -57,7 +57,7 @@ class Run:
 
     def record(self, exit_status: int | None) -> CheckRun:
         """Return the record of the run. ``exit_status`` is None until the run ends, and stays None if it is cut off."""
-        ran_on_card = self.context.options.can_use_gpu if steps.has_run_card_step(self.ended_steps) else None
+        ran_on_card = self.context.options.can_use_gpu if has_run_card_step(self.ended_steps) else None
         return CheckRun(self.model, exit_status, (*self.ended_steps, *self._partial_steps), ran_on_card)
 
     def _note_partial(self, step: Step) -> None:
@@ -162,6 +162,4 @@ def exit_status_of(ended_steps: Sequence[Step], uses_cpu: bool, require_all: boo
         return outputs.EXIT_NO_GAIN
     if "unknown" in states or (require_all and "skipped" in states):
         return outputs.EXIT_INCOMPLETE
-    return (
-        outputs.EXIT_OK if require_all or uses_cpu or steps.has_run_card_step(ended_steps) else outputs.EXIT_INCOMPLETE
-    )
+    return outputs.EXIT_OK if require_all or uses_cpu or has_run_card_step(ended_steps) else outputs.EXIT_INCOMPLETE

@@ -102,7 +102,6 @@ class StepSpec:
     needs: tuple[str, ...] = ("plan",)  # steps that run before this one, if there is a model
     needs_model: bool = True
     needs_shape: bool = False  # the plan must know the shape of a layer
-    can_run_on_card: bool = False  # the step runs on a card if there is one; ``kernels`` can run on a CPU too
     needs_idle_cards: bool = False  # another process on the cards would distort the result
 
 
@@ -110,9 +109,9 @@ STEPS: dict[str, StepSpec] = {
     "machine": StepSpec(look_at_machine, needs=(), needs_model=False),
     "plan": StepSpec(plan_model, needs=()),
     "issues": StepSpec(look_up_issues),
-    "kernels": StepSpec(verify_kernels, needs_model=False, needs_shape=True, can_run_on_card=True),
-    "timing": StepSpec(time_kernels, needs_model=False, needs_shape=True, can_run_on_card=True, needs_idle_cards=True),
-    "engine": StepSpec(compare_engines, needs_shape=True, can_run_on_card=True, needs_idle_cards=True),
+    "kernels": StepSpec(verify_kernels, needs_model=False, needs_shape=True),
+    "timing": StepSpec(time_kernels, needs_model=False, needs_shape=True, needs_idle_cards=True),
+    "engine": StepSpec(compare_engines, needs_shape=True, needs_idle_cards=True),
     "prefill": StepSpec(compare_prefill_rows, ("plan", "engine")),
     "decode": StepSpec(compare_decode_with_prefill, ("plan", "engine")),
     "launches": StepSpec(compare_launches, ("plan", "engine"), needs_shape=True),
@@ -142,11 +141,3 @@ def select_steps(named_steps: Sequence[str], has_model: bool) -> tuple[str, ...]
 def missing_shape_reason(plan: Plan | None) -> str | None:
     """Return why a step that needs a layer's shape cannot run, or None."""
     return NO_PLAN if plan is None else no_shape_reason(plan)
-
-
-def has_run_card_step(ended_steps: Sequence[Step]) -> bool:
-    """Return whether a step ran that can run on a card."""
-    ran_statuses = ("passed", "failed", "warning", "no gain")
-    return any(
-        step.status in ran_statuses for step in ended_steps if step.name in STEPS and STEPS[step.name].can_run_on_card
-    )

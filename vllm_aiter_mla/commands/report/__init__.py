@@ -30,6 +30,8 @@ def report(
     The page loads nothing, runs no script and opens without a network. Every figure is also in a table. Exit status 0:
     the page is written. 2: an input cannot be shown, and nothing is written.
     """
+    if (reason := outputs.overwritten_input_reason(inputs, out)) is not None:
+        outputs.fail(f"report: --out {out}: {reason}")
     try:
         text = load_renderer()(inputs)
     except ValueError as error:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Add a run of ``check`` to a page: its steps, and the records of the steps plan, kernels and timing.
-
-The demo adds the configuration to the name of a step, as in "engine, fp8 cache". The part before the comma is the name
-of the step.
-"""
+"""Add a run of ``check`` to a page: its steps, and the records of the steps plan, kernels and timing."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -12,8 +8,7 @@ from typing import Any
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import OVERFLOW
-from vllm_aiter_mla.commands.check.record import CheckRun, Step
-from vllm_aiter_mla.commands.check.steps import has_run_card_step
+from vllm_aiter_mla.commands.check.record import CheckRun, Step, has_run_card_step
 from vllm_aiter_mla.commands.check.timing.record import STAND_IN, Measurement
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.commands.report import charts
@@ -75,19 +70,15 @@ def _check_consistency(run: CheckRun) -> None:
         raise ValueError("on_a_card is null, and a step ran that can run on a card")
 
 
-def _step_name(step: Step) -> str:
-    return step.name.partition(",")[0]
-
-
 def _step_records(step: Step) -> Iterator[tuple[Callable[[Page, Any], None], Any]]:
     """Yield each record of a step, with the function that adds it to the page.
 
     Raises:
         ValueError: the data is not a record of this version.
     """
-    if step.data is None or _step_name(step) not in STEP_RECORDS:
+    if step.data is None or step.step_name not in STEP_RECORDS:
         return
-    record_type, add_record = STEP_RECORDS[_step_name(step)]
+    record_type, add_record = STEP_RECORDS[step.step_name]
     for data in step.data if isinstance(step.data, list) else [step.data]:
         if files.layout_of(data)[0] != TUNED_SCHEMA:
             yield add_record, files.parse(record_type, Path(step.name), data)
@@ -97,7 +88,7 @@ def _step_outcome(step: Step, passed_word: str) -> str:
     """Return the outcome of a step. A plan, or a step that passed on a CPU, never looks as if it passed on a card."""
     if step.status != "passed":
         return step.status
-    return NOTHING_RAN if _step_name(step) == "plan" else passed_word
+    return NOTHING_RAN if step.step_name == "plan" else passed_word
 
 
 def _run_outcome(run: CheckRun, plans: Sequence[Plan], passed_word: str) -> tuple[str, str]:
@@ -118,7 +109,7 @@ def _run_outcome(run: CheckRun, plans: Sequence[Plan], passed_word: str) -> tupl
     if passed_word == ON_CPU:
         meaning = "every step that ran passed, on this CPU, which shows nothing of a card"
     passed_steps = [
-        step.name for step in run.steps if step.status in ("passed", "warning") and _step_name(step) != "plan"
+        step.name for step in run.steps if step.status in ("passed", "warning") and step.step_name != "plan"
     ]
     return passed_word, f"{meaning}: {', '.join(passed_steps)}"
 
@@ -169,7 +160,7 @@ def _card_name(recorded_machine: Mapping[str, str], machine_facts: Mapping[str, 
 
 def _add_figures(page: Page, step: Step) -> None:
     """Add the figures of a step without a record, under their names in its data."""
-    step_name, title_suffix = _step_name(step), f"{step.name}, {page.current_input.name}"
+    step_name, title_suffix = step.step_name, f"{step.name}, {page.current_input.name}"
     if not step.data:
         return
     if step_name == "engine":

@@ -5,6 +5,7 @@ The template escapes every value except the SVG of ``charts``, because names and
 anything.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ READERS: dict[str, tuple[type[Any], Callable[[Page, Any], Glance]]] = {
     "serving": (Serving, add_serving),
 }
 """The record type and its reader, by the schema in the stamp of a file."""
+MIN_DIGITS, MAX_DIGITS = 4, 17
+"""Significant digits of a number on the page, and those of a float."""
 
 
 def render_page(paths: Sequence[Path]) -> str:
@@ -57,7 +60,15 @@ def render_page(paths: Sequence[Path]) -> str:
 
 def _cell_text(value: Any) -> Any:
     """Return the printed form of a value of the page."""
-    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else value
+    return "-" if value is None else _float_text(value) if isinstance(value, float) else value
+
+
+def _float_text(value: float) -> str:
+    """Return a number with ``MIN_DIGITS`` significant digits, and with more where it would look like 0 or 1."""
+    if abs(value) >= 10**MIN_DIGITS and math.isfinite(value):
+        return f"{value:.0f}"
+    texts = (f"{value:.{num_digits}g}" for num_digits in range(MIN_DIGITS, MAX_DIGITS))
+    return next((text for text in texts if abs(float(text)) not in (0, 1)), f"{value:.{MAX_DIGITS}g}")
 
 
 def _load_records(paths: Sequence[Path]) -> Iterator[tuple[Path, str, Any]]:

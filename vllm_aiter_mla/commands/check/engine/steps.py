@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 RANDOM_LAYERS = 4
 RANDOM_ARGUMENTS = ("--max-model-len", "512")
 """Options of ``vllm serve`` for an engine over random weights."""
-ENGINE_DID_NOT_RUN = "the engine did not run"
+NO_ANSWERS = "the step engine gave no answers"
 
 
 def compare_engines(context: Context) -> Step:
@@ -194,7 +194,7 @@ def compare_prefill_rows(context: Context) -> Step:
     The step fails if the bytes differ by more than one rounding of RoPE. It warns if such steps are slower on a card.
     """
     if not context.answers:
-        return Step("skipped", ENGINE_DID_NOT_RUN)
+        return Step("skipped", NO_ANSWERS)
     comparisons = {
         step_kind: comparison
         for step_kind in PREFILL_STEPS
@@ -225,7 +225,7 @@ def compare_decode_with_prefill(context: Context) -> Step:
     A decode kernel that is also broken with the flag off gives equal tokens on both sides. Prefill runs another kernel.
     """
     if not context.answers:
-        return Step("skipped", ENGINE_DID_NOT_RUN)
+        return Step("skipped", NO_ANSWERS)
     means = {side: distance.mean_decode_prefill_dlogprob(context.answers[side]) for side in SIDES}
     detail = ", ".join(f"{side}: {mean:.2g}" for side, mean in means.items()) + " on average"
     wrong_sides = [side for side, mean in means.items() if not mean <= distance.MAX_DECODE_PREFILL_DLOGPROB]
@@ -240,7 +240,7 @@ def compare_launches(context: Context) -> Step:
     if not context.options.can_use_gpu:
         return Step("skipped", NO_GPU)
     if not context.answers:
-        return Step("skipped", ENGINE_DID_NOT_RUN)
+        return Step("skipped", NO_ANSWERS)
     counts = {side: context.answers[side].num_launches for side in SIDES}
     if 0 in counts.values():
         return Step("failed", "torch's profiler saw no kernel", data=counts)

@@ -15,7 +15,14 @@ import torch
 from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check.options import Weights
 from vllm_aiter_mla.commands.check.timing import rivals
-from vllm_aiter_mla.commands.check.timing.record import TYPES_OF_16_BITS, VLLM, Measurement, Row, make_row
+from vllm_aiter_mla.commands.check.timing.record import (
+    TYPES_OF_16_BITS,
+    VLLM,
+    Measurement,
+    Row,
+    make_row,
+    without_rivals,
+)
 from vllm_aiter_mla.commands.compat.vllm_options import load_plugins
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
@@ -85,7 +92,7 @@ def time_kernels(request: TimingRequest, ended_checks: Mapping[str, str]) -> Mea
         ended_checks: kernels that are not called, because an earlier process ended in their check, and how it ended.
     """
     load_plugins()  # as in a server: they may bring the platform, or kernels
-    machine, rows, wrong_kernels, stopped = stopwatch.machine(), list[Row](), dict(ended_checks), ""
+    machine, rows, wrong_kernels, stopped = stopwatch.machine(), list[Row](), without_rivals(ended_checks), ""
     process.send_value(Measurement(machine, request.weights, (), dict(wrong_kernels), ""))
     backends = Backends(Settings(enabled=True), current_platform())
     with compat_config.as_current():
@@ -142,8 +149,12 @@ def check_contenders(
 ) -> Contenders:
     """Check the kernels and the rivals with up to ``max_tokens`` tokens; add those that fail to ``wrong_kernels``."""
     runnable, untimed, overflows = dict[str, KernelBackend](), dict[str, str](), dict[str, decision.Checked]()
-    for name in backends.names:
+
+    def begin_check(name: str) -> None:
         process.send_value(Activity(name, f"the check of {name} at {layer_label}"))
+
+    for name in backends.names:
+        begin_check(name)
         backend = ended_checks.get(name) or backends.get(name)
         if isinstance(backend, str):
             untimed[name] = backend
@@ -159,9 +170,8 @@ def check_contenders(
                 overflows[name] = decision.Checked(writes_nan=True)
     layer_facts = decision.LayerFacts(None, dict.fromkeys(overflows, decision.Offer()))
     usable_kernels = decision.usable(layer_facts, overflows, backends.settings)
-    process.send_value(Activity(None, f"the checks of the rivals at {layer_label}"))
     runnable_rivals, untimed_rivals = rivals.check_rivals(
-        backends.platform, shape, max_tokens, vllm_is_here=VLLM in runnable
+        backends.platform, shape, max_tokens, VLLM in runnable, ended_checks, begin_check
     )
     overflowing_kernels = [name for name in overflows if name not in usable_kernels]
     return Contenders(runnable | runnable_rivals, untimed | untimed_rivals, overflowing_kernels)

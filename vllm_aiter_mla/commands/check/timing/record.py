@@ -64,5 +64,10 @@ def make_row(
     return Row(tokens, heads, kind, dict(us), dict(untimed), ratio, overflowing_and_timed)
 
 
+def without_rivals(ended_checks: Mapping[str, str]) -> dict[str, str]:
+    """Return the kernels of ours in whose check a process ended. A rival that ends it is not timed, and not wrong."""
+    return {name: reason for name, reason in ended_checks.items() if name not in RIVALS}
+
+
 def _times_of_ours(us: Mapping[str, float], overflowing_kernels: Sequence[str]) -> list[float]:
     return [time for name, time in us.items() if name not in (*RIVALS, *overflowing_kernels)]

@@ -10,7 +10,7 @@ from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check.context import NO_GPU, Context
 from vllm_aiter_mla.commands.check.options import CacheType, Weights
 from vllm_aiter_mla.commands.check.record import Step
-from vllm_aiter_mla.commands.check.timing.record import MAX_TIMED_TOKENS, TYPES_OF_16_BITS, Measurement
+from vllm_aiter_mla.commands.check.timing.record import MAX_TIMED_TOKENS, TYPES_OF_16_BITS, Measurement, without_rivals
 
 if TYPE_CHECKING:
     from vllm_aiter_mla.commands.check.timing.child import Activity, TimingRequest
@@ -86,7 +86,7 @@ def _measure(context: Context, request: TimingRequest, ended_checks: dict[str, s
     """
     from vllm_aiter_mla.commands.check.timing import child
 
-    record = Measurement({}, request.weights, (), dict(ended_checks), "")
+    record = Measurement({}, request.weights, (), without_rivals(ended_checks), "")
     activity = child.Activity(None, "its start")
 
     def on_value(value: Measurement | Row | Activity) -> None:
@@ -114,22 +114,32 @@ def _measure(context: Context, request: TimingRequest, ended_checks: dict[str, s
 def _judge(context: Context, record: Measurement) -> Step:
     """Return how the step ended; see ``time_kernels``. It also fails if a size raised."""
     lines = tuple(
-        f"{row.tokens} tokens: " + ", ".join(f"{name} {us:.2f} us" for name, us in sorted(row.us.items()))
+        f"{_size_text(row)}: " + ", ".join(f"{name} {us:.2f} us" for name, us in sorted(row.us.items()))
         for row in record.rows
     )
     lines += tuple(f"{name}: {reason}" for name, reason in record.wrong.items())
-    ratios = [(row.tokens, row.ratio) for row in record.rows if row.ratio is not None]
+    rows_with_ratio = [row for row in record.rows if row.ratio is not None]
     has_ours = any(row.ours for row in record.rows)
-    if record.wrong or record.stopped or (context.plan and not has_ours):
-        return Step("failed", record.stopped or "a kernel is wrong, or none of ours was timed", lines, record)
-    if not ratios:
-        missing_kernels = "neither vLLM's kernels nor a stand-in" if has_ours else "none of ours"
+    if record.stopped:
+        return Step("failed", record.stopped, lines, record)
+    if record.wrong:
+        return Step("failed", f"wrong, not timed: {', '.join(record.wrong)}", lines, record)
+    if context.plan and not has_ours:
+        return Step("failed", "none of our kernels was timed", lines, record)
+    if not rows_with_ratio:
+        missing_kernels = "neither vLLM's kernels nor a stand-in" if has_ours else "none of our kernels"
         return Step("unknown", f"nothing to compare: {missing_kernels} was timed", lines, record)
-    slower_tokens = sorted({tokens for tokens, ratio in ratios if ratio < 1})
-    speed_text = (
-        f"vLLM or a rival is faster at {slower_tokens}" if slower_tokens else "one of ours is the fastest at each"
-    )
-    return Step("passed", f"{len(ratios)} sizes; {speed_text}", lines, record)
+    num_sizes, slower_sizes = len(rows_with_ratio), [_size_text(row) for row in rows_with_ratio if row.ratio < 1]
+    if slower_sizes:
+        speed_text = f"slower at {len(slower_sizes)} of {num_sizes} sizes: {'; '.join(slower_sizes)}"
+    else:
+        speed_text = f"one of our kernels is the fastest at each of {num_sizes} sizes"
+    return Step("passed", speed_text, lines, record)
+
+
+def _size_text(row: Row) -> str:
+    """Return the size of a row, as in "128 heads, bf16, 8 tokens"."""
+    return f"{row.heads} heads, {row.kind}, {row.tokens} tokens"
 
 
 def _tune(context: Context, request: TimingRequest) -> Step:
