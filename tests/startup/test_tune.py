@@ -207,7 +207,7 @@ TOLD = ("kept in ", "fnuz cache:", f"{BEST}: 5.0", "bfloat16 cache:", f"{BEST}: 
 
 @pytest.mark.parametrize("told", range(len(TOLD)))
 def test_tune_whose_process_ends_fails_and_nothing_that_it_told_is_lost(card, monkeypatch, tmp_path, told):
-    in_process.install(monkeypatch, ends={process.import_path_of(step.tune): told})
+    in_process.install(monkeypatch, ends={process.import_path_of(step.tune_tiles): told})
     assert tune("--type", "both", "--json", str(tmp_path / "sent.json")).exit_code == outputs.EXIT_FAILED
     (found,) = files.read(CheckRun, tmp_path / "sent.json").steps
     assert (found.status, found.detail) == ("failed", in_process.ENDED.sentence())

@@ -55,7 +55,7 @@ def test_timing_times_what_start_up_chooses_between(card, tmp_path):
     done = run("--tokens", "1", "--tokens", "64", "--json", str(tmp_path / "check.json"))
     assert done.exit_code == 0, done.output
     rows = timed(tmp_path)["rows"]
-    assert [(row["tokens"], row["kind"], set(row["us"])) for row in rows] == [
+    assert [(row["tokens"], row["cache_type"], set(row["us"])) for row in rows] == [
         (1, "fp8", {"aiter", "triton", "vllm"}),
         (64, "fp8", {"triton", "vllm"}),
         (1, "bf16", {"aiter", "triton", "vllm"}),
@@ -170,7 +170,7 @@ def test_a_query_that_vllm_pads_is_timed_with_that_copy(card, monkeypatch, arch,
     pad = helper.get_mla_padded_q
     monkeypatch.setattr(helper, "get_mla_padded_q", lambda n, q: padded.append((n, q.shape[1])) or pad(n, q))
     MadeUpClock(costs(aiter=8.0, triton=5.0, vllm=10.0)).install(monkeypatch)
-    found = child.time_kernels(child.TimingRequest((2,), (heads,), ("bf16",), nope=192), {})
+    found = child.time_layers(child.TimingRequest((2,), (heads,), ("bf16",), nope=192), {})
     assert (found.stopped, found.rows[0].ratio, padded) == ("", 2.0, [(8, 8)] if copied else [])
 
 
@@ -208,7 +208,7 @@ def test_timing_keeps_what_was_timed_when_a_size_fails(card, monkeypatch):
 # rivals, and for each number of tokens of the timing and its row.
 
 
-NAME = process.import_path_of(child.time_kernels)
+NAME = process.import_path_of(child.time_layers)
 
 
 def ends(monkeypatch, folder, told):

@@ -142,10 +142,10 @@ def fail(message: str, exit_status: int = EXIT_USAGE) -> NoReturn:
     raise typer.Exit(exit_status)
 
 
-def check_writable(context: typer.Context, option: typer.CallbackParam, path: Path | None) -> Path | None:
+def check_writable(ctx: typer.Context, option: typer.CallbackParam, path: Path | None) -> Path | None:
     """Return the path, or end the command if the option's file cannot be written. This is a callback for typer."""
     if (reason := unwritable_reason(path)) is not None:
-        fail(f"{context.info_name}: {option.opts[0]} {path}: {reason}")
+        fail(f"{ctx.info_name}: {option.opts[0]} {path}: {reason}")
     return path
 
 

@@ -28,9 +28,9 @@ class EngineLine:
     engine: str
     line: str
     remedies: dict[str, str]  # by code of a skipped layer
-    serves: bool | None  # whether the engine and its front end live; None if that is unknown
-    whole: bool  # whether the engine serves and every rank runs all its layers on our kernels
-    silent: int = 0  # ranks without a status file here
+    is_serving: bool | None  # whether the engine and its front end live; None if that is unknown
+    is_fully_engaged: bool  # whether the engine serves and every rank runs all its layers on our kernels
+    num_ranks_without_file: int = 0  # ranks without a status file here
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
             )
     by_engine = group_by_engine(read_records(folder, "*", unreadable_reasons.append))
     engines = tuple(_engine_line(folder, engine_key, statuses) for engine_key, statuses in by_engine.items())
-    has_unknown_engine = any(engine.serves is None or engine.silent for engine in engines)
+    has_unknown_engine = any(engine.is_serving is None or engine.num_ranks_without_file for engine in engines)
     is_complete = engines and not unreadable_reasons and not has_unknown_engine
     exit_code = _exit_status(engines) if is_complete else outputs.EXIT_INCOMPLETE
-    served_keys = [(engine.run, engine.model, engine.engine) for engine in engines if engine.serves]
+    served_keys = [(engine.run, engine.model, engine.engine) for engine in engines if engine.is_serving]
     decision_texts = {key: list(_decision_texts(by_engine[key], layer)) if layer else [] for key in served_keys}
     # A fully skipped engine has no layer names in its record. If no engine serves, the lines above say so.
     has_layer_names = bool(served_keys) and all(
@@ -99,7 +99,7 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
 
 def _exit_status(engines: Sequence[EngineLine]) -> int:
     """Return the exit status, provided that everything could be read."""
-    fully_engaged = [engine.whole for engine in engines if engine.serves]
+    fully_engaged = [engine.is_fully_engaged for engine in engines if engine.is_serving]
     return outputs.EXIT_OK if fully_engaged and all(fully_engaged) else outputs.EXIT_FAILED
 
 
@@ -120,12 +120,21 @@ def _engine_line(folder: Path, engine_key: tuple[str, str, str], rank_statuses: 
         engine_is_alive = is_engine_alive(folder, rank_statuses) if is_alive is False else None
         unknown_line = f"whether the server lives cannot be told from its locks in {folder}"
         line = unknown_line if engine_is_alive is None else ENDED_LINES[engine_is_alive]
-        return EngineLine(*engine_key, line, {}, serves=None if engine_is_alive is None else False, whole=False)
+        return EngineLine(
+            *engine_key, line, {}, is_serving=None if engine_is_alive is None else False, is_fully_engaged=False
+        )
     all_statuses = records_of_all_ranks(rank_statuses)
     merged = merge_ranks(all_statuses)
     is_whole = merged.ranks_agree and bool(merged.engaged) and not merged.skipped
     line = status_line(*all_statuses)
-    return EngineLine(*engine_key, line, remedies(rank_statuses), serves=True, whole=is_whole, silent=merged.silent)
+    return EngineLine(
+        *engine_key,
+        line,
+        remedies(rank_statuses),
+        is_serving=True,
+        is_fully_engaged=is_whole,
+        num_ranks_without_file=merged.silent,
+    )
 
 
 def _decision_texts(rank_statuses: Sequence[RankStatus], layer: str) -> Iterator[str]:

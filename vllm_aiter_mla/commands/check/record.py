@@ -13,7 +13,7 @@ CARD_STEPS = ("kernels", "timing", "engine")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepResult:
     """How one step ended."""
 
     name: str = field(default="", kw_only=True)  # set by ``run``
@@ -32,7 +32,7 @@ class Step:
         return self.name.partition(",")[0]
 
 
-def has_run_card_step(ended_steps: Iterable[Step]) -> bool:
+def has_run_card_step(ended_steps: Iterable[StepResult]) -> bool:
     """Return whether a step ran that can run on a card."""
     ran_statuses = ("passed", "failed", "warning", "no gain")
     return any(step.status in ran_statuses for step in ended_steps if step.step_name in CARD_STEPS)
@@ -44,6 +44,6 @@ class CheckRun:
 
     model: str | None  # as typed
     exit: int | None  # the exit status; None if the run was cut off
-    steps: tuple[Step, ...]
+    steps: tuple[StepResult, ...]
     on_a_card: bool | None = None  # whether the steps that can run on a card did; None if none of them ran
     evidence: files.Stamp = files.stamp_field("check")

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.check.kernels import printout as kernels_printout
-from vllm_aiter_mla.commands.check.record import Step
+from vllm_aiter_mla.commands.check.record import StepResult
 from vllm_aiter_mla.commands.check.timing import printout as timing_printout
 from vllm_aiter_mla.commands.check.timing.record import Measurement
 from vllm_aiter_mla.commands.plan import printout as plan_printout
@@ -80,7 +80,7 @@ def _print_to_stderr(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def print_findings(step: Step, is_full: bool) -> None:
+def print_findings(step: StepResult, is_full: bool) -> None:
     """Print the findings of a step: its lines. If ``is_full``, print its record as text and tables instead."""
     # A file is wide enough to show every figure in full.
     console = outputs.Stdout(highlight=False, width=None if sys.stdout.isatty() else FILE_LINE_WIDTH)
@@ -97,7 +97,7 @@ def print_findings(step: Step, is_full: bool) -> None:
             print(outputs.fold_text(f"  {outputs.one_line(line)}"))
 
 
-def print_table(model: str | None, ended_steps: Sequence[Step], last_line: str) -> None:
+def print_table(model: str | None, ended_steps: Sequence[StepResult], last_line: str) -> None:
     """Print the table of the steps and the last line."""
     console = outputs.Stdout(markup=False, highlight=False, width=outputs.terminal_width())
     title = f"check {outputs.one_line(model)}" if model else "check"
@@ -109,7 +109,7 @@ def print_table(model: str | None, ended_steps: Sequence[Step], last_line: str) 
     print(outputs.fold_text(f"check: {last_line}"))
 
 
-def summary_line(ended_steps: Sequence[Step], exit_status: int, require_all: bool = False) -> str:
+def summary_line(ended_steps: Sequence[StepResult], exit_status: int, require_all: bool = False) -> str:
     """Return one line that says what the run showed, and what to do. The arguments are as for ``exit_status_of``."""
     num_skipped = sum(step.status == "skipped" for step in ended_steps)
     if exit_status == outputs.EXIT_FAILED:

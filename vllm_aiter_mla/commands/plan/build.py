@@ -14,7 +14,7 @@ from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.commands.compat.rocm_config import LayerKind
 from vllm_aiter_mla.commands.compat.vllm_options import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
 from vllm_aiter_mla.commands.plan import kernels, record
-from vllm_aiter_mla.commands.plan.model import Variables
+from vllm_aiter_mla.commands.plan.record import Variables
 from vllm_aiter_mla.commands.plan.vllm_facts import EngineFacts, LoadedVllm, VllmFacts
 from vllm_aiter_mla.kernels import formulas, vllm_own
 from vllm_aiter_mla.kernels.absorb import FORMATS
@@ -45,7 +45,7 @@ def make_plan(facts: VllmFacts, vllm: LoadedVllm, variables: Variables) -> recor
         if (number := numbers[name] or 0) > maximum:
             raise ValueError(f"{option} {number}: a number up to {maximum} expected")
     # If the gate skips the engine, this is the limit that it would have set.
-    sizes = engine.options.max_num_seqs, engine.options.num_drafts or 0, settings.max_token_num
+    sizes = engine.options.max_num_seqs, engine.options.num_drafts, settings.max_token_num
     limit = engine.gate.limit if engine.gate else admission.decode_limit(*sizes)
     kind_plans = [_LayerKindPlan(vllm.arch, settings, engine, *layer, limit) for layer in facts.layers]
     main_kind = kind_plans[0] if kind_plans else None
@@ -79,7 +79,7 @@ def make_plan(facts: VllmFacts, vllm: LoadedVllm, variables: Variables) -> recor
         limit=limit,
         **_graph_fields(engine, facts.user_options.settings, limit),
         outcome=_outcome(reasons, engaged, total),
-        layers=record.Layers(total, drafts, model.layers, engaged),
+        layers=record.Layers(total, drafts, model.num_layers, engaged),
         reasons=tuple(reasons),
         kernels=main_kind.spans if main_kind else None,
         figures=_figures(model, main_kind, limit, engine.view.enforce_eager) if main_kind else None,

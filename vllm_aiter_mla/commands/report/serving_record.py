@@ -25,7 +25,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Row:
+class PointResult:
     """The results at one point. ``point`` has the tokens of ``LENGTHS``, and ``rate`` in requests per second."""
 
     point: dict[str, float]
@@ -41,7 +41,7 @@ class Serving:
     model: str
     about: dict[str, str]  # versions, and the card
     status: str  # the status line of the servers with the flag on
-    rows: tuple[Row, ...] = ()
+    rows: tuple[PointResult, ...] = ()
     results: Any = None  # the client's result files, by side and run
     answers: Any = None  # by side and run: the figures by filter, and each answer
     evidence: files.Stamp = files.stamp_field("serving")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_aiter_mla.commands.check.engine.record import SIDES, EngineAnswer, Side
 
 if TYPE_CHECKING:
-    from vllm_aiter_mla.commands.compat.engine import TokenLogprobs
+    from vllm_aiter_mla.commands.compat.llm_engine import TokenLogprobs
 
 # Kernels that sum in another order give other tokens where two tokens are nearly as likely. Through Triton's
 # interpreter a random model gave 97.6 % equal tokens and differences of at most 0.15. Without the RoPE of prefill rows
@@ -83,7 +83,7 @@ def compare_requests(
     return comparison
 
 
-def is_explained_by_rounding(comparison: TokenComparison, fp8_noise: float = 0.0) -> bool:
+def can_rounding_explain_tokens(comparison: TokenComparison, fp8_noise: float = 0.0) -> bool:
     """Return whether rounding explains how far apart the two runs are.
 
     Over an fp8 cache another kernel's rounding before the cast can move a value by a step of fp8. So each request's

@@ -46,7 +46,7 @@ class TimingRequest:
 
     token_counts: tuple[int, ...]  # rows of a decode step; empty if ``tune`` chooses them
     head_counts: tuple[int, ...]  # query heads of a rank
-    cache_types: tuple[str, ...]  # as ``Row.kind``
+    cache_types: tuple[str, ...]  # as ``Row.cache_type``
     weights: str = "bf16"  # format of the absorb weights, a value of ``Weights``
     nope: int = 128  # DeepSeek's widths and dtype
     rope: int = 64
@@ -57,10 +57,10 @@ class TimingRequest:
         """Yield the type and the number of heads of each layer."""
         yield from product(self.cache_types, self.head_counts)
 
-    def shape(self, cache_type: str, head_counts: int) -> LayerShape:
+    def shape(self, cache_type: str, heads: int) -> LayerShape:
         """Return the shape of one of these layers on this GPU."""
         widths = {"nope": self.nope, "rope": self.rope, "latent": self.latent}
-        return shape_of(head_counts, cache_type, self.weights, **widths, act=self.act)
+        return shape_of(heads, cache_type, self.weights, **widths, act=self.act)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Contenders:
     overflowing_kernels: list[str]  # turn an fp8 overflow into NaN, so they do not count as ours
 
 
-def time_kernels(request: TimingRequest, ended_checks: Mapping[str, str]) -> Measurement:
+def time_layers(request: TimingRequest, ended_checks: Mapping[str, str]) -> Measurement:
     """Time every size; return the record.
 
     A size that raises ends the run, and ``stopped`` says which and why. The rows before it stay in the record.
@@ -128,13 +128,13 @@ def time_layer(
     for num_tokens in token_counts:
         process.send_value(Activity(None, f"the timing of {', '.join(runnable)} at {num_tokens} tokens, {layer_label}"))
         inputs = synthetic_inputs(shape, num_tokens)
-        refusal_reasons = {
+        skip_reasons = {
             name: reason for name, backend in runnable.items() if (reason := backend.refuse(inputs)) is not None
         }
         weight, budget = synthetic_inputs(shape).weight, stopwatch.Budget(float("inf"))
         rounds = stopwatch.time_shape(runnable, shape, weight, [num_tokens], budget, pad=pad_query)[num_tokens]
         us = {name: statistics.median(times) for name, times in rounds.items()}
-        untimed = contenders.untimed | refusal_reasons
+        untimed = contenders.untimed | skip_reasons
         yield make_row(num_tokens, shape.heads, cache_type_of(shape), us, untimed, contenders.overflowing_kernels)
         card().give_back()
 
@@ -203,6 +203,6 @@ def shape_of(
 
 
 def cache_type_of(shape: LayerShape) -> str:
-    """Return the type of the query and the cache, as ``Row.kind`` names it."""
+    """Return the type of the query and the cache, as ``Row.cache_type`` names it."""
     name = str(shape.cache_dtype).removeprefix("torch.")
     return "fp8" if is_fp8(shape.cache_dtype) else TYPES_OF_16_BITS.get(name, name)

@@ -22,7 +22,7 @@ def print_record(record: Measurement, console: Console) -> None:
     for row in rows:
         us = [f"{row.us[name]:.2f}" if name in row.us else "-" for name in names]
         ratio = "-" if row.ratio is None else f"{row.ratio:.2f}{' (slower)' if row.ratio < 1 else ''}"
-        table.add_row(str(row.tokens), str(row.heads), row.kind, *us, ratio)
+        table.add_row(str(row.tokens), str(row.heads), row.cache_type, *us, ratio)
     console.print(table)
     if STAND_IN in names:
         print_line(f"{STAND_IN}: in the place of vLLM's kernels, which are not here: as many launches, other code")

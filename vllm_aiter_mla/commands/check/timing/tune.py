@@ -26,7 +26,7 @@ MAX_TUNED_TOKENS = 1024
 """Most tokens that tiles are timed for, unless the user names the counts."""
 
 
-def tune(request: TimingRequest) -> tuple[tuning.TunedTiles, str | None]:
+def tune_tiles(request: TimingRequest) -> tuple[tuning.TunedTiles, str | None]:
     """Tune the tiles for each layer, save them at once, and send the caller a line for each range of tokens.
 
     A shape that raises ends the run. The tiles that were tuned before it stay in the file, next to those of earlier
