@@ -78,7 +78,7 @@ def test_ranks_that_measured_the_same_share_one_table(written: Write) -> None:
     assert page.count("<h3>Timed at start-up") == 1
     assert "rank 0: 4 layers" in page
     assert "rank 1: 4 layers" in page
-    assert [row for row in rows_of(page) if row[0] == "64"] == [["64", "4.27", "2.91", "6.56", "triton"]]
+    assert [row for row in rows_of(page) if row[0] == "64"] == [["64", "4.267", "2.911", "6.564", "triton"]]
 
 
 def test_a_status_names_each_reason_and_its_layers(written: Write) -> None:

@@ -12,6 +12,7 @@ from tests.sandbox import gpu_ops
 from tests.sandbox.rehearsal_card import RehearsalCard
 from tests.support import in_process
 from tests.support.made_up_clock import MadeUpClock, Named, costs, named_kernels
+from tests.support.planted import raising
 from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check.timing import child, rivals, stand_in, step
 from vllm_aiter_mla.commands.check.timing.record import Measurement
@@ -99,19 +100,18 @@ def test_timing_on_a_card_without_vllms_kernels_times_a_stand_in_and_says_so(car
     assert done.exit_code == 0, done.output
     assert row["ratio"] == (3.0 if missing else 2.0)
     assert set(row["us"]) == {"triton", "vllm-stand-in" if missing else "vllm"} | {"aiter"} & set(row["us"])
-    for told in ("vllm-stand-in, us", "stand-in / ours", "vllm-stand-in: in the place of vLLM's kernels"):
+    for told in ("vllm-stand-in, us", "stand-in / ours", "vllm-stand-in: replaces vLLM's kernels"):
         assert (told in done.output) == missing
     assert ("rival / ours" in done.output) != missing
 
 
 def test_a_stand_in_that_fails_its_check_or_takes_no_such_weights_is_not_timed(card, monkeypatch):
     RehearsalCard().install(monkeypatch).arch = "sm90"
-    platform, shape = Platform("sm90", (9, 0)), child.shape_of(2, "bf16", "fp8")
-    assert "fp8 weights" in rivals.check_rivals(platform, shape, 8, False, {})[1]["vllm-stand-in"]
+    platform = Platform("sm90", (9, 0))
+    of_fp8, of_bf16 = (child.TimingRequest((), (), (), weights).shape("bf16", 2) for weights in ("fp8", "bf16"))
+    assert "fp8 weights" in rivals.check_rivals(platform, of_fp8, 8, False, {})[1]["vllm-stand-in"]
     monkeypatch.setattr(stand_in, "StandInBackend", lambda: Wrong("vllm-stand-in"))
-    assert (
-        "FAILED" in rivals.check_rivals(platform, child.shape_of(2, "bf16", "bf16"), 8, False, {})[1]["vllm-stand-in"]
-    )
+    assert "FAILED" in rivals.check_rivals(platform, of_bf16, 8, False, {})[1]["vllm-stand-in"]
 
 
 def only_codes(card, monkeypatch):
@@ -155,7 +155,7 @@ def test_vllm_numerics_are_no_reason_for_timing_to_call_vllm_wrong(card, tmp_pat
     found = timed(tmp_path)
     assert (done.exit_code, found["wrong"]) == (0, {}), done.output
     assert set(found["rows"][0]["us"]) == {"aiter", "triton", "vllm"}
-    inputs = synthetic_inputs(child.shape_of(2, "bf16", "bf16"), 8)
+    inputs = synthetic_inputs(child.TimingRequest((), (), (), "bf16").shape("bf16", 2), 8)
     assert card["vllm"].numerics(inputs) == reference.VLLM_KERNEL
 
 
@@ -176,7 +176,7 @@ def test_a_query_that_vllm_pads_is_timed_with_that_copy(card, monkeypatch, arch,
 
 def test_a_vllm_that_pads_no_heads_is_timed_without_padding(card, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.mla.rocm_aiter_mla", None)
-    assert child.shape_of(8, "bf16", "bf16").out_heads == 0
+    assert child.TimingRequest((), (), (), "bf16").shape("bf16", 8).out_heads == 0
 
 
 def test_timing_does_not_time_a_wrong_kernel_and_exits_1(card, tmp_path):
@@ -186,6 +186,14 @@ def test_timing_does_not_time_a_wrong_kernel_and_exits_1(card, tmp_path):
     (row,) = timed(tmp_path)["rows"]
     assert set(row["us"]) == {"aiter", "vllm"}
     assert "WRONG, not timed: triton: 2 heads, bf16" in done.output
+
+
+def test_timing_names_a_wrong_kernel_if_a_later_check_raises(card, monkeypatch, tmp_path):
+    card["triton"] = Wrong("triton")
+    monkeypatch.setattr(rivals, "check_rivals", raising(MemoryError("planted")))
+    run("--tokens", "1", "--type", "bf16", "--json", str(tmp_path / "check.json"))
+    found = timed(tmp_path)
+    assert ([*found["wrong"]], found["stopped"]) == (["triton"], "2 heads, bf16: MemoryError: planted")
 
 
 def test_timing_keeps_what_was_timed_when_a_size_fails(card, monkeypatch):

@@ -118,7 +118,7 @@ def _engine_line(folder: Path, engine_key: tuple[str, str, str], rank_statuses: 
     is_alive = is_serving(folder, rank_statuses)
     if not is_alive:
         engine_is_alive = is_engine_alive(folder, rank_statuses) if is_alive is False else None
-        unknown_line = f"whether the server lives cannot be told from its locks in {folder}"
+        unknown_line = f"cannot tell whether the server is running from its locks in {folder}"
         line = unknown_line if engine_is_alive is None else ENDED_LINES[engine_is_alive]
         return EngineLine(
             *engine_key, line, {}, is_serving=None if engine_is_alive is None else False, is_fully_engaged=False

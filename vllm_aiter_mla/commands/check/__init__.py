@@ -7,7 +7,7 @@
 
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -181,18 +181,26 @@ def check(
         _check_option_values(check_options, step_names)
     except (LookupError, ValueError) as error:
         outputs.fail(f"check: {error}")
+    require_all = require_all or bool(named_steps)
+    raise typer.Exit(_run_check(check_options, step_names, model, json, html, render_page, require_all))
+
+
+def _run_check(
+    check_options: CheckOptions, step_names: tuple[str, ...], model: str | None, json: Path | None, html: Path | None,
+    render_page: Callable[[Sequence[Path]], str] | None, require_all: bool,
+) -> int:  # fmt: skip
+    """Run the steps, print the table, and write the files of --json and --html. Return the exit status."""
     run = Run(Context(check_options), step_names, model, json)
     try:
         with outputs.text_on_stderr(json), process.workspace():
             run.run()
     except WrongOptionError as error:
         outputs.fail(f"check: {error}")
-    require_all = require_all or bool(named_steps)
     exit_status = exit_status_of(run.ended_steps, check_options.uses_cpu, require_all)
     with outputs.text_on_stderr(json):
         show.print_table(model, run.ended_steps, show.summary_line(run.ended_steps, exit_status, require_all))
     run.write_outputs(exit_status, html, render_page)
-    raise typer.Exit(exit_status)
+    return exit_status
 
 
 # Typer reads the options of the steps from the signature.

@@ -105,7 +105,7 @@ class KernelOptions:
     seed: Annotated[int, step_option("--data-seed", Group.KERNELS, "Seed of the data.")] = 0
     repeat: Annotated[int, step_option("--repeat", Group.KERNELS, "Rounds, each with the next seed.", min=1)] = 1
     quick: Annotated[
-        bool, step_option("--quick", Group.KERNELS, "Two variants, fewer cases, short long runs. MODEL implies it.")
+        bool, step_option("--quick", Group.KERNELS, "Two variants, fewer cases, fewer replays. MODEL implies it.")
     ] = False
     emulated: Annotated[
         bool, step_option("--emulated", Group.KERNELS, "Note in the JSON that the card is an emulator's.")

@@ -3,11 +3,30 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from vllm_aiter_mla import files
 
 Status = Literal["passed", "failed", "warning", "skipped", "unknown", "no gain", "cut off"]
+
+
+class StatusTraits(NamedTuple):
+    """What a status means for a reader."""
+
+    tone: Literal["good", "bad", "mind", "none"]  # of its colour
+    has_run: bool  # the step ran to its end and gave a result
+
+
+STATUSES: dict[str, StatusTraits] = {
+    "passed": StatusTraits("good", True),
+    "failed": StatusTraits("bad", True),  # do not use the fast path
+    "warning": StatusTraits("mind", True),
+    "no gain": StatusTraits("mind", True),  # nothing is wrong, and vLLM's own kernels are the fastest
+    "skipped": StatusTraits("none", False),  # the step could not run here
+    "unknown": StatusTraits("none", False),  # the step ran and gave no result
+    "cut off": StatusTraits("bad", False),  # the step had not ended
+}
+"""The traits of each ``Status``."""
 CARD_STEPS = ("kernels", "timing", "engine")
 """Steps that run on a card if there is one. ``kernels`` can run on a CPU too."""
 
@@ -17,9 +36,7 @@ class StepResult:
     """How one step ended."""
 
     name: str = field(default="", kw_only=True)  # set by ``run``
-    # "failed": do not use the fast path. "no gain": nothing is wrong, and vLLM's own kernels are the fastest.
-    # "skipped": the step could not run here. "unknown": the step ran and gave no result. "cut off": it had not ended.
-    status: Status
+    status: Status  # ``STATUSES`` explains it
     detail: str  # the finding in one line
     lines: tuple[str, ...] = ()  # details, printed below the finding
     # JSON of any layout. The steps `plan`, `kernels` and `timing` have records with a stamp of their own.
@@ -34,8 +51,7 @@ class StepResult:
 
 def has_run_card_step(ended_steps: Iterable[StepResult]) -> bool:
     """Return whether a step ran that can run on a card."""
-    ran_statuses = ("passed", "failed", "warning", "no gain")
-    return any(step.status in ran_statuses for step in ended_steps if step.step_name in CARD_STEPS)
+    return any(STATUSES[step.status].has_run for step in ended_steps if step.step_name in CARD_STEPS)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Run:
         except process.SignalError as error:
             self._update_file(None)
             has_file = self.json_path is not None and self.json_path != outputs.STDOUT
-            file_message = f"; {self.json_path} has what was found" if has_file else ""
+            file_message = f"; the findings so far are in {self.json_path}" if has_file else ""
             progress_message = f"check: {len(self.ended_steps)} of {len(self.step_names)} steps ended{file_message}"
             raise process.SignalError(*error.args, progress_message) from None
 

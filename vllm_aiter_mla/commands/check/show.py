@@ -15,7 +15,7 @@ from rich.text import Text
 
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.check.kernels import printout as kernels_printout
-from vllm_aiter_mla.commands.check.record import StepResult
+from vllm_aiter_mla.commands.check.record import STATUSES, StepResult
 from vllm_aiter_mla.commands.check.timing import printout as timing_printout
 from vllm_aiter_mla.commands.check.timing.record import Measurement
 from vllm_aiter_mla.commands.plan import printout as plan_printout
@@ -26,7 +26,8 @@ HEARTBEAT_SECONDS = 30
 """Interval of the lines that say what a long step does, if stderr is not a terminal."""
 FILE_LINE_WIDTH = 200
 """Characters in a line of a table, if standard output is not a terminal."""
-STATUS_STYLES = {"passed": "green", "failed": "bold red", "warning": "yellow", "skipped": "yellow", "unknown": "yellow"}
+TONE_STYLES = {"good": "green", "bad": "bold red", "mind": "yellow", "none": "yellow"}
+"""The style on a terminal by the tone of a status."""
 
 
 @contextmanager
@@ -103,7 +104,7 @@ def print_table(model: str | None, ended_steps: Sequence[StepResult], last_line:
     title = f"check {outputs.one_line(model)}" if model else "check"
     table = Table("step", "outcome", "s", "finding", title=title, title_justify="left", box=box.ASCII)
     for step in ended_steps:
-        status_text = Text(step.status, STATUS_STYLES.get(step.status, ""))
+        status_text = Text(step.status, TONE_STYLES[STATUSES[step.status].tone])
         table.add_row(step.name, status_text, f"{step.seconds:.0f}", outputs.one_line(step.detail))
     console.print(table)
     print(outputs.fold_text(f"check: {last_line}"))
@@ -113,9 +114,9 @@ def summary_line(ended_steps: Sequence[StepResult], exit_status: int, require_al
     """Return one line that says what the run showed, and what to do. The arguments are as for ``exit_status_of``."""
     num_skipped = sum(step.status == "skipped" for step in ended_steps)
     if exit_status == outputs.EXIT_FAILED:
-        return "FAILED: do not switch the fast path on before the steps above pass"
+        return f"FAILED: {outputs.EXIT_MEANINGS[exit_status].check_text}"
     if exit_status == outputs.EXIT_NO_GAIN:
-        return "the flag gains nothing on this card: vLLM's own kernels are the fastest for this model; leave it off"
+        return outputs.EXIT_MEANINGS[exit_status].check_text
     if exit_status == outputs.EXIT_INCOMPLETE:
         if any(step.status == "unknown" for step in ended_steps):
             return "some steps gave no result; they say why above"
@@ -125,7 +126,7 @@ def summary_line(ended_steps: Sequence[StepResult], exit_status: int, require_al
     num_warnings = sum(step.status == "warning" for step in ended_steps)
     warnings_text = f", {num_warnings} with a warning" if num_warnings else ""
     return (
-        f"every step that ran passed{warnings_text}; {num_skipped} skipped"
+        f"{outputs.EXIT_MEANINGS[exit_status].check_text}{warnings_text}; {num_skipped} skipped"
         if num_skipped
         else f"every step passed{warnings_text}"
     )

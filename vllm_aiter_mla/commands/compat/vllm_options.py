@@ -124,7 +124,7 @@ def _reads_any_json(action: Any) -> bool:
 
 
 def reset_options(parsed: Any, should_reset: Callable[[str], bool]) -> list[str]:
-    """Set options to vLLM's defaults. Return the names, as typed, of those that had another value.
+    """Set options to vLLM's defaults. Return the names of those that had another value, as vLLM's help prints them.
 
     ``should_reset`` returns whether to reset an option, by its name in the namespace, such as "max_num_seqs".
     """

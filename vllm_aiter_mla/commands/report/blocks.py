@@ -10,6 +10,7 @@ from typing import Any
 from markupsafe import Markup
 
 from vllm_aiter_mla import files
+from vllm_aiter_mla.commands.check.record import STATUSES
 from vllm_aiter_mla.commands.report.charts import Chart
 
 PLAN = "Plan"
@@ -18,10 +19,8 @@ SECTIONS = ("Serving", "Check", PLAN, "Status", "Timing", "Kernels")
 """The sections in their order on the page."""
 
 NOTHING_RAN, ON_CPU, ON_EMULATOR = "planned", "passed on a CPU", "passed on an emulator"
-OUTCOMES = {
-    "passed": "good", "engaged": "good", "failed": "bad", "cut off": "bad",
-    "warning": "mind", "partly": "mind", "no gain": "mind",
-    "skipped": "none", "unknown": "none", NOTHING_RAN: "none", ON_CPU: "none", ON_EMULATOR: "none",
+OUTCOMES = {status: traits.tone for status, traits in STATUSES.items()} | {
+    "engaged": "good", "partly": "mind", NOTHING_RAN: "none", ON_CPU: "none", ON_EMULATOR: "none",
     "engaged on a CPU": "none", "ended": "none", "compared": "none",
 }  # fmt: skip
 """The CSS class of each outcome, for its colour. The page shows the word with the colour."""

@@ -10,6 +10,7 @@ from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import OVERFLOW
 from vllm_aiter_mla.commands.check.record import CheckRun, StepResult, has_run_card_step
 from vllm_aiter_mla.commands.check.timing.record import STAND_IN, Measurement
+from vllm_aiter_mla.commands.outputs import EXIT_MEANINGS
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.commands.report import charts
 from vllm_aiter_mla.commands.report.blocks import (
@@ -22,24 +23,12 @@ from vllm_aiter_mla.commands.report.blocks import (
     PageInput,
 )
 from vllm_aiter_mla.commands.report.plan_reader import add_plan, plan_label
-from vllm_aiter_mla.verify.results import Verification
+from vllm_aiter_mla.kernels.triton.tiles import TUNED_SCHEMA
+from vllm_aiter_mla.verify.results import GRAPH_ENGINE, RESULT_STATUSES, Verification
 
-EXIT_MEANINGS = {
-    None: ("cut off", "the run was cut off: it proves nothing"),
-    0: ("passed", "every step that ran passed"),
-    1: ("failed", "do not switch the fast path on before the failed steps pass"),
-    2: ("failed", "an option or the model was wrong, and the other steps did not run"),
-    3: ("skipped", "a step gave no result, no step ran on a card, or a step that was asked for was skipped"),
-    4: ("no gain", "vLLM's own kernels are the fastest for this model on this card: leave the flag off"),
-}
-"""Outcome and meaning of each exit status of ``check``."""
+CUT_OFF_MEANING = "the run was cut off: it proves nothing"
 STATIC_STEPS = ("machine", "plan", "issues")
 """Steps that run nothing of the fast path."""
-GRAPH_ENGINE = "graph capture"
-"""The value of ``Verification.engine`` on a card: the name of ``verify.engine.GraphEngine``."""
-TUNED_SCHEMA = "tuned"
-"""Schema of the record of `--tune` in the step ``timing``. It is not shown, because the step's lines say the same."""
-RESULT_STATUSES = ("passed", "failed", "skipped")
 VERSION_LABELS = {"torch": "torch", "runtime": "for", "triton": "Triton", "python": "Python"}
 """Labels on the first screen of the versions in ``stopwatch.machine``."""
 
@@ -88,7 +77,7 @@ def _step_records(step: StepResult) -> Iterator[tuple[Callable[[Page, PageInput,
         return
     record_type, add_record = STEP_RECORDS[step.step_name]
     for data in step.data if isinstance(step.data, list) else [step.data]:
-        if files.layout_of(data)[0] != TUNED_SCHEMA:
+        if files.layout_of(data)[0] != TUNED_SCHEMA:  # the lines of the step say the same as the record of --tune
             yield add_record, files.parse(record_type, Path(step.name), data)
 
 
@@ -109,17 +98,26 @@ def _run_outcome(run: CheckRun, plans: Sequence[Plan], passed_word: str) -> tupl
         and {*failed_steps} <= {"plan"}
     ):
         return NOTHING_RAN, _plan_meaning(plans)
-    outcome, meaning = EXIT_MEANINGS.get(run.exit, ("failed", f"exit status {run.exit}"))
+    outcome, meaning = _exit_meaning(run.exit)
     if failed_steps:
         return outcome, f"{meaning}: {', '.join(failed_steps)}"
     if outcome != "passed":
         return outcome, meaning
     if passed_word == ON_CPU:
-        meaning = "every step that ran passed, on this CPU, which shows nothing of a card"
+        meaning += ", on this CPU, which shows nothing of a card"
     passed_steps = [
         step.name for step in run.steps if step.status in ("passed", "warning") and step.step_name != "plan"
     ]
     return passed_word, f"{meaning}: {', '.join(passed_steps)}"
+
+
+def _exit_meaning(exit_status: int | None) -> tuple[str, str]:
+    """Return the outcome and the meaning of an exit status of ``check``; None if the run was cut off."""
+    if exit_status is None:
+        return "cut off", CUT_OFF_MEANING
+    if (meaning := EXIT_MEANINGS.get(exit_status)) is None:
+        return "failed", f"exit status {exit_status}"
+    return meaning.check_outcome, meaning.check_text
 
 
 def _plan_meaning(plans: Sequence[Plan]) -> str:
@@ -162,7 +160,7 @@ def _card_name(recorded_machine: Mapping[str, str], machine_facts: Mapping[str, 
     """Return the card that the records name, or else the card of the step ``machine``."""
     if not recorded_machine:
         return machine_facts.get("gpu", "a GPU that no step names" if ran_on_card else NO_CARD)
-    card = recorded_machine.get("card") or "not told"
+    card = recorded_machine.get("card") or "unknown"
     return NO_CARD if card.startswith("none") else f"{card} {recorded_machine.get('arch', '')}".strip()
 
 

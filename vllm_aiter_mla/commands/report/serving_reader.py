@@ -4,9 +4,10 @@
 from functools import partial
 from itertools import groupby
 
+from vllm_aiter_mla.commands.check.engine.record import SIDES
 from vllm_aiter_mla.commands.report import charts
 from vllm_aiter_mla.commands.report.blocks import InputSummary, Page, PageInput
-from vllm_aiter_mla.commands.report.serving_record import LENGTHS, METRICS, OFF, ON, SIDES, Estimate, Serving
+from vllm_aiter_mla.commands.report.serving_record import LENGTHS, METRICS, OFF, ON, Estimate, Serving
 
 SHOWN_ELSEWHERE = {"card", "vllm", "aiter", "plugin", "time"}
 """Entries of ``Serving.about`` that the first screen takes from the stamp, or shows as the card."""
@@ -23,7 +24,7 @@ def add_serving(page: Page, page_input: PageInput, record: Serving) -> InputSumm
     card, meaning = record.about.get("card", ""), "; ".join(results) or "nothing was compared"
     versions = {name: value for name, value in record.about.items() if name not in SHOWN_ELSEWHERE}
     outcome = "failed" if alarms or not results else "compared"
-    card_name = "a CPU, for tests" if card == "CPU" else card or "not told"
+    card_name = "a CPU, for tests" if card == "CPU" else card or "unknown"
     return InputSummary(outcome, f"{record.tool} of {record.model}", card_name, meaning, alarms, versions)
 
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_aiter_mla import files
+from vllm_aiter_mla.commands.check.engine.record import SIDES
 
-SIDES = OFF, ON = "off", "on"
+OFF, ON = SIDES
 LENGTHS = ("input", "prefix", "output")
 METRICS = {"ttft": "mean_ttft_ms", "tpot": "mean_tpot_ms", "throughput": "output_throughput"}
 """The name in ``vllm bench serve`` by metric: milliseconds to the first and per further token, and tokens a second."""

@@ -40,7 +40,7 @@ def add_status(page: Page, page_input: PageInput, record: RankStatus) -> InputSu
         page.add_block(page_input, "Status", f"Timed at start-up, {shape.shape}, per layer", columns, rows, draw, notes)
     outcome, meaning = _status_outcome(page_input.folder, record, max(record.ranks - page_input.num_ranks, 0))
     reasons = dict.fromkeys(skip.reason for skip in record.skipped.values())
-    unknown_card = "not told" if record.engaged else "not told: the engine was skipped as a whole"
+    unknown_card = "unknown" if record.engaged else "unknown: the engine was skipped as a whole"
     card = "a CPU, for tests" if record.card == "cpu" else record.card or unknown_card
     return InputSummary(
         outcome, f"server of {record.model_name or 'a model'}", card, meaning, tuple(reasons), run=record.run
@@ -54,7 +54,7 @@ def _status_outcome(folder: Path, record: RankStatus, num_silent: int) -> tuple[
     """
     is_alive = is_serving(folder, [record]) if record.evidence.host == socket.gethostname() else None
     if is_alive is None:
-        return "unknown", f"whether its server lives cannot be told here; it had: {status_line(record)}"
+        return "unknown", f"cannot tell here whether its server is running; it had: {status_line(record)}"
     if not is_alive:
         return "ended", f"its engine or front end has ended; it had: {status_line(record)}"
     if num_silent:
@@ -65,5 +65,5 @@ def _status_outcome(folder: Path, record: RankStatus, num_silent: int) -> tuple[
     if record.skipped or len(record.engaged) < record.total:
         return "partly", status_line(record)
     if not record.card:
-        return "unknown", f"its card is not told; it has: {status_line(record)}"
+        return "unknown", f"its card is unknown; it has: {status_line(record)}"
     return "engaged on a CPU" if record.card == "cpu" else "engaged", status_line(record)

@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_aiter_mla import files
+from vllm_aiter_mla.decided import VLLM
 
 MAX_TIMED_TOKENS = 65536
 """More tokens would fill the memory of a card."""
-VLLM, STAND_IN, DECODE_TILE, ONE_LAUNCH = "vllm", "vllm-stand-in", "aiter-decode-tile", "aiter-one-launch"
+STAND_IN, DECODE_TILE, ONE_LAUNCH = "vllm-stand-in", "aiter-decode-tile", "aiter-one-launch"
 TYPES_OF_16_BITS = {"bfloat16": "bf16", "float16": "fp16"}
 """The name in ``Row.cache_type`` by torch's name of the type."""
 RIVALS = (VLLM, STAND_IN, DECODE_TILE, ONE_LAUNCH)

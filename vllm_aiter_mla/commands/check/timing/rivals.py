@@ -174,7 +174,7 @@ class OneLaunchBackend(KernelBackend):
         platform: the card.
         functions: AITER's functions by weight format; imported by default.
         has_unit_scale: whether to assume that the scale of every query is 1, as AITER's users of these functions do.
-            Otherwise a query in fp8 is refused.
+            Otherwise a query in fp8 is skipped.
 
     Raises:
         AiterUnavailableError: ``functions`` is None and AITER does not have the functions.
