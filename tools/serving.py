@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.common import Parser, RunError, UsageError, escaped, guarded, positive, table, writable
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs
-from vllm_aiter_mla.commands.report.serving_record import LENGTHS, METRICS, OFF, ON, Estimate, Row, Serving
+from vllm_aiter_mla.commands.report.serving_record import LENGTHS, METRICS, OFF, ON, Estimate, PointResult, Serving
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
 
 FEWEST_RUNS, SEEDS_PER_RUN, LAST_LINES = 3, 1000, 25
@@ -267,7 +267,7 @@ def speed(given: argparse.Namespace, results: Results) -> tuple[list[str], dict[
         start = [*(point[name] for name in LENGTHS), f"{point['rate']:g}"]
         values = {side: [run[number] for run in runs.values()] for side, runs in results.items()}
         why = _invalid(values, point, given)
-        row = Row(point, {}, why)
+        row = PointResult(point, {}, why)
         rows.append(row)
         for metric, saved in METRICS.items() if not why else ():
             found = {side: estimate([one[saved] for one in runs]) for side, runs in values.items()}

@@ -9,13 +9,13 @@ import pytest
 from tests.check import planted_in_engines
 from tests.sandbox import check
 from vllm_aiter_mla.commands.check import steps
-from vllm_aiter_mla.commands.check.record import Step
+from vllm_aiter_mla.commands.check.record import StepResult
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 NAMES = ("plan", "engine", "prefill", "decode")
 
 
-def outcomes(folder: Path, mutation: str = "", ranks: int = 1, *typed: str) -> dict[str, Step]:
+def outcomes(folder: Path, mutation: str = "", ranks: int = 1, *typed: str) -> dict[str, StepResult]:
     asked = check.with_arguments(check.context(folder / "model"), "-tp", str(ranks), *typed)
     with check.engines_on_this_cpu(check.environment(folder / "inductor", mutation, ranks)):
         return {name: steps.STEPS[name].run(asked) for name in NAMES}

@@ -25,15 +25,16 @@ from vllm_aiter_mla.commands.check import idle, show, steps
 from vllm_aiter_mla.commands.check import run as command
 from vllm_aiter_mla.commands.check.context import CheckOptions, Context, WrongOptionError
 from vllm_aiter_mla.commands.check.kernels import step as kernels_step
-from vllm_aiter_mla.commands.check.record import CheckRun, Status, Step
+from vllm_aiter_mla.commands.check.options import plan_variables, split_deployments
+from vllm_aiter_mla.commands.check.record import CheckRun, Status, StepResult, has_run_card_step
 from vllm_aiter_mla.commands.check.timing import child as timing_child
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.commands.plan import model, planner, printout
+from vllm_aiter_mla.commands.plan import config_source, planner, printout
 from vllm_aiter_mla.verify.results import Result, Verification
 
 ROOT = Path(__file__).parents[2]
 EVERY = tuple(steps.STEPS)
-CONFIG = model.examples()["deepseek-r1"]["config"]
+CONFIG = config_source.examples()["deepseek-r1"]["config"]
 
 
 @pytest.mark.parametrize(
@@ -59,8 +60,8 @@ def test_only_some_steps_run_without_a_model(only, named):
 
 
 def test_only_what_was_asked_for_by_name_gives_3_where_it_could_not_look():
-    found = [Step("passed", "", name="machine"), Step("skipped", "no GPU", name="launches")]
-    assert command.exit_status_of([*found, Step("passed", "", name="engine")], uses_cpu=False) == outputs.EXIT_OK
+    found = [StepResult("passed", "", name="machine"), StepResult("skipped", "no GPU", name="launches")]
+    assert command.exit_status_of([*found, StepResult("passed", "", name="engine")], uses_cpu=False) == outputs.EXIT_OK
     assert command.exit_status_of(found, uses_cpu=True, require_all=True) == outputs.EXIT_INCOMPLETE
 
 
@@ -68,14 +69,14 @@ def test_only_what_was_asked_for_by_name_gives_3_where_it_could_not_look():
 def test_a_step_that_was_asked_for_and_skipped_is_said_and_no_option_that_was_given_is_advised(device):
     done = CliRunner().invoke(app, ["check", "--only", "timing", *device])
     assert done.exit_code == outputs.EXIT_INCOMPLETE
-    assert "1 skipped of the steps that were asked for" in done.output
+    assert "1 of the steps were skipped" in done.output
     assert "--device cpu" not in done.output.splitlines()[-1]
 
 
 @pytest.mark.parametrize("status", get_args(Status))
 def test_a_step_that_could_not_look_did_not_run_on_the_card(status):
     ran = status not in ("skipped", "unknown", "cut off")
-    assert steps.has_run_card_step([Step(status, "", name="timing")]) is ran
+    assert has_run_card_step([StepResult(status, "", name="timing")]) is ran
 
 
 # What ends a process in the middle of a case: two back ends, of which the first aborts in its second case.
@@ -134,7 +135,7 @@ def of_a_card(monkeypatch, **scenario):
     RehearsalCard(Scenario(**scenario)).install(monkeypatch)
     in_process.install(monkeypatch)
     monkeypatch.setattr(idle, "processes_with_open_card", lambda: iter(["vllm (process 4711)"]))
-    monkeypatch.setattr(timing_child, "time_kernels", raising(RuntimeError("timed")))
+    monkeypatch.setattr(timing_child, "time_layers", raising(RuntimeError("timed")))
     return CliRunner().invoke(app, ["check", "--only", "timing"])
 
 
@@ -176,7 +177,7 @@ def says_what_it_does(monkeypatch, capfd, seconds=LONG_S):
         beats.acquire()
         context.progress.show_activity("the third case")
         assert all(beats.acquire(timeout=seconds) for _ in range(2)), "it is mute"
-        return Step("passed", "")
+        return StepResult("passed", "")
 
     monkeypatch.setattr(show, "_print_to_stderr", noted)
     monkeypatch.setitem(steps.STEPS, "kernels", steps.StepSpec(works))
@@ -213,7 +214,7 @@ def test_a_step_has_the_seconds_that_it_took_also_in_the_demo(monkeypatch, clock
         clock.seconds += 2.34
         if error:
             raise error
-        return Step("passed", "", seconds=99.0)
+        return StepResult("passed", "", seconds=99.0)
 
     monkeypatch.setitem(steps.STEPS, "machine", steps.StepSpec(works, needs=()))
     status = "failed" if error else "passed"
@@ -245,7 +246,7 @@ def test_a_run_that_is_cut_off_keeps_the_cases_that_ended(monkeypatch, tmp_path)
 
 def test_a_run_that_is_cut_off_at_once_leaves_no_older_record(monkeypatch, tmp_path):
     path = tmp_path / "check.json"
-    files.write_record(path, CheckRun("another", 0, (Step("passed", "", name="machine"),)))
+    files.write_record(path, CheckRun("another", 0, (StepResult("passed", "", name="machine"),)))
     interrupted = steps.StepSpec(raising(process.SignalError(process.signal.SIGINT)), needs_model=False)
     monkeypatch.setitem(steps.STEPS, "machine", interrupted)
     with pytest.raises(process.SignalError, match="0 of 1 steps ended"):
@@ -332,7 +333,7 @@ def test_mutation_a_side_that_goes_on_is_caught(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("typed", [("-tp", "1,2,4,8"), ("--tensor-parallel-size=1,2,4,8",), ("-tp=1, 2,4,8",)])
 def test_several_sizes_of_tensor_parallelism_are_as_many_deployments(typed):
-    sizes, found = model.split_deployments(("--kv-cache-dtype", "fp8", *typed, "--port", "1"))
+    sizes, found = split_deployments(("--kv-cache-dtype", "fp8", *typed, "--port", "1"))
     assert sizes == ["1", "2", "4", "8"]
     name = typed[0].partition("=")[0]
     assert found[3] == ("--kv-cache-dtype", "fp8", name, "8", "--port", "1")
@@ -341,7 +342,7 @@ def test_several_sizes_of_tensor_parallelism_are_as_many_deployments(typed):
 @pytest.mark.parametrize("typed", [("-tp", "8"), ("-tp",), (), ("--served-model-name", "a,b"), ("-tp", "[1, 2]"),
                                    ("-tp", "1,2", "-tp", "4")])  # fmt: skip
 def test_one_deployment_keeps_its_options_as_they_are(typed):
-    assert model.split_deployments(typed) == ([""], [typed])
+    assert split_deployments(typed) == ([""], [typed])
 
 
 def test_several_plans_are_a_table_with_a_row_for_each(monkeypatch):
@@ -361,7 +362,7 @@ def test_several_plans_are_a_table_with_a_row_for_each(monkeypatch):
 @pytest.mark.parametrize(("outcome", "told"), [("unknown", "-tp 1: not known"), ("engaged", "-tp 1: 0/61")])
 def test_of_several_plans_one_that_is_not_known_engages_no_number_of_layers(monkeypatch, outcome, told):
     monkeypatch.setattr(planner, "make_plans", lambda *_: (replace(plans.made_up(), outcome=outcome),) * 2)
-    options = CheckOptions(model.find_config("deepseek-r1"), ("-tp", "1,2"))
+    options = CheckOptions(config_source.find_config("deepseek-r1"), ("-tp", "1,2"))
     assert told in steps.plan_model(Context(options)).detail
 
 
@@ -382,7 +383,7 @@ def test_a_plan_after_another_in_one_process_is_that_of_a_process_of_its_own(tmp
     log = tmp_path / "log"
     (tmp_path / "sitecustomize.py").write_text(COUNTING.format(log=str(log)))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    source, variables = model.find_config(str(tmp_path)), model.plan_variables((), {})
+    source, variables = config_source.find_config(str(tmp_path)), plan_variables((), {})
     options = [("-tp", size, "--kv-cache-dtype", "fp8") for size in ("1", "4")]
     together = planner.make_plans(source, options, "gfx942", variables, False)
     assert log.read_text().count("imported") == 1
@@ -416,11 +417,11 @@ def test_an_empty_model_is_no_model_that_was_left_out():
 
 def test_a_step_is_kept_before_it_is_printed(tmp_path, monkeypatch):
     """Standard output may be a pipe that nobody reads any more."""
-    monkeypatch.setattr(command, "run_step", lambda *_: Step("failed", "planted"))
+    monkeypatch.setattr(command, "run_step", lambda *_: StepResult("failed", "planted"))
     monkeypatch.setattr(command.show, "print_findings", raising(BrokenPipeError()))
     one = command.Run(Context(), ("machine",), None, tmp_path / "check.json")
     with pytest.raises(BrokenPipeError):
-        one.carry_out()
+        one.run()
     (kept,) = json.loads((tmp_path / "check.json").read_text())["steps"]
     assert (kept["name"], kept["status"]) == ("machine", "failed")
 
@@ -437,6 +438,6 @@ def test_a_torch_that_does_not_load_sees_no_card_and_costs_no_record(monkeypatch
 
 
 def test_a_warning_is_in_the_last_line():
-    passed, warned = Step("passed", ""), Step("warning", "slower with the flag on")
+    passed, warned = StepResult("passed", ""), StepResult("warning", "slower with the flag on")
     assert "warning" in show.summary_line([passed, warned], 0)
     assert "warning" not in show.summary_line([passed, passed], 0)

@@ -10,8 +10,8 @@ import pytest
 
 from vllm_aiter_mla import plugin
 from vllm_aiter_mla.commands.check.engine.child import SCENARIOS
-from vllm_aiter_mla.commands.compat import engine, rocm_config, vllm_options
-from vllm_aiter_mla.commands.plan import model
+from vllm_aiter_mla.commands.compat import llm_engine, rocm_config, vllm_options
+from vllm_aiter_mla.commands.plan import config_source
 
 plugin.register()
 CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
@@ -41,7 +41,7 @@ CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
 )
 def test_field_f3_an_option_of_a_deployment_is_left_out_of_the_engine_and_named(typed: list[str]) -> None:
     parsed, plain = (vllm_options.parse_serve_options(["M", *options]) for options in (typed, []))
-    assert engine.reset_unsupported_options(parsed) == typed[:1]
+    assert llm_engine.reset_unsupported_options(parsed) == typed[:1]
     assert vars(parsed) == vars(plain)
 
 
@@ -49,7 +49,7 @@ def test_an_option_of_the_engine_is_honoured() -> None:
     typed = ["-tp", "8", "-ep", "--kv-cache-dtype", "fp8", "-O3", "--enable-lora", "--async-scheduling", "--block-size",
              "16", "--served-model-name", "v", "-cc.mode=3", "-pp", "2", "--max-num-seqs", "4"]  # fmt: skip
     parsed, same = (vllm_options.parse_serve_options(["M", *typed]) for _ in range(2))
-    assert engine.reset_unsupported_options(parsed) == []
+    assert llm_engine.reset_unsupported_options(parsed) == []
     assert vars(parsed) == vars(same)
 
 
@@ -61,11 +61,11 @@ def test_the_engine_has_the_defaults_of_the_server_that_was_planned(monkeypatch:
     monkeypatch.setattr(EngineArgs, "create_engine_config", lambda self, usage_context: asked.append(usage_context))
     monkeypatch.setattr("vllm.v1.engine.llm_engine.LLMEngine.__init__", lambda *_, **__: None)
     monkeypatch.setattr("vllm.v1.executor.Executor.get_class", lambda config: None)
-    with model.find_config("deepseek-r1").folder() as folder:
+    with config_source.find_config("deepseek-r1").folder() as folder:
         parsed = vllm_options.parse_serve_options([str(folder)])
         parsed.model = str(folder)
         rocm_config.create_engine_config(AsyncEngineArgs.from_cli_args(parsed))
-        engine.start_engine(parsed, None)
+        llm_engine.start_engine(parsed, None)
     assert asked[0] == asked[1]
 
 
@@ -94,8 +94,8 @@ def test_field_f8_four_layers_are_drawn_of_a_nested_config_too_and_the_users_ove
     from vllm.config import ModelConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    with model.find_config(name).folder() as folder:
-        made = engine.hf_overrides_for_layers(EngineArgs(model=str(folder), hf_overrides=given), 4)
+    with config_source.find_config(name).folder() as folder:
+        made = llm_engine.hf_overrides_for_layers(EngineArgs(model=str(folder), hf_overrides=given), 4)
         config = ModelConfig(model=str(folder), hf_overrides=made, skip_tokenizer_init=True)
     assert (config.get_total_num_hidden_layers(), read(config)) == (4, value)
 
@@ -151,7 +151,7 @@ def test_the_counted_step_has_decode_rows_of_every_request_that_runs_and_no_prom
     seqs: int, budget: int, width: int
 ) -> None:
     made = Scheduling(seqs, budget, width)
-    with engine.decode_batch(made, SCENARIOS["concurrent"]):
+    with llm_engine.decode_batch(made, SCENARIOS["concurrent"]):
         made.step()
         assert made.kinds == ["decode"] * min(seqs, 16)
     assert not made.has_unfinished_requests()
@@ -159,12 +159,12 @@ def test_the_counted_step_has_decode_rows_of_every_request_that_runs_and_no_prom
 
 def test_a_budget_that_holds_no_such_step_ends_the_wait_with_the_first_request() -> None:
     made = Scheduling(16, 16, 4)
-    with engine.decode_batch(made, SCENARIOS["concurrent"]):
+    with llm_engine.decode_batch(made, SCENARIOS["concurrent"]):
         assert made.has_unfinished_requests()
     assert not made.has_unfinished_requests()
 
 
 def test_no_request_takes_no_step() -> None:
     made = Scheduling(16, 16, 1)
-    with engine.decode_batch(made, []):
+    with llm_engine.decode_batch(made, []):
         assert made.kinds == []

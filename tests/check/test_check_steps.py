@@ -35,13 +35,14 @@ from vllm_aiter_mla.commands.check.engine import distance
 from vllm_aiter_mla.commands.check.engine import record as engine
 from vllm_aiter_mla.commands.check.engine import steps as engine_steps
 from vllm_aiter_mla.commands.check.kernels import child as kernels_child
-from vllm_aiter_mla.commands.check.record import CheckRun, Step
+from vllm_aiter_mla.commands.check.options import plan_variables
+from vllm_aiter_mla.commands.check.record import CheckRun, StepResult
 from vllm_aiter_mla.commands.check.timing import child as timing_child
 from vllm_aiter_mla.commands.check.timing import record as timing
+from vllm_aiter_mla.commands.compat.vllm_options import USE_AITER
 from vllm_aiter_mla.commands.machine import CheckResult
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.commands.plan import build, issues, model, planner
-from vllm_aiter_mla.commands.plan.model import USE_AITER
+from vllm_aiter_mla.commands.plan import build, config_source, issues, planner
 from vllm_aiter_mla.kernels import device
 from vllm_aiter_mla.status.record import NOT_RUN, DecisionGroup
 from vllm_aiter_mla.verify import session
@@ -99,8 +100,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         made["asked"] = request
         return verified(made["results"])
 
-    @wraps(timing_child.time_kernels)
-    def time_kernels(request: Any, _: Any) -> timing.Measurement:
+    @wraps(timing_child.time_layers)
+    def time_layers(request: Any, _: Any) -> timing.Measurement:
         made["timed"] = request
         return made["measured"]
 
@@ -109,7 +110,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return made["answers"][options.side]
 
     monkeypatch.setattr(kernels_child, "verify_backend", verify_backend)
-    monkeypatch.setattr(timing_child, "time_kernels", time_kernels)
+    monkeypatch.setattr(timing_child, "time_layers", time_layers)
     monkeypatch.setattr(engine_steps, "run_engine", run_engine)
     return made
 
@@ -117,7 +118,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 NEED_A_SHAPE = ("kernels", "timing", "engine", "launches")
 CALLED = {
     process.import_path_of(kernels_child.verify_backend): "kernels",
-    process.import_path_of(timing_child.time_kernels): "timing",
+    process.import_path_of(timing_child.time_layers): "timing",
 }
 CALLED_BY = {"timing": "timed", "engine": "on"}
 """What ``card`` notes of a step that ran."""
@@ -133,13 +134,13 @@ def verified(results: list[Result]) -> Verification:
     return Verification(int(failed), {"card": "a card"}, "graph capture", None, {}, tuple(results))
 
 
-def outcomes(**options: Any) -> dict[str, Step]:
-    asked = Context(CheckOptions(model.find_config("deepseek-r1"), **options))
+def outcomes(**options: Any) -> dict[str, StepResult]:
+    asked = Context(CheckOptions(config_source.find_config("deepseek-r1"), **options))
     found = {step.name: step for step in command.run_steps(asked)}
     return {name: replace(step, seconds=0.0) for name, step in found.items()}
 
 
-def failed(found: dict[str, Step]) -> list[str]:
+def failed(found: dict[str, StepResult]) -> list[str]:
     return [name for name, step in found.items() if step.status == "failed"]
 
 
@@ -176,7 +177,7 @@ def a_module_without_code_for_this_card(card: dict[str, Any]) -> None:
     module = {Path("module_cache.so"): {"gfx942"}}
     replaced = {"gpu_arch": lambda: "gfx950", "compiled_modules": lambda: list(module), "architectures_of": module.get}
     with mock.patch.multiple(machine.checks, **replaced):
-        card["checks"] = LOOK([machine.checks.code_objects], {})
+        card["checks"] = LOOK([machine.checks.check_code_objects], {})
 
 
 def a_shape_with_a_known_issue(card: dict[str, Any]) -> None:
@@ -291,8 +292,8 @@ PLANTED: dict[str, dict[Callable[[dict[str, Any]], None], str]] = {
     "issues": {a_shape_with_a_known_issue: "1 for this shape"},
     "kernels": {a_wrong_kernel: "0 passed, 1 failed", an_aiter_that_does_not_saturate: "1 passed, 0 failed"},
     "timing": {
-        a_kernel_fails_its_self_check: "a kernel is wrong, or none of ours was timed",
-        nothing_is_timed: "a kernel is wrong, or none of ours was timed",
+        a_kernel_fails_its_self_check: "wrong, not timed: aiter",
+        nothing_is_timed: "none of our kernels was timed",
     },
     "engine": {
         other_tokens: "off and on are apart in short",
@@ -486,12 +487,12 @@ def test_field_f5_a_plan_that_is_not_known_does_not_pass(card: dict[str, Any]) -
     """vLLM could not build the layers here: no step takes their missing shape for one."""
     answer = plans.simulated_facts()
     skip, facts = Skip("not_known", "no such kernel"), replace(answer.model, listed_layers=61)
-    made = build.make_plan(replace(answer, model=facts, layers=[], skip=skip), plans.VLLM, model.plan_variables((), {}))
+    made = build.make_plan(replace(answer, model=facts, layers=[], skip=skip), plans.VLLM, plan_variables((), {}))
     card["plan"] = json.loads(files.to_json(made))
     found = outcomes(strict=True)
     assert (card["plan"]["outcome"], found["plan"].status, failed(found)) == ("unknown", "unknown", [])
     assert command.exit_status_of([*found.values()], uses_cpu=True) == outputs.EXIT_INCOMPLETE
-    assert found["issues"] == Step("skipped", "not looked up: the plan is not known", name="issues")
+    assert found["issues"] == StepResult("skipped", "not looked up: the plan is not known", name="issues")
     others = {found[name].detail for name in NEED_A_SHAPE}
     assert others == {"the plan is not known"}
     assert found["decode"].status == "skipped"
@@ -509,7 +510,7 @@ def test_mutation_an_unknown_shape_that_is_looked_up_is_caught(
 def test_an_engine_that_needs_more_gpus_than_are_here_is_skipped(card: dict[str, Any]) -> None:
     card["plan"]["options"] |= {"tp": 8, "pp": 2}
     found = outcomes()
-    assert found["engine"] == Step("skipped", "one engine needs 16 GPUs; this machine has 8", name="engine")
+    assert found["engine"] == StepResult("skipped", "one engine needs 16 GPUs; this machine has 8", name="engine")
     assert failed(found) == []
 
 
@@ -690,8 +691,10 @@ def test_a_wrong_model_or_option_exits_2_and_is_named(arguments: list[str], name
 
 
 def test_rounding_does_not_explain_a_run_without_tokens() -> None:
-    assert not distance.is_explained_by_rounding(distance.TokenComparison())
-    assert distance.is_explained_by_rounding(replace(distance.TokenComparison(), tokens=1, compared=1, tokens_equal=1))
+    assert not distance.can_rounding_explain_tokens(distance.TokenComparison())
+    assert distance.can_rounding_explain_tokens(
+        replace(distance.TokenComparison(), tokens=1, compared=1, tokens_equal=1)
+    )
 
 
 def vllm_is_faster(card: dict[str, Any]) -> None:
@@ -733,14 +736,16 @@ def test_over_an_fp8_cache_an_engine_may_differ_by_what_the_cast_does_to_vllms_o
 def test_over_an_fp8_cache_fifteen_right_requests_do_not_hide_a_wrong_one() -> None:
     right, noise = [TOKEN] * 20, 0.17
     wrong = [(TOKEN[0], {token: logprob - 0.27 for token, logprob in TOKEN[1].items()})] * 20
-    assert distance.is_explained_by_rounding(distance.compare_requests([right] * 16, [right] * 16), noise)
-    assert not distance.is_explained_by_rounding(distance.compare_requests([right] * 16, [right] * 15 + [wrong]), noise)
+    assert distance.can_rounding_explain_tokens(distance.compare_requests([right] * 16, [right] * 16), noise)
+    assert not distance.can_rounding_explain_tokens(
+        distance.compare_requests([right] * 16, [right] * 15 + [wrong]), noise
+    )
 
 
 def test_a_noise_that_is_a_fault_explains_nothing() -> None:
     apart = replace(distance.TokenComparison(), tokens=1, compared=1, mean_abs_dlogprob=0.6)
-    assert not distance.is_explained_by_rounding(apart, math.inf)
-    assert distance.is_explained_by_rounding(replace(apart, mean_abs_dlogprob=0.4), math.inf)
+    assert not distance.can_rounding_explain_tokens(apart, math.inf)
+    assert distance.can_rounding_explain_tokens(replace(apart, mean_abs_dlogprob=0.4), math.inf)
 
 
 def test_on_a_card_a_reference_that_is_compared_with_itself_does_not_pass(card: dict[str, Any]) -> None:
@@ -778,7 +783,7 @@ def test_an_engine_of_random_weights_has_a_layer_for_each_stage(
     """And not the user's partition, which divides the layers of the whole model."""
     asked = []
     monkeypatch.setattr(engine_steps, "run_engine", lambda options, environment: asked.append((options, environment)))
-    context = Context(CheckOptions(model.find_config("deepseek-r1")))
+    context = Context(CheckOptions(config_source.find_config("deepseek-r1")))
     plan = plans.parsed(made_up_plan())
     context.plan = replace(plan, options=replace(plan.options, pp=pp))
     with engine_steps.engine_runner(context, {"VLLM_PP_LAYER_PARTITION": "31,30", "A": "1"}) as run_side:

@@ -59,6 +59,39 @@ def test_a_command_names_the_option_the_path_and_the_reason_before_its_work(plac
     assert said == f"{command}: {'--out' if option == '-o' else option} {places / 'folder'}: is a folder\n"
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "is_same"),
+    [
+        ("a.json", "a.json", True), ("a.json", "folder/../a.json", True), ("a.json", "b.json", False),
+        ("-", "-", True), ("-", "/dev/stdout", True), ("-", "a.json", False), ("a.json", "/dev/stdout", False),
+        ("/dev/null", "/dev/null", False), ("a.json", "link.json", False),
+    ],
+)  # fmt: skip
+def test_two_options_that_write_need_two_files(tmp_path, monkeypatch, first, second, is_same):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link.json").symlink_to("a.json")  # the link is replaced, not its file
+    reason = outputs.same_file_reason(("--json", Path(first)), ("--html", Path(second)))
+    assert (reason is not None) == is_same
+
+
+def test_check_does_not_write_its_page_over_its_json(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["check", "--only", "machine", "--json", "x", "--html", "x"])
+    assert (done.exit_code, done.stderr) == (2, "check: --json and --html name the same file x\n")
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("typed", [("x.json",), (".",), ("link.json",)])
+def test_report_does_not_replace_its_input(tmp_path, monkeypatch, typed):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.json").write_text("kept")
+    (tmp_path / "link.json").symlink_to("x.json")
+    done = CliRunner().invoke(app, ["report", *typed, "-o", "x.json"])
+    assert (done.exit_code, done.stderr.count("\n"), "would be replaced" in done.stderr) == (2, 1, True)
+    assert (tmp_path / "x.json").read_text() == "kept"
+
+
 def test_a_link_is_replaced_wherever_it_leads(tmp_path):
     (tmp_path / "file").write_text("")
     for name, target in (("loop", "loop"), ("dangling", "no/such"), ("leads", "file")):

@@ -156,6 +156,19 @@ def test_layer_of_a_skipped_engine_is_answered_with_its_reason(folder):
     assert (found.exit_code, "dcp: made up" in found.stdout, found.stderr) == (1, True, "")
 
 
+def test_layer_of_an_engine_that_has_ended_is_not_here(folder):
+    """The engine that serves has no such layer: the command was silent, with exit status 0."""
+    other = ("model.layers.7.attn",)
+    decided = (DecisionGroup(other, decide(LayerFacts(None, {}, (512,)), {}, None, Settings())),)
+    for run_of_it, names in (("7-a", NAMES), ("8-b", other)):
+        path = write(folder, run_of_it, "0", 0, names, names, ended=run_of_it == "8-b")
+        record = files.read_record(RankStatus, path)
+        files.write_record(path, replace(record, decision_groups=tuple(replace(group, layers=names) for group in decided)))
+    found = run("--layer", "layers.7")
+    assert (found.exit_code, "no server here has a layer of that name" in found.stderr) == (2, True)
+    assert run("--layer", "layers.1").exit_code == 0
+
+
 def is_said_to_have_ended(folder, run_of_it):
     write(folder, run_of_it, "0", 0, ended=True)
     found = run()

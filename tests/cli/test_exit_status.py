@@ -162,7 +162,7 @@ def test_the_outcome_of_a_plan_is_in_the_json_and_the_exit_status_is_its(monkeyp
     ],
 )
 def test_an_option_in_the_wrong_place_or_with_a_wrong_value_is_named_and_nothing_runs(monkeypatch, typed, named):
-    monkeypatch.setattr(Run, "carry_out", raising(RuntimeError("it ran")))
+    monkeypatch.setattr(Run, "run", raising(RuntimeError("it ran")))
     done = CliRunner().invoke(app, ["check", *typed])
     assert (done.exit_code, done.stdout) == (outputs.EXIT_USAGE, ""), done.output
     assert named in done.stderr.splitlines()[-1]

@@ -110,6 +110,6 @@ def test_remedy_of_what_the_machine_step_finds_is_that_of_its_code(monkeypatch: 
 
 def test_remedy_on_a_machine_that_the_plugin_is_not_for_names_the_condition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looks, "gpu_arch", lambda: None)
-    (found,) = run_checks([looks.gpu], {})
+    (found,) = run_checks([looks.check_gpu], {})
     assert found.remedy == REMEDIES["platform"]
     assert {"gfx942", "gfx950", "ROCm"} <= set(found.detail.split())

@@ -38,10 +38,10 @@ def test_make_demo_plans_each_cache_and_runs_its_engine_over_each_by_both_integr
         *_, integration = (one for one in arguments if one.startswith(f"{check.PLUGIN}integration="))
         ran.append((context.plan.options.kv_cache_dtype, integration.rpartition("=")[2], partition))
         assert context.answers == {}
-        return steps.Step("passed", "")
+        return steps.StepResult("passed", "")
 
     monkeypatch.setattr(planner, "make_plans", made_up_plans)
-    passing = dict.fromkeys(steps.STEPS, steps.StepSpec(lambda context: steps.Step("passed", "")))
+    passing = dict.fromkeys(steps.STEPS, steps.StepSpec(lambda context: steps.StepResult("passed", "")))
     with_plan = passing | {"plan": steps.STEPS["plan"]} | dict.fromkeys(check.ENGINE, steps.StepSpec(engine_of))
     monkeypatch.setattr(steps, "STEPS", with_plan)
     monkeypatch.setattr(check, "engines_on_this_cpu", lambda variables: nullcontext())

@@ -13,7 +13,7 @@ from tests.support.pages import FILES, PAGES, ROOT
 from vllm_aiter_mla import settings
 from vllm_aiter_mla.commands.compat.vllm_options import VARIABLES
 from vllm_aiter_mla.commands.machine.checks import VERIFIED
-from vllm_aiter_mla.commands.plan import model
+from vllm_aiter_mla.commands.plan import config_source
 from vllm_aiter_mla.kernels import formulas
 
 CONFIGURATION = PAGES["configuration.md"]
@@ -22,7 +22,7 @@ NAMES = {
     *(field.name for field in fields(settings.Settings) if field.name != "debug"),
     *(f"debug.{field.name}" for field in fields(settings.DebugSettings)),
     *settings.KERNELS, *settings.ROUNDINGS,
-    *VARIABLES, *model.examples(),
+    *VARIABLES, *config_source.examples(),
 }  # fmt: skip
 
 # Beginnings of paths in the sources of AITER, ATOM and vLLM.

@@ -11,7 +11,7 @@ from tests.engine.engine_checks import assert_integration
 from tests.sandbox import compare, engine, runs
 from tests.sandbox.spec import by_passes, flag_off
 from tests.support.model_configs import ROWS, spec_of
-from vllm_aiter_mla.commands.compat.engine import draw_weight
+from vllm_aiter_mla.commands.compat.llm_engine import draw_weight
 
 
 @pytest.fixture(scope="module")

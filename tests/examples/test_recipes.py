@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.support import plans
-from vllm_aiter_mla.commands.plan import model
+from vllm_aiter_mla.commands.plan import config_source
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -114,5 +114,5 @@ def test_every_layer_of_the_served_file_would_engage_by_plan(variables: dict[str
 def test_every_layer_of_the_offline_script_would_engage_by_plan(variables: dict[str, str]) -> None:
     name, *options = options_of(runpy.run_path(str(EXAMPLES / "offline.py"))["ARGUMENTS"])
     switches = tuple(f"{switch}={value}" for switch, value in variables.items())
-    plan, _ = plans.plan_of("gfx942", switches, model.find_config(name), tuple(options))
+    plan, _ = plans.plan_of("gfx942", switches, config_source.find_config(name), tuple(options))
     assert (plan.outcome, plan.reasons, plan.layers.engaged, plan.layers.mla) == ("engaged", (), 61, 61)

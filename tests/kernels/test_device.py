@@ -13,7 +13,7 @@ from tests.support.decisions import spans
 from tests.support.made_up_clock import Named
 from tests.support.planted import raising
 from vllm_aiter_mla.commands.check.context import CheckOptions
-from vllm_aiter_mla.commands.compat.engine import KernelCounter
+from vllm_aiter_mla.commands.compat.llm_engine import KernelCounter
 from vllm_aiter_mla.commands.machine import checks as machine
 from vllm_aiter_mla.kernels import device, stopwatch
 from vllm_aiter_mla.kernels.backend import Binding
@@ -256,7 +256,7 @@ def test_a_replacement_leaves_no_question_to_torch():
 
 def test_what_asks_for_a_card_finds_the_installed_one(recorded):
     assert machine.gpu_arch() == detect_platform().arch == "sm90"
-    assert machine.torch({}).status == "problem"
+    assert machine.check_torch({}).status == "problem"
     assert CheckOptions().can_use_gpu
     assert stopwatch.machine()["card"] == session.Session(quick=True, case=("fresh-data",)).machine["card"]
     engine = session.engine_here()

@@ -94,7 +94,7 @@ def test_aiter_can_be_imported_again_afterwards(tmp_path: Path, monkeypatch: pyt
 
 
 def test_one_line_per_check_and_a_summary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "CHECKS", (command.checks.verified, command.checks.switches))
+    monkeypatch.setattr(command, "CHECKS", (command.checks.check_verified, command.checks.check_switches))
     in_process.install(monkeypatch)
     done = CliRunner().invoke(app, ["check", "--only", "machine"], env={"VLLM_MLA_DISABLE": "1"})
     assert done.exit_code == 1
@@ -129,7 +129,7 @@ def test_a_check_that_fails_is_unknown_and_stops_no_other(error: BaseException) 
     def failing(_: Env) -> CheckResult:
         raise error
 
-    first, second = run_checks([failing, command.checks.switches], {})
+    first, second = run_checks([failing, command.checks.check_switches], {})
     assert (first.name, first.status) == ("failing", "unknown")
     assert type(error).__name__ in first.detail
     assert second.status != "unknown"

@@ -17,12 +17,13 @@ from tests.support import plans
 from tests.support.pages import PAGES
 from vllm_aiter_mla.admission import REMEDIES
 from vllm_aiter_mla.commands import outputs, serve_options
-from vllm_aiter_mla.commands.check.record import Step
+from vllm_aiter_mla.commands.check.options import plan_variables
+from vllm_aiter_mla.commands.check.record import StepResult
 from vllm_aiter_mla.commands.check.run import exit_status_of
 from vllm_aiter_mla.commands.check.steps import STEPS
 from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.commands.main import COMMANDS, app
-from vllm_aiter_mla.commands.plan import issues, model, planner, printout
+from vllm_aiter_mla.commands.plan import config_source, issues, planner, printout
 from vllm_aiter_mla.commands.plan.record import NotKnownError
 from vllm_aiter_mla.settings import FLAG_FIELD
 
@@ -146,7 +147,7 @@ def test_field_f6_its_remedy_ends_the_warning() -> None:
 
 def test_field_a_variable_that_no_plan_knows_is_passed_on_with_a_note() -> None:
     typed = ("VLLM_ROCM_USE_AITER_MHA=0", "VLLM_ROCM_USE_AITR=1")
-    variables = model.plan_variables(typed, {})
+    variables = plan_variables(typed, {})
     assert [variables[one.partition("=")[0]] for one in typed] == [("0", "--env"), ("1", "--env")]
     plan = plans.made_up(*typed)
     assert [note.partition(" ")[0] for note in plan.assumptions if "passed on" in note] == [typed[0]]
@@ -193,9 +194,9 @@ def test_field_exit_statuses_are_in_one_table() -> None:
 
 @pytest.mark.parametrize(("skipped", "asked", "status"), [(True, True, 3), (True, False, 0), (False, True, 0)])
 def test_field_o11_a_gate_can_ask_for_every_step(skipped: bool, asked: bool, status: int) -> None:
-    found = [Step("passed", "", name=name) for name in STEPS]
+    found = [StepResult("passed", "", name=name) for name in STEPS]
     if skipped:
-        found[-1] = Step("skipped", "no GPU", name=found[-1].name)
+        found[-1] = StepResult("skipped", "no GPU", name=found[-1].name)
     assert exit_status_of(found, False, require_all=asked) == status
     parameters = typer.main.get_command(app).commands["check"].params  # type: ignore[attr-defined]
     assert "--require-all" in [name for one in parameters for name in one.opts]
@@ -203,14 +204,14 @@ def test_field_o11_a_gate_can_ask_for_every_step(skipped: bool, asked: bool, sta
 
 def kimi_k25_mxfp4() -> dict[str, Any]:
     """amd/Kimi-K2.5-MXFP4: experts in MXFP4, attention and vision as they are."""
-    config = model.examples()["kimi-k2.5"]["config"]
+    config = config_source.examples()["kimi-k2.5"]["config"]
     text = {name: value for name, value in config["text_config"].items() if name != "quantization_config"}
     left_out = quark(IN_ATTENTION, "re:.*vision_tower.*", "re:.*mm_projector.*")
     return config | {"text_config": text, "quantization_config": left_out}
 
 
 NOT_BUNDLED = {
-    "amd/DeepSeek-R1-0528-MXFP4-MTP-MoEFP4": model.examples()["deepseek-r1-mxfp4"]["config"],
+    "amd/DeepSeek-R1-0528-MXFP4-MTP-MoEFP4": config_source.examples()["deepseek-r1-mxfp4"]["config"],
     "amd/Kimi-K2.5-MXFP4": kimi_k25_mxfp4(),
 }
 """Configs of the recipes' checkpoints that have no example of their own."""
@@ -274,7 +275,7 @@ def test_field_recipes_engage(
         name = str(tmp_path)
     # Variables that no plan depends on are only passed on, and each set of them would take a process.
     read = [one for one in variables if one.partition("=")[0] in vllm_options.VARIABLES and not one.endswith("AITER=1")]
-    plan, _ = plans.plan_of(arch, (*DEFAULTS[default], *read), model.find_config(name), options)
+    plan, _ = plans.plan_of(arch, (*DEFAULTS[default], *read), config_source.find_config(name), options)
     assert (plan.outcome, plan.reasons, plan.arch) == ("engaged", (), arch)
     assert "aiter#4181" not in {issue.id for issue in issues.with_known_issues(plan).known_issues}
 
@@ -283,7 +284,7 @@ def test_field_recipes_engage(
 @pytest.mark.parametrize("default", DEFAULTS)
 def test_field_recipes_engage_or_the_remedy_is_the_variable_to_set(default: str) -> None:
     """Without the variable of its recipe GLM-4.7-Flash is the row that fails, and both remedies name it."""
-    plan, _ = plans.plan_of("gfx950", DEFAULTS[default], model.find_config("zai-org/GLM-4.7-Flash"), ())
+    plan, _ = plans.plan_of("gfx950", DEFAULTS[default], config_source.find_config("zai-org/GLM-4.7-Flash"), ())
     by_id = {issue.id: issue for issue in issues.with_known_issues(plan).known_issues}
     if default == "0.33":
         assert (plan.outcome, "aiter#4181" in by_id) == ("engaged", False)
@@ -325,7 +326,7 @@ def test_field_48_a_config_without_its_class_is_read_and_vllm_is_not_blamed(
 def test_field_53_a_library_that_a_models_class_lacks_is_no_refusal_of_vllms() -> None:
     """vLLM only logs what went wrong while it looked at the class."""
     with pytest.raises(NotKnownError, match="vLLM lacks a_library on this machine"):
-        plans.plan_of("gfx942", (), model.find_config("deepseek-r1"), (), "the model's class needs a library")
+        plans.plan_of("gfx942", (), config_source.find_config("deepseek-r1"), (), "the model's class needs a library")
 
 
 @slow
@@ -453,7 +454,7 @@ codes, and known issues."""
 @pytest.mark.parametrize("source", PUBLIC)
 def test_field_a_public_command_is_planned_right(tmp_path: Path, source: str) -> None:
     (arch, env), name, line, engaged, heads, codes, known = PUBLIC[source]
-    glm = model.examples()["glm-5"]["config"]
+    glm = config_source.examples()["glm-5"]["config"]
     left_out = quark(IN_ATTENTION, "re:.*shared.*", "re:.*indexer.*")
     made = {"kimi-k2.5-mxfp4": kimi_k25_mxfp4(), "glm-5.1-mxfp4": glm | {"quantization_config": left_out}}
     if name in made:
@@ -461,7 +462,7 @@ def test_field_a_public_command_is_planned_right(tmp_path: Path, source: str) ->
         name = str(tmp_path)
     serve_options.check_names(line)
     by_default = DEFAULTS["0.30 to 0.32"]  # of the vLLM that these commands ran; the later one wins
-    plan = issues.with_known_issues(plans.plan_of(arch, (*by_default, *env), model.find_config(name), line)[0])
+    plan = issues.with_known_issues(plans.plan_of(arch, (*by_default, *env), config_source.find_config(name), line)[0])
     assert {reason.code for reason in plan.reasons} == codes, plan.reasons
     assert (f"{plan.layers.engaged}/{plan.layers.mla}", plan.heads_per_rank) == (engaged, heads)
     assert [issue.id for issue in plan.known_issues] == known
@@ -497,5 +498,5 @@ def test_field_a_variable_of_an_earlier_vllm_is_answered_with_what_replaces_it()
 def test_field_29304_a_connector_that_hangs_is_said() -> None:
     pytest.importorskip("msgpack", reason="vLLM's MoRIIO needs it")
     line = ("-tp", "1", "-dp", "8", "--enable-expert-parallel", "--block-size", "1", "--kv-transfer-config", MORIIO)
-    plan = issues.with_known_issues(plans.plan_of("gfx942", (), model.find_config("deepseek-v3"), line)[0])
+    plan = issues.with_known_issues(plans.plan_of("gfx942", (), config_source.find_config("deepseek-v3"), line)[0])
     assert ("vllm#45749" in {issue.id for issue in plan.known_issues}, plan.outcome) == (True, "engaged")

@@ -19,12 +19,12 @@ from vllm_aiter_mla import admission, files
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.commands.plan import model, planner, printout
+from vllm_aiter_mla.commands.plan import config_source, planner, printout
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 from vllm_aiter_mla.verify import cases
 
-CONFIG = model.examples()["deepseek-r1"]["config"]
+CONFIG = config_source.examples()["deepseek-r1"]["config"]
 R1 = ("deepseek-r1", "-tp", "8")
 REQUESTS = ("--max-num-seqs", "256")
 MTP = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}')
@@ -387,7 +387,7 @@ def test_an_answer_that_stops_at_the_layers_is_not_known_and_names_the_line(tmp_
 
 
 @slow
-@pytest.mark.parametrize("name", model.examples())
+@pytest.mark.parametrize("name", config_source.examples())
 def test_page_of_every_example_renders(name):
     assert name in printout.text(plans.parsed(planned(name, "-tp", "4")))
 
@@ -608,7 +608,7 @@ def test_the_largest_options_that_are_let_through_give_a_plan():
                         ("deepseek-v2-lite", {"model_type": "\x1b[31m\u202e\r\nfine"})]
 )  # fmt: skip
 def test_control_characters_of_a_config_do_not_reach_the_terminal(tmp_path, name, field):
-    (tmp_path / "config.json").write_text(json.dumps(model.examples()[name]["config"] | field))
+    (tmp_path / "config.json").write_text(json.dumps(config_source.examples()[name]["config"] | field))
     _, out, err = invoke(str(tmp_path))
     said = out + err
     assert "\\x1b[31m\\u202e" in said
@@ -618,6 +618,6 @@ def test_control_characters_of_a_config_do_not_reach_the_terminal(tmp_path, name
 
 @pytest.mark.parametrize("arguments", [(), ("--kv-cache-dtype", "fp8", "-tp", "8")], ids=["default", "fp8"])
 def test_records_of_real_plans_are_read_by_report_as_they_were_made(arguments, tmp_path):
-    made, _ = plans.plan_of(plans.ARCH, (), model.find_config("deepseek-r1"), arguments)
+    made, _ = plans.plan_of(plans.ARCH, (), config_source.find_config("deepseek-r1"), arguments)
     files.write_record(tmp_path / "plan.json", made)
     assert files.read_record(Plan, tmp_path / "plan.json") == made

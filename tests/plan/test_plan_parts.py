@@ -17,7 +17,7 @@ from tests.support import plans
 from tests.support.pages import ROOT
 from vllm_aiter_mla import admission
 from vllm_aiter_mla.commands.compat import vllm_options
-from vllm_aiter_mla.commands.plan import build, kernels, model, vllm_facts
+from vllm_aiter_mla.commands.plan import build, config_source, kernels, vllm_facts
 from vllm_aiter_mla.commands.plan.record import NotKnownError
 from vllm_aiter_mla.kernels import formulas
 from vllm_aiter_mla.kernels.platform import Platform
@@ -147,13 +147,13 @@ def test_launches_per_layer_are_those_of_the_architecture(stored):
 
 
 def test_examples_carry_what_they_rest_on():
-    bundled = model.examples()
+    bundled = config_source.examples()
     assert {"deepseek-r1", "deepseek-v2-lite", "kimi-k2", "kimi-k2.5", "kimi-k3", "glm-4.7-flash"} <= set(bundled)
     for name, entry in bundled.items():
         assert entry["example"]["basis"]
         assert isinstance(entry["example"]["assumed"], list)
-        assert model.find_config(name).source == "bundled example"
-        assert model.find_config(entry["example"]["hub_name"]).config == model.find_config(name).config
+        assert config_source.find_config(name).config_location == "bundled example"
+        assert config_source.find_config(entry["example"]["hub_name"]).config == config_source.find_config(name).config
     assert "base" not in json.dumps([entry["config"] for entry in bundled.values()])
 
 
@@ -162,18 +162,18 @@ def test_a_hub_name_is_read_from_the_local_cache(monkeypatch, tmp_path):
 
     snapshot = tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text(json.dumps(model.examples()["kimi-k2"]["config"]))
+    (snapshot / "config.json").write_text(json.dumps(config_source.examples()["kimi-k2"]["config"]))
     (tmp_path / "models--some--model" / "refs").mkdir()
     (tmp_path / "models--some--model" / "refs" / "main").write_text("0" * 40)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    found = model.find_config("some/model")
-    assert (found.source, found.config) == ("local Hugging Face cache", snapshot / "config.json")
+    found = config_source.find_config("some/model")
+    assert (found.config_location, found.config) == ("local Hugging Face cache", snapshot / "config.json")
 
 
 def test_a_cache_that_cannot_be_searched_is_not_called_empty(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(__spec__=None))
     with pytest.raises(LookupError, match="ImportError: cannot import name 'try_to_load_from_cache'") as caught:
-        model.find_config("some/model")
+        config_source.find_config("some/model")
     assert "not in the local" not in str(caught.value)
 
 
@@ -236,7 +236,7 @@ def test_in_eager_mode_vllms_fusion_does_not_run_and_fp8_takes_a_launch_more():
 
 def test_a_newer_release_of_a_bundled_example_is_answered_with_its_name():
     with pytest.raises(LookupError, match=r"Did you mean deepseek-v3\?"):
-        model.find_config("deepseek-ai/DeepSeek-V3.1")
+        config_source.find_config("deepseek-ai/DeepSeek-V3.1")
 
 
 def test_aiter_that_is_off_comes_before_what_vllm_raises_without_it():

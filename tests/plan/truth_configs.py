@@ -9,14 +9,14 @@ mxfp4 where ``kv_b_proj`` is held in bfloat16, and fp8 elsewhere. Small configs 
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_aiter_mla.commands.plan import model
+from vllm_aiter_mla.commands.plan import config_source
 
 Config = dict[str, Any]
 
 
 def example(name: str, **changed: Any) -> Config:
     """The bundled example, in bfloat16 unless ``changed`` says otherwise."""
-    config = model.examples()[name]["config"] | {"quantization_config": None} | changed
+    config = config_source.examples()[name]["config"] | {"quantization_config": None} | changed
     return {field: value for field, value in config.items() if field != "quantization_config" or value is not None}
 
 
@@ -59,7 +59,7 @@ LLAMA: Config = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32,
     "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256, "torch_dtype": "bfloat16",
 }  # fmt: skip
-FP8 = model.examples()["deepseek-r1"]["config"]["quantization_config"]
+FP8 = config_source.examples()["deepseek-r1"]["config"]["quantization_config"]
 
 
 def mx(dynamic: bool) -> Config:

@@ -20,7 +20,7 @@ from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check.engine.child import drive_engine
 from vllm_aiter_mla.commands.check.kernels.child import verify_backend
 from vllm_aiter_mla.commands.check.record import CheckRun
-from vllm_aiter_mla.commands.check.timing.child import time_kernels
+from vllm_aiter_mla.commands.check.timing.child import time_layers
 from vllm_aiter_mla.commands.plan.planner import make_plans_in_child
 
 pytestmark = [pytest.mark.rehearsal, pytest.mark.slow, pytest.mark.wide]
@@ -28,7 +28,7 @@ MARK = "REHEARSED_SIGNAL"
 RUNS = {
     "plan": (make_plans_in_child, 3, faults.plans_take_minutes),
     "kernels": (verify_backend, 3, faults.aiter_compiles_for_minutes),
-    "timing": (time_kernels, 3, faults.aiter_compiles_for_minutes),
+    "timing": (time_layers, 3, faults.aiter_compiles_for_minutes),
     "engine": (drive_engine, 6, faults.aiter_compiles_for_minutes),
 }
 """What a step calls in a process of its own, how many processes there are then, and what lets none of them end by

@@ -13,10 +13,10 @@ from tests.support import plans
 from tests.support.decisions import decision, spans
 from tests.support.statuses import record_of
 from vllm_aiter_mla import files, locks
-from vllm_aiter_mla.commands.check.record import CheckRun, Step
+from vllm_aiter_mla.commands.check.record import CheckRun, StepResult
 from vllm_aiter_mla.commands.check.timing.record import Measurement, make_row
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.commands.report.serving_record import METRICS, Estimate, Row, Serving
+from vllm_aiter_mla.commands.report.serving_record import METRICS, Estimate, PointResult, Serving
 from vllm_aiter_mla.status import status_files
 from vllm_aiter_mla.status.record import DecisionGroup, ShapeTiming
 
@@ -55,7 +55,7 @@ def measured() -> ShapeTiming:
 def checked(path: Path, name: str, data: Any, status: int) -> Path:
     """Write a check of one step."""
     state: Any = {0: "passed", 1: "failed"}[status]
-    step = Step(state, "made up", data=data, name=name)
+    step = StepResult(state, "made up", data=data, name=name)
     files.write_record(path, CheckRun(None, status, (step,), on_a_card=None if name == "plan" else True))
     return path
 
@@ -89,7 +89,10 @@ def write_serving(folder: Path) -> Path:
     """A made-up comparison of two servers: two rates."""
     estimates = {metric: {"off": Estimate(10.0, 0.2), "on": Estimate(8.0, 0.1)} for metric in METRICS}
     lengths = {"input": 1024, "prefix": 0, "output": 256}
-    rows = (Row({**lengths, "rate": 1.0}, estimates, None), Row({**lengths, "rate": 5.0}, estimates, None))
+    rows = (
+        PointResult({**lengths, "rate": 1.0}, estimates, None),
+        PointResult({**lengths, "rate": 5.0}, estimates, None),
+    )
     about = {"card": "8 x made up for a test", "torch": "2.13"}
     files.write_record(
         folder / "serving.json", Serving("serving speed", "a/model", about, "4/4 MLA layers engaged", rows)

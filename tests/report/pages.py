@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_aiter_mla import files
-from vllm_aiter_mla.commands.check.record import CheckRun, Step
+from vllm_aiter_mla.commands.check.record import CheckRun, StepResult
 
 Write = Callable[[str, Any], Path]
 
@@ -27,9 +27,9 @@ def sections_of(page: str) -> list[str]:
     return re.findall(r'<section id="[^"]*"><h2>([\w ]+)</h2>', page)
 
 
-def glances(page: str) -> list[tuple[str, str, dict[str, str]]]:
+def summaries(page: str) -> list[tuple[str, str, dict[str, str]]]:
     """The first screen: outcome, what was done, and the facts of each input."""
-    found = re.findall(r'<section class="glance[^"]*"><h2>(.*?)</h2>\s*<dl>(.*?)</dl>', page, re.DOTALL)
+    found = re.findall(r'<section class="input-summary[^"]*"><h2>(.*?)</h2>\s*<dl>(.*?)</dl>', page, re.DOTALL)
     facts = [dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text, re.DOTALL)) for _, text in found]
     heads = [re.fullmatch(r"<span[^>]*>(.*?)</span> (.*)", head, re.DOTALL) for head, _ in found]
     return [(head[1], head[2], facts) for head, facts in zip(heads, facts, strict=True) if head]
@@ -47,6 +47,6 @@ def data_of(read: Any) -> Any:
     return step["data"]
 
 
-def check_run(*done: Step, status: int | None, on_a_card: bool | None = None) -> Any:
+def check_run(*done: StepResult, status: int | None, on_a_card: bool | None = None) -> Any:
     """The JSON of a check that ended so."""
     return json.loads(files.to_json(CheckRun("a-model", status, done, on_a_card)))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.report import made_files
-from tests.report.pages import Write, data_of, glances, rows_of, tables
+from tests.report.pages import Write, data_of, rows_of, summaries, tables
 from tests.support.decisions import decision
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands.report.page import render_page
@@ -38,12 +38,12 @@ def test_only_an_engine_that_lives_and_has_a_card_is_green(
     if lives is not None:
         lives(tmp_path)
     page = render_page([written("status-1-a-0-0.json", data)])
-    ((said, _, facts),) = glances(page)
+    ((said, _, facts),) = summaries(page)
     assert (said, "4/4 MLA layers engaged" in facts["Means"]) == (word, True)
-    assert ('class="glance good' in page) is (word == "engaged")
+    assert ('class="input-summary good' in page) is (word == "engaged")
 
 
-def test_the_ranks_of_a_server_share_a_glance_that_says_what_each_says(written: Write, tmp_path: Path) -> None:
+def test_the_ranks_of_a_server_share_a_summary_that_says_what_each_says(written: Write, tmp_path: Path) -> None:
     skipped = {made_files.LAYERS[3]: Skip("sparse_mla", "sparse")}
     some = {"engaged": dict.fromkeys(made_files.LAYERS[:3], "triton"), "skipped": skipped}
     changes: list[dict[str, Any]] = [{}, {"rank": 1}, {"rank": 2} | some, {"run": "2-b"}]
@@ -51,7 +51,7 @@ def test_the_ranks_of_a_server_share_a_glance_that_says_what_each_says(written: 
         made_files.living(tmp_path, run)
     made = (made_files.status(**{"run": "1-a"} | one) for one in changes)
     page = render_page([written(f"{number}.json", data) for number, data in enumerate(made)])
-    assert [(word, facts["Input"]) for word, _, facts in glances(page)] == [
+    assert [(word, facts["Input"]) for word, _, facts in summaries(page)] == [
         ("engaged", "0.json; 1.json"), ("partly", "2.json"), ("engaged", "3.json"),
     ]  # fmt: skip
 
@@ -78,7 +78,7 @@ def test_ranks_that_measured_the_same_share_one_table(written: Write) -> None:
     assert page.count("<h3>Timed at start-up") == 1
     assert "rank 0: 4 layers" in page
     assert "rank 1: 4 layers" in page
-    assert [row for row in rows_of(page) if row[0] == "64"] == [["64", "4.27", "2.91", "6.56", "triton"]]
+    assert [row for row in rows_of(page) if row[0] == "64"] == [["64", "4.267", "2.911", "6.564", "triton"]]
 
 
 def test_a_status_names_each_reason_and_its_layers(written: Write) -> None:
@@ -112,8 +112,8 @@ def test_a_server_is_engaged_only_if_each_of_its_ranks_says_so(
     made_files.living(tmp_path)
     data = [made_files.status(rank=rank, ranks=3, model_name="r1", dp_index="0") for rank in given]
     page = render_page([written(f"{number}.json", one) for number, one in enumerate(data)])
-    assert {said for said, *_ in glances(page)} == {word}
-    assert ('class="glance good' in page) is (word == "engaged")
+    assert {said for said, *_ in summaries(page)} == {word}
+    assert ('class="input-summary good' in page) is (word == "engaged")
 
 
 def ranges_of(page: str) -> list[str]:

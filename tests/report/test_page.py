@@ -13,9 +13,10 @@ import pytest
 
 from tests.report import made_files
 from tests.report import report_chromium as chromium
-from tests.report.pages import Write, check_run, data_of, glances, rows_of, sections_of, tables
+from tests.report.pages import Write, check_run, data_of, rows_of, sections_of, summaries, tables
 from vllm_aiter_mla import files as our_files
-from vllm_aiter_mla.commands.check.record import Step
+from vllm_aiter_mla.commands.check.record import StepResult
+from vllm_aiter_mla.commands.report import page as page_module
 from vllm_aiter_mla.commands.report.page import render_page
 from vllm_aiter_mla.startup.first_call import first_call_marker
 
@@ -52,14 +53,14 @@ def test_a_file_fills_its_own_sections(files: dict[str, Path], name: str, sectio
 )
 def test_field_o14_the_first_screen_answers(files: dict[str, Path], name: str, word: str, card: str) -> None:
     page = render_page([files[name]])
-    ((said, _, facts),) = glances(page)
+    ((said, _, facts),) = summaries(page)
     assert (said, facts["Card"].startswith(card)) == (word, True)
     stamp = json.loads(files[name].read_text())["evidence"]
     assert stamp["host"] in facts["When"]
     assert f"vLLM {stamp['vllm']}" in facts["Versions"]
     assert facts["Means"]
     assert facts["Skipped"]
-    assert page.index('class="glance') < page.index("<nav"), "before everything else"
+    assert page.index('class="input-summary') < page.index("<nav"), "before everything else"
 
 
 def test_the_page_loads_nothing_and_ids_are_not_repeated(page: str) -> None:
@@ -71,6 +72,21 @@ def test_the_page_loads_nothing_and_ids_are_not_repeated(page: str) -> None:
     assert len(ids) == len(set(ids)) > 6
     assert "default-src 'none'" in page
     assert "@import" not in page
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (558 / 560, "0.9964"), (0.997, "0.997"), (1.0, "1"), (0.0, "0"), (0.99999, "0.99999"), (1.00001, "1.00001"),
+        (0.0004, "0.0004"), (12.345, "12.35"), (123456.7, "123457"), (float("inf"), "inf"), (-1.0, "-1"),
+        (1 - 2**-53, "0.9999999999999999"),
+    ],
+)  # fmt: skip
+def test_no_number_looks_like_0_or_1_unless_it_is(written: Write, value: float, shown: str) -> None:
+    read = check_run(StepResult("passed", "", data={"mixed": {"x": value}}, name="prefill"), status=0, on_a_card=True)
+    if value != float("inf"):  # JSON has none
+        assert ["mixed", shown] in rows_of(render_page([written("check.json", read)]))
+    assert page_module._cell_text(value) == shown
 
 
 def twins(files: dict[str, Path]) -> dict[str, tuple[Any, Any]]:
@@ -97,7 +113,7 @@ def twins(files: dict[str, Path]) -> dict[str, tuple[Any, Any]]:
          "engine": {"distances": {"short": {"tokens": count}}}, "prefill": {"mixed": {"tokens": count}}}
         for one, count in ((read, 7), (other, 8))
     ]  # fmt: skip
-    runs = [[Step("passed", "", data=data, name=name) for name, data in part.items()] for part in parts]
+    runs = [[StepResult("passed", "", data=data, name=name) for name, data in part.items()] for part in parts]
     one, two = (check_run(*run, status=0, on_a_card=True) for run in runs)
     return found | {"check": (one, two)}
 
@@ -119,8 +135,8 @@ def test_two_inputs_of_a_kind_are_shown_as_each_is_alone(files: dict[str, Path],
         for title, rows in tables(alone):
             of_all = rows[:1] and rows[0][0] == "input"
             assert [row for row in rows if row not in of_inputs] == [] if of_all else rows in shown, title
-        assert glances(alone)[0] in glances(page.replace("v.json (2)", "v.json"))
-    assert [facts["Input"] for _, _, facts in glances(page)] == ["v.json", "v.json (2)"]
+        assert summaries(alone)[0] in summaries(page.replace("v.json (2)", "v.json"))
+    assert [facts["Input"] for _, _, facts in summaries(page)] == ["v.json", "v.json (2)"]
     assert len(re.findall(r"<svg ", page)) == sum(render_page([path]).count("<svg ") for path in paths)
 
 
@@ -128,7 +144,7 @@ def test_two_plans_of_a_model_are_told_apart_by_their_options(files: dict[str, P
     options = {"a.json": "a model on gfx942, TP 8, fp8_e5m2 cache", "b.json": "a model on gfx950, TP 16, auto cache"}
     page = render_page([written(*one) for one in zip(options, twins(files)["plan"], strict=True)])
     for name, words in options.items():
-        (what,) = (what for _, what, facts in glances(page) if facts["Input"] == name)
+        (what,) = (what for _, what, facts in summaries(page) if facts["Input"] == name)
         assert words in what
         assert [title for title, _ in tables(page) if "by formula" in title and words in title]
         assert len([row for row in rows_of(page) if row[0] == f"{name}: {words}"]) == 2, "layers and a known issue"

@@ -19,8 +19,9 @@ from vllm_aiter_mla.commands.check import run, show, steps
 from vllm_aiter_mla.commands.check.context import CheckOptions, Context
 from vllm_aiter_mla.commands.check.engine import steps as engine_steps
 from vllm_aiter_mla.commands.check.engine.record import SIDES, EngineAnswer, Side
-from vllm_aiter_mla.commands.check.record import CheckRun, Step
-from vllm_aiter_mla.commands.plan import model
+from vllm_aiter_mla.commands.check.options import plan_variables
+from vllm_aiter_mla.commands.check.record import CheckRun, StepResult
+from vllm_aiter_mla.commands.plan import config_source
 from vllm_aiter_mla.commands.report.page import render_page
 
 # With the roundings of vLLM's compiled graph, so that the tokens with the flag on equal those with the flag off.
@@ -51,8 +52,8 @@ def environment(inductor: Path, mutation: str = "", ranks: int = 1) -> dict[str,
 def context(folder: Path) -> Context:
     """Return what the demo asks of ``check``: a DeepSeek of two layers, which is written to ``folder``."""
     save_config(TinyDeepseek(num_hidden_layers=2).config(), folder)
-    variables = model.plan_variables((), os.environ)
-    return Context(CheckOptions(model.find_config(str(folder)), ARGUMENTS, "gfx942", variables, uses_cpu=True))
+    variables = plan_variables((), os.environ)
+    return Context(CheckOptions(config_source.find_config(str(folder)), ARGUMENTS, "gfx942", variables, uses_cpu=True))
 
 
 def with_arguments(asked: Context, *arguments: str) -> Context:
@@ -64,7 +65,7 @@ def with_arguments(asked: Context, *arguments: str) -> Context:
 def engines_on_this_cpu(variables: Mapping[str, str]) -> Iterator[None]:
     """Let the step ``engine`` run on this CPU in a block, under ``environment``; ``check`` would skip it."""
 
-    def compare_engines(asked: Context) -> Step:
+    def compare_engines(asked: Context) -> StepResult:
         with engine_steps.engine_runner(asked, asked.options.environment() | dict(variables)) as answer:
             asked.answers = both(answer)
         return engine_steps.compare_tokens(asked)
@@ -90,7 +91,7 @@ def both(answer: Callable[[Side], EngineAnswer]) -> dict[Side, EngineAnswer]:
         return {side: ended.result() for side, ended in sides.items()}
 
 
-def run_steps(asked: Context, what: str, *names: str) -> list[Step]:
+def run_steps(asked: Context, what: str, *names: str) -> list[StepResult]:
     """Run some steps of ``check`` and name them by what they run over."""
     print(f"over {what}:", flush=True)
     return [replace(step, name=f"{step.name}, {what}") for step in run.run_steps(asked, names)]

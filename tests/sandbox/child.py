@@ -22,7 +22,7 @@ from typing import Any
 from tests.sandbox import model, plugin
 from tests.sandbox.engine import Request, runs_on_ray
 from tests.sandbox.spec import EngineResult, EngineSpec, load, save
-from vllm_aiter_mla.commands.compat.engine import RANDOM_LOAD_FORMAT, generate
+from vllm_aiter_mla.commands.compat.llm_engine import RANDOM_LOAD_FORMAT, generate
 
 # 16 requests of 512 tokens in 4 layers take 38 MB of bf16 rows.
 GPU_KV_BYTES = 256 << 20

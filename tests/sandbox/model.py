@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm_aiter_mla.commands.compat import engine
+from vllm_aiter_mla.commands.compat import llm_engine
 
 RANK = 8
 # Two slots: for a request without an adapter vLLM on a CPU takes the last slot, so that one must stay empty.
@@ -173,6 +173,6 @@ def register_random_weights() -> None:
     """Let vLLM know random weights, and model types whose config classes come with their checkpoints' own code."""
     from transformers import AutoConfig, PretrainedConfig
 
-    engine.register_random_weights()
+    llm_engine.register_random_weights()
     for name in ("pangu_ultra_moe", "sarvam_mla", "bailing_hybrid"):
         AutoConfig.register(name, type(name, (PretrainedConfig,), {"model_type": name}), exist_ok=True)

@@ -6,7 +6,7 @@ import random
 
 from tests.sandbox.spec import LIMIT_REQUESTS
 from vllm_aiter_mla.commands.check.engine import child as engine
-from vllm_aiter_mla.commands.compat.engine import Prompt
+from vllm_aiter_mla.commands.compat.llm_engine import Prompt
 
 
 def prefixes() -> list[Prompt]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vllm_aiter_mla.commands.check.engine.record import Side
-from vllm_aiter_mla.commands.compat.engine import TokenLogprobs
+from vllm_aiter_mla.commands.compat.llm_engine import TokenLogprobs
 
 Integration = Literal["module", "passes", "auto"]
 Runner = Literal["v1", "v2"]

@@ -24,7 +24,7 @@ from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs, process
 from vllm_aiter_mla.commands.check.record import CheckRun
 from vllm_aiter_mla.commands.check.timing import tune as step
-from vllm_aiter_mla.commands.check.timing.child import shape_of
+from vllm_aiter_mla.commands.check.timing.child import TimingRequest
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.kernels import stopwatch
@@ -208,7 +208,7 @@ TOLD = ("kept in ", "fnuz cache:", f"{BEST}: 5.0", "bfloat16 cache:", f"{BEST}: 
 
 @pytest.mark.parametrize("told", range(len(TOLD)))
 def test_tune_whose_process_ends_fails_and_nothing_that_it_told_is_lost(card, monkeypatch, tmp_path, told):
-    in_process.install(monkeypatch, ends={process.import_path_of(step.tune): told})
+    in_process.install(monkeypatch, ends={process.import_path_of(step.tune_tiles): told})
     assert tune("--type", "both", "--json", str(tmp_path / "sent.json")).exit_code == outputs.EXIT_FAILED
     (found,) = files.read_record(CheckRun, tmp_path / "sent.json").steps
     assert (found.status, found.detail) == ("failed", in_process.ENDED.sentence())
@@ -244,7 +244,7 @@ def test_a_tuned_tile_that_fails_its_check_is_left_out_and_the_tables_serves(car
 @pytest.fixture
 def two_widths():
     """Calls of a target and of its draft, which have as many heads and other widths."""
-    shape = replace(shape_of(16, "bf16", "bf16"), device="meta")
+    shape = replace(TimingRequest((), (), (), "bf16").shape("bf16", 16), device="meta")
     target, draft = (synthetic_inputs(replace(shape, nope_dim=nope)) for nope in (128, 192))
     return TritonBackend({tuning.key_of(target): spans((1, 16, BEST))}), target, draft
 
@@ -325,7 +325,7 @@ def test_every_tuned_tile_that_may_serve_is_tried_by_the_check(arch, lasts, data
     known = tiles.allowed(arch)
     firsts = [1, *(last + 1 for last in sorted(lasts)[:-1])]
     chosen = [(a, b, data.draw(st.sampled_from([*known]))) for a, b in zip(firsts, sorted(lasts), strict=True)]
-    inputs = synthetic_inputs(replace(shape_of(16, "bf16", "bf16"), device="meta"), tokens=1)
+    inputs = synthetic_inputs(replace(TimingRequest((), (), (), "bf16").shape("bf16", 16), device="meta"), tokens=1)
     backend = TritonBackend({tuning.key_of(inputs): spans(*chosen)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TritonBackend, "arch", arch)

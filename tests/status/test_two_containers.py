@@ -258,7 +258,7 @@ def test_another_user_who_may_not_read_the_lock_is_told_that_nothing_is_known(sh
     lock.chmod(0)
     one.dies()
     line, code = told()
-    assert ("cannot be told" in line, "engaged" in line, code) == (True, False, 3)
+    assert ("cannot tell whether the server is running" in line, "engaged" in line, code) == (True, False, 3)
 
 
 @pytest.mark.mutation

@@ -12,6 +12,7 @@ from tests.sandbox import gpu_ops
 from tests.sandbox.rehearsal_card import RehearsalCard
 from tests.support import in_process
 from tests.support.made_up_clock import MadeUpClock, Named, costs, named_kernels
+from tests.support.planted import raising
 from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check.timing import child, rivals, stand_in, step
 from vllm_aiter_mla.commands.check.timing.record import Measurement
@@ -55,7 +56,7 @@ def test_timing_times_what_start_up_chooses_between(card, tmp_path):
     done = run("--tokens", "1", "--tokens", "64", "--json", str(tmp_path / "check.json"))
     assert done.exit_code == 0, done.output
     rows = timed(tmp_path)["rows"]
-    assert [(row["tokens"], row["kind"], set(row["us"])) for row in rows] == [
+    assert [(row["tokens"], row["cache_type"], set(row["us"])) for row in rows] == [
         (1, "fp8", {"aiter", "triton", "vllm"}),
         (64, "fp8", {"triton", "vllm"}),
         (1, "bf16", {"aiter", "triton", "vllm"}),
@@ -99,17 +100,18 @@ def test_timing_on_a_card_without_vllms_kernels_times_a_stand_in_and_says_so(car
     assert done.exit_code == 0, done.output
     assert row["ratio"] == (3.0 if missing else 2.0)
     assert set(row["us"]) == {"triton", "vllm-stand-in" if missing else "vllm"} | {"aiter"} & set(row["us"])
-    for told in ("vllm-stand-in, us", "stand-in / ours", "vllm-stand-in: in the place of vLLM's kernels"):
+    for told in ("vllm-stand-in, us", "stand-in / ours", "vllm-stand-in: replaces vLLM's kernels"):
         assert (told in done.output) == missing
     assert ("rival / ours" in done.output) != missing
 
 
 def test_a_stand_in_that_fails_its_check_or_takes_no_such_weights_is_not_timed(card, monkeypatch):
     RehearsalCard().install(monkeypatch).arch = "sm90"
-    platform, shape = Platform("sm90", (9, 0)), child.shape_of(2, "bf16", "fp8")
-    assert "fp8 weights" in rivals.check_rivals(platform, shape, 8, False)[1]["vllm-stand-in"]
+    platform = Platform("sm90", (9, 0))
+    of_fp8, of_bf16 = (child.TimingRequest((), (), (), weights).shape("bf16", 2) for weights in ("fp8", "bf16"))
+    assert "fp8 weights" in rivals.check_rivals(platform, of_fp8, 8, False, {})[1]["vllm-stand-in"]
     monkeypatch.setattr(stand_in, "StandInBackend", lambda: Wrong("vllm-stand-in"))
-    assert "FAILED" in rivals.check_rivals(platform, child.shape_of(2, "bf16", "bf16"), 8, False)[1]["vllm-stand-in"]
+    assert "FAILED" in rivals.check_rivals(platform, of_bf16, 8, False, {})[1]["vllm-stand-in"]
 
 
 def only_codes(card, monkeypatch):
@@ -121,7 +123,7 @@ def only_codes(card, monkeypatch):
 
 def too_many_tokens(card, monkeypatch):
     card |= {name: Named(name, most=0) for name in ("aiter", "triton")}
-    return (), "none of ours was timed"
+    return (), "none of our kernels was timed"
 
 
 @pytest.mark.parametrize("nothing", [only_codes, too_many_tokens])
@@ -153,7 +155,7 @@ def test_vllm_numerics_are_no_reason_for_timing_to_call_vllm_wrong(card, tmp_pat
     found = timed(tmp_path)
     assert (done.exit_code, found["wrong"]) == (0, {}), done.output
     assert set(found["rows"][0]["us"]) == {"aiter", "triton", "vllm"}
-    inputs = synthetic_inputs(child.shape_of(2, "bf16", "bf16"), 8)
+    inputs = synthetic_inputs(child.TimingRequest((), (), (), "bf16").shape("bf16", 2), 8)
     assert card["vllm"].numerics(inputs) == reference.VLLM_KERNEL
 
 
@@ -168,13 +170,13 @@ def test_a_query_that_vllm_pads_is_timed_with_that_copy(card, monkeypatch, arch,
     pad = helper.get_mla_padded_q
     monkeypatch.setattr(helper, "get_mla_padded_q", lambda n, q: padded.append((n, q.shape[1])) or pad(n, q))
     MadeUpClock(costs(aiter=8.0, triton=5.0, vllm=10.0)).install(monkeypatch)
-    found = child.time_kernels(child.TimingRequest((2,), (heads,), ("bf16",), nope=192), {})
+    found = child.time_layers(child.TimingRequest((2,), (heads,), ("bf16",), nope=192), {})
     assert (found.stopped, found.rows[0].ratio, padded) == ("", 2.0, [(8, 8)] if copied else [])
 
 
 def test_a_vllm_that_pads_no_heads_is_timed_without_padding(card, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.mla.rocm_aiter_mla", None)
-    assert child.shape_of(8, "bf16", "bf16").out_heads == 0
+    assert child.TimingRequest((), (), (), "bf16").shape("bf16", 8).out_heads == 0
 
 
 def test_timing_does_not_time_a_wrong_kernel_and_exits_1(card, tmp_path):
@@ -184,6 +186,14 @@ def test_timing_does_not_time_a_wrong_kernel_and_exits_1(card, tmp_path):
     (row,) = timed(tmp_path)["rows"]
     assert set(row["us"]) == {"aiter", "vllm"}
     assert "WRONG, not timed: triton: 2 heads, bf16" in done.output
+
+
+def test_timing_names_a_wrong_kernel_if_a_later_check_raises(card, monkeypatch, tmp_path):
+    card["triton"] = Wrong("triton")
+    monkeypatch.setattr(rivals, "check_rivals", raising(MemoryError("planted")))
+    run("--tokens", "1", "--type", "bf16", "--json", str(tmp_path / "check.json"))
+    found = timed(tmp_path)
+    assert ([*found["wrong"]], found["stopped"]) == (["triton"], "2 heads, bf16: MemoryError: planted")
 
 
 def test_timing_keeps_what_was_timed_when_a_size_fails(card, monkeypatch):
@@ -202,11 +212,11 @@ def test_timing_keeps_what_was_timed_when_a_size_fails(card, monkeypatch):
     assert " 64 │ 2 " not in done.output
 
 
-# The process tells its record without rows, then of the checks of aiter, aiter-opt, triton, vLLM's own kernels and the
+# The process tells its record without rows, then of the checks of aiter, aiter-opt, triton, vLLM's own kernels and two
 # rivals, and for each number of tokens of the timing and its row.
 
 
-NAME = process.import_path_of(child.time_kernels)
+NAME = process.import_path_of(child.time_layers)
 
 
 def ends(monkeypatch, folder, told):
@@ -231,14 +241,54 @@ def test_timing_leaves_a_kernel_out_in_whose_check_its_process_ended(card, monke
     ("told", "doing", "kept"),
     [
         (0, "its start", []),
-        (6, "the checks of the rivals at 2 heads, fp8", []),
-        (9, "the timing of aiter, triton, vllm at 64 tokens, 2 heads, fp8", [1]),
+        (8, "the timing of aiter, triton, vllm at 1 tokens, 2 heads, fp8", []),
+        (10, "the timing of aiter, triton, vllm at 64 tokens, 2 heads, fp8", [1]),
     ],
 )
 def test_timing_keeps_what_was_timed_when_its_process_ends(card, monkeypatch, tmp_path, told, doing, kept):
     status, detail, found = ends(monkeypatch, tmp_path, told)
     assert (status, detail, found["stopped"]) == ("failed", *[in_process.ENDED.sentence(doing)] * 2)
     assert [row["tokens"] for row in found["rows"]] == kept
+
+
+RIVAL = "aiter-one-launch"
+
+
+def a_rival_that_ends_the_process(card, monkeypatch, tmp_path):
+    """AITER's checks end a process by an abort, also in a function that only a rival calls."""
+    MadeUpClock(costs(aiter=8.0, triton=5.0, vllm=10.0, **{"aiter-decode-tile": 6.0, RIVAL: 7.0})).install(monkeypatch)
+    monkeypatch.setattr(rivals, "_one_launch_backend", lambda *_: Named(RIVAL))
+    monkeypatch.setattr(rivals, "_decode_tile_backend", lambda *_: Named("aiter-decode-tile"))
+    in_process.install(monkeypatch, ends={NAME: 7})
+    done = run("--tokens", "1", "--tokens", "64", "--type", "fp8", "--json", str(tmp_path / "check.json"))
+    found = timed(tmp_path)
+    assert [row["tokens"] for row in found["rows"]] == [1, 64], "an abort of a rival costs the rows"
+    return done, found
+
+
+def test_a_rival_in_whose_check_the_process_ended_is_not_timed_and_not_wrong(card, monkeypatch, tmp_path):
+    done, found = a_rival_that_ends_the_process(card, monkeypatch, tmp_path)
+    said = in_process.ENDED.sentence(f"the check of {RIVAL} at 2 heads, fp8")
+    assert (done.exit_code, found["wrong"], found["stopped"]) == (0, {}, ""), done.output
+    assert [row["untimed"][RIVAL] for row in found["rows"]] == [said] * 2
+    assert set(found["rows"][0]["us"]) == {"aiter", "triton", "vllm", "aiter-decode-tile"}
+
+
+@pytest.mark.mutation
+def test_mutation_an_abort_that_names_no_rival_is_caught(card, monkeypatch, tmp_path):
+    check_rivals = rivals.check_rivals
+    monkeypatch.setattr(rivals, "check_rivals", lambda *given: check_rivals(*given[:-1]))
+    with pytest.raises(AssertionError):
+        a_rival_that_ends_the_process(card, monkeypatch, tmp_path)
+
+
+def test_a_size_is_named_with_its_heads_and_its_type(card, monkeypatch, tmp_path):
+    MadeUpClock(costs(aiter=8.0, triton=12.0, vllm=10.0)).install(monkeypatch)
+    card["aiter"] = Named("aiter", most=8)
+    run("--tokens", "1", "--tokens", "64", "--type", "bf16", "--json", str(tmp_path / "check.json"))
+    (step,) = json.loads((tmp_path / "check.json").read_text())["steps"]
+    assert step["detail"] == "slower at 1 of 2 sizes: 2 heads, bf16, 64 tokens"
+    assert step["lines"][0].startswith("2 heads, bf16, 1 tokens: aiter 8.00 us")
 
 
 def test_a_process_that_ends_is_said_in_one_sentence(card, monkeypatch):
@@ -254,4 +304,4 @@ def test_mutation_timing_that_keeps_nothing_of_a_process_that_ended_is_caught(ca
     monkeypatch.setattr(step, "replace", without_rows)
     doing = "the timing of aiter, triton, vllm at 64 tokens, 2 heads, fp8"
     with pytest.raises(AssertionError, match=r"\[\] == \[1\]"):
-        test_timing_keeps_what_was_timed_when_its_process_ends(card, monkeypatch, tmp_path, 9, doing, [1])
+        test_timing_keeps_what_was_timed_when_its_process_ends(card, monkeypatch, tmp_path, 10, doing, [1])

@@ -60,7 +60,7 @@ def dump_error():
 
 def checked(monkeypatch, rocm):
     monkeypatch.setattr(machine, "rocm_version", lambda: rocm)
-    return machine.hip_python({})
+    return machine.check_hip_python({})
 
 
 @pytest.mark.parametrize(("version", "layout"), LIKE.items())

@@ -241,7 +241,7 @@ def tune(asked: Asked) -> dict[str, Any]:
 
     heads, counts = (2, [1]) if asked.dry == dry.VALUES else (16, [*TOKENS])
     with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, {"VLLM_CACHE_ROOT": cache}):
-        record, failure = command.tune(TimingRequest(tuple(counts), (heads,), ("fp8",)))
+        record, failure = command.tune_tiles(TimingRequest(tuple(counts), (heads,), ("fp8",)))
     table = {str(tokens): command.table_tile(tokens, heads) for tokens in counts}
     found = {"chosen": files.to_plain(record.chosen), "us": record.us, "table": table, "ok": failure is None}
     return seen_as_nothing(found, failure is not None) if asked.dry == dry.LAUNCHES else found

@@ -8,9 +8,9 @@ import shutil
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, NamedTuple, NoReturn
 
 import typer
 from rich.console import Console
@@ -18,19 +18,49 @@ from rich.console import Console
 from vllm_aiter_mla import files
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INCOMPLETE, EXIT_NO_GAIN = range(5)
-"""Exit statuses of every command, as ``EXIT_STATUSES`` explains them."""
+"""Exit statuses of every command, as ``EXIT_MEANINGS`` explains them."""
 HOST_PACKAGES = ("torch", "vllm", "triton", "numpy")
 """Packages that the plugin needs and a ROCm image has. The plugin's metadata does not require them."""
 SIGNAL_EXIT_OFFSET = 128
 """The exit status of a command that a signal ended is this number plus the number of the signal."""
-EXIT_STATUSES = """\b
-Exit status of every command:
-  0  all is well
-  1  a problem was found
-  2  an option, the model or a file is wrong
-  3  not everything could be checked (check --require-all)
-  4  check only: the flag gains nothing on this card
-  128+n  signal n ended the command (130: Ctrl-C, 143: SIGTERM)"""
+
+
+class ExitMeaning(NamedTuple):
+    """What an exit status means: in the help of every command, and after a run of ``check``."""
+
+    help_text: str
+    check_outcome: str  # a word of ``report.blocks.OUTCOMES``
+    check_text: str  # what a run of ``check`` showed, and what to do
+
+
+EXIT_MEANINGS = {
+    EXIT_OK: ExitMeaning("all is well", "passed", "every step that ran passed"),
+    EXIT_FAILED: ExitMeaning(
+        "a problem was found", "failed", "do not switch the fast path on before the failed steps pass"
+    ),
+    EXIT_USAGE: ExitMeaning(
+        "an option, the model or a file is wrong",
+        "failed",
+        "an option or the model was wrong, and the other steps did not run",
+    ),
+    EXIT_INCOMPLETE: ExitMeaning(
+        "not everything could be checked (check --require-all)",
+        "skipped",
+        "a step gave no result, no step ran on a card, or a step that was asked for was skipped",
+    ),
+    EXIT_NO_GAIN: ExitMeaning(
+        "check only: the flag gains nothing on this card",
+        "no gain",
+        "the flag gains nothing on this card: vLLM's own kernels are the fastest for this model; leave it off",
+    ),
+}
+EXIT_STATUSES = "\n".join((
+    "\b",
+    "Exit status of every command:",
+    *(f"  {exit_status}  {meaning.help_text}" for exit_status, meaning in EXIT_MEANINGS.items()),
+    f"  {SIGNAL_EXIT_OFFSET}+n  signal n ended the command (130: Ctrl-C, 143: SIGTERM)",
+))  # fmt: skip
+"""The end of the help."""
 STDOUT = Path("-")
 DEFAULT_WIDTH, MIN_WIDTH = 80, 60
 """Characters in a line if there is no terminal, and the least on a narrow terminal."""
@@ -107,16 +137,45 @@ def unwritable_reason(path: Path | None) -> str | None:
         return error.strerror
 
 
+def same_file_reason(*options: tuple[str, Path | None]) -> str | None:
+    """Return why two options that write would write to the same file, or None. Each is a name and its path."""
+    name_by_place: dict[str, str] = {}
+    for name, path in options:
+        if path is None or (place := _written_place(path)) == os.devnull:
+            continue
+        if place in name_by_place:
+            return f"{name_by_place[place]} and {name} name the same file {path}"
+        name_by_place[place] = name
+    return None
+
+
+def overwritten_input_reason(inputs: Iterable[Path], out: Path) -> str | None:
+    """Return why the output would replace an input, or None. An input is a file, or a folder of JSON files."""
+    place = _written_place(out)
+    for path in inputs:
+        for file in path.glob("*.json") if os.path.isdir(path) else (path,):
+            if os.path.realpath(file) == place:
+                return f"{file} is an input and would be replaced"
+    return None
+
+
+def _written_place(path: Path) -> str:
+    """Return the path of the file or the stream that ``files.write_text`` writes. It replaces a link."""
+    if path == STDOUT:
+        path = Path("/dev/stdout")
+    return os.path.realpath(path) if files.is_stream(path) else str(path.parent.resolve() / path.name)
+
+
 def fail(message: str, exit_status: int = EXIT_USAGE) -> NoReturn:
     """End the command with one line on stderr and this exit status."""
     typer.echo(one_line(message), err=True)
     raise typer.Exit(exit_status)
 
 
-def check_writable(context: typer.Context, option: typer.CallbackParam, path: Path | None) -> Path | None:
+def check_writable(ctx: typer.Context, option: typer.CallbackParam, path: Path | None) -> Path | None:
     """Return the path, or end the command if the option's file cannot be written. This is a callback for typer."""
     if (reason := unwritable_reason(path)) is not None:
-        fail(f"{context.info_name}: {option.opts[0]} {path}: {reason}")
+        fail(f"{ctx.info_name}: {option.opts[0]} {path}: {reason}")
     return path
 
 

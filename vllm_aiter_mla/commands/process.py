@@ -67,7 +67,10 @@ class EndedError(RuntimeError):
 
 
 class SignalError(BaseException):
-    """A signal, the first argument, asks this process to end. This is no ``Exception``, so that no step catches it."""
+    """A signal, the first argument, asks this process to end.
+
+    It does not derive from ``Exception``, so that no step catches it.
+    """
 
 
 @contextmanager

@@ -82,8 +82,8 @@ def check_names(words: Sequence[str], command_options: Iterable[str] = ()) -> No
         return
     valid_names = {*vllm_option_names(), *command_options}
     for word in long_options:
-        typed = word.partition("=")[0]
-        option = typed.partition(".")[0].replace("_", "-")
+        option_as_typed = word.partition("=")[0]
+        option = option_as_typed.partition(".")[0].replace("_", "-")
         if not re.match(r"--[a-z]", option) or any(name.startswith(option) for name in valid_names):
             continue
         is_opposite = any(
@@ -91,12 +91,12 @@ def check_names(words: Sequence[str], command_options: Iterable[str] = ()) -> No
             for opposite, prefix in OPPOSITE_PREFIXES
         )
         if option in OLD_OPTIONS and not (is_opposite and _vllm_release() >= MIN_RELEASE_OF_DISABLE):
-            raise ValueError(f"{typed}: no such option: {OLD_OPTIONS[option]}")
+            raise ValueError(f"{option_as_typed}: no such option: {OLD_OPTIONS[option]}")
         if is_opposite:
             continue
         candidates = sorted(_options_of_same_polarity(option, valid_names))
         if similar := get_close_matches(option, candidates, 1, MIN_SIMILARITY):
-            raise ValueError(f"{typed}: no such option; did you mean {similar[0]}?")
+            raise ValueError(f"{option_as_typed}: no such option; did you mean {similar[0]}?")
 
 
 def _options_of_same_polarity(option: str, valid_names: Iterable[str]) -> set[str]:

@@ -28,9 +28,9 @@ class EngineLine:
     engine: str
     line: str
     remedies: dict[str, str]  # by code of a skipped layer
-    serves: bool | None  # whether the engine and its front end live; None if that is unknown
-    whole: bool  # whether the engine serves and every rank runs all its layers on our kernels
-    silent: int | None = 0  # ranks without a status file here; None if the number of ranks is unknown
+    is_serving: bool | None  # whether the engine and its front end live; None if that is unknown
+    is_fully_engaged: bool  # whether the engine serves and every rank runs all its layers on our kernels
+    num_ranks_without_file: int | None = 0  # ranks without a status file here; None if the number of ranks is unknown
 
 
 @dataclass(frozen=True)
@@ -79,21 +79,20 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
     engines = tuple(
         _engine_line(folder, server_locks, engine_key, statuses) for engine_key, statuses in by_engine.items()
     )
-    has_unknown_engine = any(engine.serves is None or engine.silent != 0 for engine in engines)
+    has_unknown_engine = any(engine.is_serving is None or engine.num_ranks_without_file != 0 for engine in engines)
     is_complete = engines and not unreadable_reasons and not has_unknown_engine
     exit_code = _exit_status(engines) if is_complete else outputs.EXIT_INCOMPLETE
-    decision_texts = {
-        engine_key: list(_decision_texts(statuses, layer)) if layer else []
-        for engine_key, statuses in by_engine.items()
-    }
-    # A fully skipped engine has no layer names in its record.
-    all_ranks = [rank for statuses in by_engine.values() for rank in statuses]
-    has_layer_names = all(rank.decision_groups or not rank.skipped for rank in all_ranks)
+    served_keys = [(engine.run, engine.model, engine.engine) for engine in engines if engine.is_serving]
+    decision_texts = {key: list(_decision_texts(by_engine[key], layer)) if layer else [] for key in served_keys}
+    # A fully skipped engine has no layer names in its record. If no engine serves, the lines above say so.
+    has_layer_names = bool(served_keys) and all(
+        rank.decision_groups or not rank.skipped for key in served_keys for rank in by_engine[key]
+    )
     if layer is not None and is_complete and has_layer_names and not any(decision_texts.values()):
         outputs.fail(f"status: --layer {layer}: no server here has a layer of that name")
     with outputs.text_on_stderr(json):
         for engine in engines:
-            _print_engine(engine, decision_texts[engine.run, engine.model, engine.engine])
+            _print_engine(engine, decision_texts.get((engine.run, engine.model, engine.engine), ()))
     if json is not None:
         outputs.write_output("status", json, files.to_json(Engines(engines, tuple(unreadable_reasons), exit_code)))
     for reason in unreadable_reasons:
@@ -105,7 +104,7 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
 
 def _exit_status(engines: Sequence[EngineLine]) -> int:
     """Return the exit status, provided that everything could be read."""
-    fully_engaged = [engine.whole for engine in engines if engine.serves]
+    fully_engaged = [engine.is_fully_engaged for engine in engines if engine.is_serving]
     return outputs.EXIT_OK if fully_engaged and all(fully_engaged) else outputs.EXIT_FAILED
 
 
@@ -115,7 +114,7 @@ def _print_engine(engine: EngineLine, decision_texts: Sequence[str]) -> None:
     for code, remedy in engine.remedies.items():
         if remedy not in engine.line:
             typer.echo(outputs.fold_text(f"  {code} -> {remedy}"))
-    for text in decision_texts if engine.serves else ():
+    for text in decision_texts:
         typer.echo(outputs.fold_text(text))
 
 
@@ -126,15 +125,24 @@ def _engine_line(
     is_alive = server_locks.is_serving(rank_statuses)
     if not is_alive:
         engine_is_alive = server_locks.is_engine_alive(rank_statuses) if is_alive is False else None
-        unknown_line = f"whether the server lives cannot be told from its locks in {folder}"
+        unknown_line = f"cannot tell whether the server is running from its locks in {folder}"
         line = unknown_line if engine_is_alive is None else ENDED_LINES[engine_is_alive]
-        return EngineLine(*engine_key, line, {}, serves=None if engine_is_alive is None else False, whole=False)
+        return EngineLine(
+            *engine_key, line, {}, is_serving=None if engine_is_alive is None else False, is_fully_engaged=False
+        )
     all_statuses = records_of_all_ranks(rank_statuses)
     merged = merge_ranks(all_statuses)
     is_whole = merged.ranks_agree and bool(merged.engaged) and not merged.skipped
     line = status_line(*all_statuses)
     num_silent = merged.num_silent if merged.is_num_ranks_known else None
-    return EngineLine(*engine_key, line, remedies(rank_statuses), serves=True, whole=is_whole, silent=num_silent)
+    return EngineLine(
+        *engine_key,
+        line,
+        remedies(rank_statuses),
+        is_serving=True,
+        is_fully_engaged=is_whole,
+        num_ranks_without_file=num_silent,
+    )
 
 
 def _decision_texts(rank_statuses: Sequence[RankStatus], layer: str) -> Iterator[str]:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.verify import launches
 from vllm_aiter_mla.verify.layer import ModelStep, Segment
+from vllm_aiter_mla.verify.results import GRAPH_ENGINE
 
 # Calls that wait for the device, or whose result's shape depends on the device's data.
 SYNCS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -145,7 +146,7 @@ class EagerEngine:
 class GraphEngine(EagerEngine):
     """Real graphs on the installed card."""
 
-    name = "graph capture"
+    name = GRAPH_ENGINE
     graphs = True
 
     def __init__(self) -> None:

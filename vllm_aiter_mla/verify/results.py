@@ -7,6 +7,10 @@ from dataclasses import dataclass, field, replace
 from vllm_aiter_mla import files
 from vllm_aiter_mla.verify import FAILED, NOTHING, PASSED
 
+GRAPH_ENGINE = "graph capture"
+"""Name of the engine that captures graphs on a card, in a record."""
+RESULT_STATUSES = ("passed", "failed", "skipped")
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -26,7 +30,7 @@ class Result:
     backend: str
     engine: str
     seed: int = 0  # of the first round that ended so
-    status: str = "passed"  # or "failed" or "skipped"
+    status: str = "passed"  # one of ``RESULT_STATUSES``
     reason: str = ""  # why it was skipped
     findings: list[Finding] = field(default_factory=list)
     rounds: int = 1  # how many ended so

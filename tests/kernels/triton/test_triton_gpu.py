@@ -106,6 +106,6 @@ def test_triton_gpu_measure_finds_no_wrong_kernel_and_finishes():
 
     from vllm_aiter_mla.commands.check.timing import child, printout
 
-    found = child.time_kernels(child.TimingRequest((1, 8, 64, 256), (16,), ("fp8",)), {})
+    found = child.time_layers(child.TimingRequest((1, 8, 64, 256), (16,), ("fp8",)), {})
     printout.print_record(found, Console())
     assert (found.wrong, found.stopped) == ({}, "")

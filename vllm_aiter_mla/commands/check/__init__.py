@@ -7,7 +7,7 @@
 
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,9 +28,11 @@ from vllm_aiter_mla.commands.check.options import (
     Weights,
     build_options,
     option_parameters,
+    plan_variables,
+    split_deployments,
 )
 from vllm_aiter_mla.commands.check.run import Run, exit_status_of
-from vllm_aiter_mla.commands.plan.model import examples, find_config, plan_variables, split_deployments
+from vllm_aiter_mla.commands.plan.config_source import examples, find_config
 from vllm_aiter_mla.commands.report import load_renderer
 
 
@@ -82,7 +84,7 @@ def _step_names() -> list[str]:
 
 
 def check(
-    context: typer.Context,
+    ctx: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -151,18 +153,20 @@ def check(
             raise WrongOptionError("MODEL is empty")
         if html == outputs.STDOUT:
             raise WrongOptionError("--html -: name a file, because the table goes to standard output")
+        if (reason := outputs.same_file_reason(("--json", json), ("--html", html))) is not None:
+            raise WrongOptionError(reason)
         render_page = None if html is None else load_renderer()
         named_steps = tuple(name.strip() for words in only or () for name in words.split(","))
         named_steps = named_steps or ("kernels",) * listing
         step_names = steps.select_steps(named_steps, model is not None)
-        _check_serve_arguments(model, context, step_names)
-        _check_step_options(context, step_names, model)
+        _check_serve_arguments(model, ctx, step_names)
+        _check_step_options(ctx, step_names, model)
         if listing:
             print_cases(outputs.Stdout(highlight=False))
             return
         check_options = CheckOptions(
             source=None if model is None else find_config(model),
-            serve_arguments=tuple(context.args),
+            serve_arguments=tuple(ctx.args),
             arch=arch.architecture if arch else None,
             variables=plan_variables(env or [], os.environ),
             uses_cpu=device is Device.cpu,
@@ -177,18 +181,26 @@ def check(
         _check_option_values(check_options, step_names)
     except (LookupError, ValueError) as error:
         outputs.fail(f"check: {error}")
+    require_all = require_all or bool(named_steps)
+    raise typer.Exit(_run_check(check_options, step_names, model, json, html, render_page, require_all))
+
+
+def _run_check(
+    check_options: CheckOptions, step_names: tuple[str, ...], model: str | None, json: Path | None, html: Path | None,
+    render_page: Callable[[Sequence[Path]], str] | None, require_all: bool,
+) -> int:  # fmt: skip
+    """Run the steps, print the table, and write the files of --json and --html. Return the exit status."""
     run = Run(Context(check_options), step_names, model, json)
     try:
         with outputs.text_on_stderr(json), process.workspace():
-            run.carry_out()
+            run.run()
     except WrongOptionError as error:
         outputs.fail(f"check: {error}")
-    require_all = require_all or bool(named_steps)
     exit_status = exit_status_of(run.ended_steps, check_options.uses_cpu, require_all)
     with outputs.text_on_stderr(json):
         show.print_table(model, run.ended_steps, show.summary_line(run.ended_steps, exit_status, require_all))
     run.write_outputs(exit_status, html, render_page)
-    raise typer.Exit(exit_status)
+    return exit_status
 
 
 # Typer reads the options of the steps from the signature.
@@ -199,15 +211,15 @@ check.__signature__ = _signature.replace(  # type: ignore[attr-defined]
 )
 
 
-def _check_serve_arguments(model: str | None, context: typer.Context, step_names: Sequence[str]) -> None:
+def _check_serve_arguments(model: str | None, ctx: typer.Context, step_names: Sequence[str]) -> None:
     """Check MODEL and the options that vLLM will get.
 
     Raises:
         ValueError: MODEL is an option, which happens when options come first. Or two models are named, or vLLM's
             options come without MODEL, or an option is misspelt. Or several deployments are given for more than plans.
     """
-    serve_arguments = context.args
-    own_option_names = [name for option in context.command.params for name in option.opts]
+    serve_arguments = ctx.args
+    own_option_names = [name for option in ctx.command.params for name in option.opts]
     serve_options.check_names([*([model] if model else []), *serve_arguments], own_option_names)
     if model is None:
         if serve_arguments:
@@ -225,13 +237,13 @@ def _check_serve_arguments(model: str | None, context: typer.Context, step_names
         raise WrongOptionError(f"-tp {','.join(tp_sizes)}: several sizes work only with --only plan")
 
 
-def _check_step_options(context: typer.Context, step_names: Sequence[str], model: str | None) -> None:
+def _check_step_options(ctx: typer.Context, step_names: Sequence[str], model: str | None) -> None:
     """Raise WrongOptionError for an option of a step that does not run, or for a size that MODEL determines."""
-    for param in context.command.params:
-        parameter_source, group = context.get_parameter_source(param.name or ""), group_of(param)
+    for param in ctx.command.params:
+        parameter_source, group = ctx.get_parameter_source(param.name or ""), group_of(param)
         if group is None or parameter_source is None or parameter_source.name != "COMMANDLINE":
             continue
-        option_text = _option_text(param.opts[0], context.params[param.name or ""])
+        option_text = _option_text(param.opts[0], ctx.params[param.name or ""])
         if not set(group.steps) & set(step_names):
             raise WrongOptionError(f"{option_text}: only the step {' or '.join(group.steps)} takes this option")
         if group.excludes_model and model is not None:

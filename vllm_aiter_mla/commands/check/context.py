@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from vllm_aiter_mla.commands.check.engine.record import EngineAnswer, Side
 from vllm_aiter_mla.commands.check.options import KernelOptions, LayerOptions, TimingOptions
-from vllm_aiter_mla.commands.check.record import Step
-from vllm_aiter_mla.commands.plan.model import Source, Variables
-from vllm_aiter_mla.commands.plan.record import Plan
+from vllm_aiter_mla.commands.check.record import StepResult
+from vllm_aiter_mla.commands.plan.config_source import Source
+from vllm_aiter_mla.commands.plan.record import Plan, Variables
 
 NO_GPU = "no GPU"
 
@@ -64,7 +64,7 @@ class Progress:
     """The callbacks by which a step reports its progress. The defaults do nothing."""
 
     show_activity: Callable[[str], None] = lambda activity: None  # gets what the step does now
-    report_partial: Callable[[Step], None] = lambda partial_step: None  # gets the findings so far
+    report_partial: Callable[[StepResult], None] = lambda partial_step: None  # gets the findings so far
 
 
 @dataclass(slots=True)

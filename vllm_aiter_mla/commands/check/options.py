@@ -2,11 +2,11 @@
 """The options of the steps of ``check``. Each is a field of a record, and carries its name, its help and its group.
 
 ``option_parameters`` makes the options of the command line from the records. ``build_options`` makes a record from the
-typed values.
+typed values. ``plan_variables`` reads --env, and ``split_deployments`` reads ``-tp`` among vLLM's own options.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Annotated, Any, TypeVar, get_args
@@ -14,8 +14,11 @@ from typing import Annotated, Any, TypeVar, get_args
 import typer
 
 from vllm_aiter_mla.commands.check.timing.record import MAX_TIMED_TOKENS
+from vllm_aiter_mla.commands.compat.vllm_options import USE_AITER, VARIABLES
+from vllm_aiter_mla.commands.plan.record import Variables
 
 MAX_HEADS, MAX_WIDTH = 1024, 4096
+TP_OPTIONS = ("-tp", "--tensor-parallel-size")
 Options = TypeVar("Options")
 
 
@@ -102,7 +105,7 @@ class KernelOptions:
     seed: Annotated[int, step_option("--data-seed", Group.KERNELS, "Seed of the data.")] = 0
     repeat: Annotated[int, step_option("--repeat", Group.KERNELS, "Rounds, each with the next seed.", min=1)] = 1
     quick: Annotated[
-        bool, step_option("--quick", Group.KERNELS, "Two variants, fewer cases, short long runs. MODEL implies it.")
+        bool, step_option("--quick", Group.KERNELS, "Two variants, fewer cases, fewer replays. MODEL implies it.")
     ] = False
     emulated: Annotated[
         bool, step_option("--emulated", Group.KERNELS, "Note in the JSON that the card is an emulator's.")
@@ -184,3 +187,41 @@ def build_options(record_type: type[Options], typed_values: Mapping[str, Any]) -
         is_repeated, value = isinstance(item.default, tuple), typed_values[item.name]
         values[item.name] = tuple(value or ()) if is_repeated else value
     return record_type(**values)
+
+
+def plan_variables(entries: Sequence[str], environ: Mapping[str, str]) -> Variables:
+    """Return the variables of a plan, from the ``entries`` of --env and from the environment.
+
+    If VLLM_ROCM_USE_AITER is unset, it is 1, because no layer engages without it. --env may name any variable: vLLM
+    gets it, even if no plan depends on it.
+
+    Raises:
+        ValueError: an entry has no name or no ``=``.
+    """
+    variables = {USE_AITER: ("1", "default")} | {
+        name: (environ[name], "environment") for name in VARIABLES if name in environ
+    }
+    for entry in entries:
+        name, equals, value = entry.partition("=")
+        if not equals or not name:
+            raise ValueError(f"--env {entry}: NAME=VALUE expected")
+        variables[name] = (value, "--env")
+    return variables
+
+
+def split_deployments(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Return the sizes of tensor parallelism in ``-tp``, and the options of ``vllm serve`` for each.
+
+    ``-tp 1,2,4,8`` has four. Without a list there is one deployment, with the options as given and "" as its size.
+    """
+    for index, word in reversed([*enumerate(arguments)]):  # if an option is given twice, vLLM uses the last
+        option, equals, value = word.partition("=")
+        if option.replace("_", "-") not in TP_OPTIONS:
+            continue
+        word_count = 1 if equals else 2
+        value = value if equals else next(iter(arguments[index + 1 : index + 2]), "")
+        sizes = [size.strip() for size in value.split(",")]
+        if len(sizes) > 1 and all(map(str.isdecimal, sizes)):  # vLLM reports an error in other values
+            return sizes, [(*arguments[:index], option, size, *arguments[index + word_count :]) for size in sizes]
+        break
+    return [""], [tuple(arguments)]

@@ -13,7 +13,7 @@ from vllm_aiter_mla.commands import outputs, process
 from vllm_aiter_mla.commands.check import idle, show, steps
 from vllm_aiter_mla.commands.check.context import Context, WrongOptionError
 from vllm_aiter_mla.commands.check.engine import steps as engine_steps
-from vllm_aiter_mla.commands.check.record import CheckRun, Step
+from vllm_aiter_mla.commands.check.record import CheckRun, StepResult, has_run_card_step
 
 MIN_WRITE_INTERVAL_SECONDS = 2.0
 """Shortest time between two updates of the JSON file while a step reports partial findings."""
@@ -27,11 +27,11 @@ class Run:
     step_names: tuple[str, ...]  # the selected steps
     model: str | None  # as typed
     json_path: Path | None = None  # the file of --json
-    ended_steps: list[Step] = field(default_factory=list)
-    _partial_steps: tuple[Step, ...] = ()  # the findings so far of the step that runs now; empty if there are none
+    ended_steps: list[StepResult] = field(default_factory=list)
+    _partial_steps: tuple[StepResult, ...] = ()  # the findings so far of the step that runs now; empty without any
     _written_at: float = 0.0  # when the file was last updated, by the monotonic clock
 
-    def carry_out(self) -> None:
+    def run(self) -> None:
         """Run the steps. Update the JSON file after each step and while a step runs.
 
         Raises:
@@ -51,16 +51,16 @@ class Run:
         except process.SignalError as error:
             self._update_file(None)
             has_file = self.json_path is not None and self.json_path != outputs.STDOUT
-            file_message = f"; {self.json_path} has what was found" if has_file else ""
+            file_message = f"; the findings so far are in {self.json_path}" if has_file else ""
             progress_message = f"check: {len(self.ended_steps)} of {len(self.step_names)} steps ended{file_message}"
             raise process.SignalError(*error.args, progress_message) from None
 
     def record(self, exit_status: int | None) -> CheckRun:
         """Return the record of the run. ``exit_status`` is None until the run ends, and stays None if it is cut off."""
-        ran_on_card = self.context.options.can_use_gpu if steps.has_run_card_step(self.ended_steps) else None
+        ran_on_card = self.context.options.can_use_gpu if has_run_card_step(self.ended_steps) else None
         return CheckRun(self.model, exit_status, (*self.ended_steps, *self._partial_steps), ran_on_card)
 
-    def _note_partial(self, step: Step) -> None:
+    def _note_partial(self, step: StepResult) -> None:
         self._partial_steps = (replace(step, name=self.step_names[len(self.ended_steps)]),)
         if time.monotonic() - self._written_at >= MIN_WRITE_INTERVAL_SECONDS:
             self._update_file(None)
@@ -103,7 +103,7 @@ def _render_html(
             outputs.fail(f"check: --html {html}: {str(error).replace(str(path), 'the record')}", failure_status)
 
 
-def run_steps(context: Context, step_names: Sequence[str] = tuple(steps.STEPS)) -> Iterator[Step]:
+def run_steps(context: Context, step_names: Sequence[str] = tuple(steps.STEPS)) -> Iterator[StepResult]:
     """Run the steps in order; yield the result of each, then print it. A step that raises has failed.
 
     Raises:
@@ -118,7 +118,7 @@ def run_steps(context: Context, step_names: Sequence[str] = tuple(steps.STEPS)) 
         show.print_findings(step, name in context.options.named_steps)
 
 
-def run_step(context: Context, name: str) -> Step:
+def run_step(context: Context, name: str) -> StepResult:
     """Run one step.
 
     Raises:
@@ -126,30 +126,34 @@ def run_step(context: Context, name: str) -> Step:
         SignalError: a signal asks this process to end.
     """
     spec, options = steps.STEPS[name], context.options
-    reason = steps.missing_shape_reason(context.plan) if options.source is not None and spec.needs_shape else None
+    reason = steps.shape_skip_reason(context.plan) if options.source is not None and spec.needs_shape else None
     if reason is not None:
-        return Step("skipped", reason)
+        return StepResult("skipped", reason)
     try:
-        if spec.needs_idle_cards and options.can_use_gpu and (reason := _busy_cards_reason(context, name)) is not None:
-            return Step("unknown", reason)
+        if (
+            spec.needs_idle_cards
+            and options.can_use_gpu
+            and (reason := _busy_cards_of_step_reason(context, name)) is not None
+        ):
+            return StepResult("unknown", reason)
         return spec.run(context)
     except WrongOptionError:
         raise
     except process.EndedError as error:
-        return Step("failed", error.sentence(), error.lines)
+        return StepResult("failed", error.sentence(), error.lines)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name in outputs.HOST_PACKAGES:
-            return Step("skipped", f"{error.name} is not installed here; run this where vLLM serves")
-        return Step("failed", f"{type(error).__name__}: {error}")
+            return StepResult("skipped", f"{error.name} is not installed here; run this where vLLM serves")
+        return StepResult("failed", f"{type(error).__name__}: {error}")
 
 
-def _busy_cards_reason(context: Context, name: str) -> str | None:
+def _busy_cards_of_step_reason(context: Context, name: str) -> str | None:
     """Return why the cards of a step are busy, for example with a server; None if they are idle."""
     num_cards = engine_steps.num_cards_of(context.plan) if name == "engine" and context.plan is not None else 1
     return process.call(idle.busy_cards_reason, num_cards, environment=context.options.environment())
 
 
-def exit_status_of(ended_steps: Sequence[Step], uses_cpu: bool, require_all: bool = False) -> int:
+def exit_status_of(ended_steps: Sequence[StepResult], uses_cpu: bool, require_all: bool = False) -> int:
     """Return 1 if a step failed, else 4 if a step has no gain, else 3 if the check is incomplete, else 0.
 
     An "unknown" step makes the check incomplete. With ``require_all``, which --only implies, a skipped step does too.
@@ -162,6 +166,4 @@ def exit_status_of(ended_steps: Sequence[Step], uses_cpu: bool, require_all: boo
         return outputs.EXIT_NO_GAIN
     if "unknown" in states or (require_all and "skipped" in states):
         return outputs.EXIT_INCOMPLETE
-    return (
-        outputs.EXIT_OK if require_all or uses_cpu or steps.has_run_card_step(ended_steps) else outputs.EXIT_INCOMPLETE
-    )
+    return outputs.EXIT_OK if require_all or uses_cpu or has_run_card_step(ended_steps) else outputs.EXIT_INCOMPLETE

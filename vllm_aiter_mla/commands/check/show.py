@@ -15,7 +15,7 @@ from rich.text import Text
 
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.check.kernels import printout as kernels_printout
-from vllm_aiter_mla.commands.check.record import Step
+from vllm_aiter_mla.commands.check.record import STATUSES, StepResult
 from vllm_aiter_mla.commands.check.timing import printout as timing_printout
 from vllm_aiter_mla.commands.check.timing.record import Measurement
 from vllm_aiter_mla.commands.plan import printout as plan_printout
@@ -26,7 +26,8 @@ HEARTBEAT_SECONDS = 30
 """Interval of the lines that say what a long step does, if stderr is not a terminal."""
 FILE_LINE_WIDTH = 200
 """Characters in a line of a table, if standard output is not a terminal."""
-STATUS_STYLES = {"passed": "green", "failed": "bold red", "warning": "yellow", "skipped": "yellow", "unknown": "yellow"}
+TONE_STYLES = {"good": "green", "bad": "bold red", "mind": "yellow", "none": "yellow"}
+"""The style on a terminal by the tone of a status."""
 
 
 @contextmanager
@@ -80,7 +81,7 @@ def _print_to_stderr(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def print_findings(step: Step, is_full: bool) -> None:
+def print_findings(step: StepResult, is_full: bool) -> None:
     """Print the findings of a step: its lines. If ``is_full``, print its record as text and tables instead."""
     # A file is wide enough to show every figure in full.
     console = outputs.Stdout(highlight=False, width=None if sys.stdout.isatty() else FILE_LINE_WIDTH)
@@ -97,35 +98,35 @@ def print_findings(step: Step, is_full: bool) -> None:
             print(outputs.fold_text(f"  {outputs.one_line(line)}"))
 
 
-def print_table(model: str | None, ended_steps: Sequence[Step], last_line: str) -> None:
+def print_table(model: str | None, ended_steps: Sequence[StepResult], last_line: str) -> None:
     """Print the table of the steps and the last line."""
     console = outputs.Stdout(markup=False, highlight=False, width=outputs.terminal_width())
     title = f"check {outputs.one_line(model)}" if model else "check"
     table = Table("step", "outcome", "s", "finding", title=title, title_justify="left", box=box.ASCII)
     for step in ended_steps:
-        status_text = Text(step.status, STATUS_STYLES.get(step.status, ""))
+        status_text = Text(step.status, TONE_STYLES[STATUSES[step.status].tone])
         table.add_row(step.name, status_text, f"{step.seconds:.0f}", outputs.one_line(step.detail))
     console.print(table)
     print(outputs.fold_text(f"check: {last_line}"))
 
 
-def summary_line(ended_steps: Sequence[Step], exit_status: int, require_all: bool = False) -> str:
+def summary_line(ended_steps: Sequence[StepResult], exit_status: int, require_all: bool = False) -> str:
     """Return one line that says what the run showed, and what to do. The arguments are as for ``exit_status_of``."""
     num_skipped = sum(step.status == "skipped" for step in ended_steps)
     if exit_status == outputs.EXIT_FAILED:
-        return "FAILED: do not switch the fast path on before the steps above pass"
+        return f"FAILED: {outputs.EXIT_MEANINGS[exit_status].check_text}"
     if exit_status == outputs.EXIT_NO_GAIN:
-        return "the flag gains nothing on this card: vLLM's own kernels are the fastest for this model; leave it off"
+        return outputs.EXIT_MEANINGS[exit_status].check_text
     if exit_status == outputs.EXIT_INCOMPLETE:
         if any(step.status == "unknown" for step in ended_steps):
             return "some steps gave no result; they say why above"
         if require_all:
-            return f"{num_skipped} skipped of the steps that were asked for"
+            return f"{num_skipped} of the steps were skipped"
         return "nothing ran on a card: run this where vLLM serves (--device cpu runs what a CPU can run)"
     num_warnings = sum(step.status == "warning" for step in ended_steps)
     warnings_text = f", {num_warnings} with a warning" if num_warnings else ""
     return (
-        f"every step that ran passed{warnings_text}; {num_skipped} skipped"
+        f"{outputs.EXIT_MEANINGS[exit_status].check_text}{warnings_text}; {num_skipped} skipped"
         if num_skipped
         else f"every step passed{warnings_text}"
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of the steps of ``check``, and the steps that need no card.
 
-A step takes a ``Context`` and returns a ``Step``, which says how it ended.
+A step takes a ``Context`` and returns a ``StepResult``, which says how it ended.
 """
 
 from collections import Counter
@@ -17,16 +17,17 @@ from vllm_aiter_mla.commands.check.engine.steps import (
     compare_prefill_rows,
 )
 from vllm_aiter_mla.commands.check.kernels.step import verify_kernels
-from vllm_aiter_mla.commands.check.record import Status, Step
+from vllm_aiter_mla.commands.check.options import split_deployments
+from vllm_aiter_mla.commands.check.record import Status, StepResult
 from vllm_aiter_mla.commands.check.timing.step import time_kernels
-from vllm_aiter_mla.commands.plan import model, planner
+from vllm_aiter_mla.commands.plan import planner
 from vllm_aiter_mla.commands.plan.issues import no_shape_reason
 from vllm_aiter_mla.commands.plan.record import NotKnownError, Plan
 
 NO_PLAN = "there is no plan"
 
 
-def look_at_machine(context: Context) -> Step:
+def look_at_machine(context: Context) -> StepResult:
     """Check the machine. The step fails if a check finds a problem.
 
     If --only names the step, a check without a result makes the step "unknown". In a full run the later steps find
@@ -41,10 +42,10 @@ def look_at_machine(context: Context) -> Step:
     problems = tuple(f"{check.name}: {check.detail} -> {check.remedy}" for check in checks if check.status == "problem")
     lines = tuple(machine.check_lines(checks)) if is_named else problems
     unknown = is_named and counts["unknown"]
-    return Step("failed" if problems else "unknown" if unknown else "passed", detail, lines, checks)
+    return StepResult("failed" if problems else "unknown" if unknown else "passed", detail, lines, checks)
 
 
-def plan_model(context: Context) -> Step:
+def plan_model(context: Context) -> StepResult:
     """Plan the model. The step fails unless every MLA layer would engage.
 
     Several sizes of tensor parallelism, as in ``-tp 1,2,4,8``, give several plans.
@@ -54,25 +55,25 @@ def plan_model(context: Context) -> Step:
     """
     options = context.options
     assert options.source is not None, "there is a model"
-    tp_sizes, deployments = model.split_deployments(options.serve_arguments)
+    tp_sizes, deployments = split_deployments(options.serve_arguments)
     try:
         plans = planner.make_plans(options.source, deployments, options.arch, options.variables, options.verbose)
     except ValueError as error:
         raise WrongOptionError(str(error)) from error
     except NotKnownError as error:
-        return Step("unknown", str(error))
+        return StepResult("unknown", str(error))
     if len(plans) > 1:
         answers = (
             "not known" if plan.outcome == "unknown" else f"{plan.layers.engaged}/{plan.layers.mla}" for plan in plans
         )
         detail = ", ".join(f"-tp {tp_size}: {answer}" for tp_size, answer in zip(tp_sizes, answers, strict=True))
-        return Step(_plan_step_status({plan.outcome for plan in plans}), detail, data=plans)
+        return StepResult(_plan_step_status({plan.outcome for plan in plans}), detail, data=plans)
     context.plan = plan = plans[0]
     detail = f"{plan.layers.engaged}/{plan.layers.mla} MLA layers would engage on {plan.arch}"
     if plan.outcome == "unknown":
         detail = f"not known whether layers would engage on {plan.arch}"
     lines = tuple(str(reason) for reason in plan.reasons)
-    return Step(_plan_step_status({plan.outcome}), detail, lines, plan)
+    return StepResult(_plan_step_status({plan.outcome}), detail, lines, plan)
 
 
 def _plan_step_status(outcomes: set[str]) -> Status:
@@ -82,27 +83,26 @@ def _plan_step_status(outcomes: set[str]) -> Status:
     return "unknown" if "unknown" in outcomes else "passed"
 
 
-def look_up_issues(context: Context) -> Step:
+def look_up_issues(context: Context) -> StepResult:
     """List the known faults of AITER and vLLM that concern this shape."""
-    if (reason := missing_shape_reason(context.plan)) is not None:
-        return Step("skipped", f"not looked up: {reason}")
+    if (reason := shape_skip_reason(context.plan)) is not None:
+        return StepResult("skipped", f"not looked up: {reason}")
     assert context.plan is not None, "there is a shape"
     issues = context.plan.known_issues
     if not issues:
-        return Step("passed", "none for this card, cache, number of heads, number of drafts and these versions")
+        return StepResult("passed", "none for this card, cache, number of heads, number of drafts and these versions")
     lines = tuple(f"{issue.id}: {issue.effect} ({issue.state}) -> {issue.remedy}: {issue.link}" for issue in issues)
-    return Step("failed" if context.options.strict else "warning", f"{len(issues)} for this shape", lines, issues)
+    return StepResult("failed" if context.options.strict else "warning", f"{len(issues)} for this shape", lines, issues)
 
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
     """The function of a step, and its requirements."""
 
-    run: Callable[[Context], Step]
+    run: Callable[[Context], StepResult]
     needs: tuple[str, ...] = ("plan",)  # steps that run before this one, if there is a model
     needs_model: bool = True
     needs_shape: bool = False  # the plan must know the shape of a layer
-    can_run_on_card: bool = False  # the step runs on a card if there is one; ``kernels`` can run on a CPU too
     needs_idle_cards: bool = False  # another process on the cards would distort the result
 
 
@@ -110,9 +110,9 @@ STEPS: dict[str, StepSpec] = {
     "machine": StepSpec(look_at_machine, needs=(), needs_model=False),
     "plan": StepSpec(plan_model, needs=()),
     "issues": StepSpec(look_up_issues),
-    "kernels": StepSpec(verify_kernels, needs_model=False, needs_shape=True, can_run_on_card=True),
-    "timing": StepSpec(time_kernels, needs_model=False, needs_shape=True, can_run_on_card=True, needs_idle_cards=True),
-    "engine": StepSpec(compare_engines, needs_shape=True, can_run_on_card=True, needs_idle_cards=True),
+    "kernels": StepSpec(verify_kernels, needs_model=False, needs_shape=True),
+    "timing": StepSpec(time_kernels, needs_model=False, needs_shape=True, needs_idle_cards=True),
+    "engine": StepSpec(compare_engines, needs_shape=True, needs_idle_cards=True),
     "prefill": StepSpec(compare_prefill_rows, ("plan", "engine")),
     "decode": StepSpec(compare_decode_with_prefill, ("plan", "engine")),
     "launches": StepSpec(compare_launches, ("plan", "engine"), needs_shape=True),
@@ -139,14 +139,6 @@ def select_steps(named_steps: Sequence[str], has_model: bool) -> tuple[str, ...]
     return tuple(name for name in STEPS if name in selected_names)
 
 
-def missing_shape_reason(plan: Plan | None) -> str | None:
+def shape_skip_reason(plan: Plan | None) -> str | None:
     """Return why a step that needs a layer's shape cannot run, or None."""
     return NO_PLAN if plan is None else no_shape_reason(plan)
-
-
-def has_run_card_step(ended_steps: Sequence[Step]) -> bool:
-    """Return whether a step ran that can run on a card."""
-    ran_statuses = ("passed", "failed", "warning", "no gain")
-    return any(
-        step.status in ran_statuses for step in ended_steps if step.name in STEPS and STEPS[step.name].can_run_on_card
-    )

@@ -107,11 +107,11 @@ def _check_config_option(action: argparse.Action, value: Any, arguments: Sequenc
         return
     dotted_options = {word.partition(".")[0].replace("_", "-") for word in arguments if "." in word.partition("=")[0]}
     # vLLM's parser appends the JSON from NAME=VALUE, so that is the last of its spelling.
-    forms = [f"{name}{'.NAME=VALUE' * (name in dotted_options and name not in spellings[number:])}"
+    spelling_texts = [f"{name}{'.NAME=VALUE' * (name in dotted_options and name not in spellings[number:])}"
             for number, name in enumerate(spellings, 1)]  # fmt: skip
     file = " (the file of --config counts too)" * ("--config" in arguments)
     _raise_value_error(
-        f"{action.option_strings[0]}: given as {' and as '.join(forms)}{file}; vLLM would use only the last"
+        f"{action.option_strings[0]}: given as {' and as '.join(spelling_texts)}{file}; vLLM would use only the last"
     )
 
 
@@ -124,7 +124,7 @@ def _reads_any_json(action: Any) -> bool:
 
 
 def reset_options(parsed: Any, should_reset: Callable[[str], bool]) -> list[str]:
-    """Set options to vLLM's defaults. Return the names, as typed, of those that had another value.
+    """Set options to vLLM's defaults. Return the names of those that had another value, as vLLM's help prints them.
 
     ``should_reset`` returns whether to reset an option, by its name in the namespace, such as "max_num_seqs".
     """

@@ -47,8 +47,8 @@ def check_lines(checks: Sequence[CheckResult]) -> Iterator[str]:
 
 
 def check_name(check: CheckFunction) -> str:
-    """Return the name of a check for the user: that of its function, with hyphens."""
-    return check.__name__.replace("_", "-")
+    """Return the name of a check for the user: that of its function without "check_", with hyphens."""
+    return check.__name__.removeprefix("check_").replace("_", "-")
 
 
 @contextmanager

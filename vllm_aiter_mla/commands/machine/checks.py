@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the machine, its packages and vLLM's variables. Each check has the name of its function."""
+"""Checks of the machine, its packages and vLLM's variables.
+
+The name of a check is that of its function without "check_".
+"""
 
 import importlib.metadata
 import importlib.util
@@ -59,7 +62,7 @@ SWITCHES = {
 """vLLM's switches: the value that the fast path needs, and the default in all supported releases (vllm/envs.py)."""
 
 
-def torch(env: Env) -> CheckResult:
+def check_torch(env: Env) -> CheckResult:
     """Check that torch is installed and built for ROCm."""
     try:
         module = import_module("torch")
@@ -75,7 +78,7 @@ def torch(env: Env) -> CheckResult:
     return CheckResult("warning", f"{module.__version__}, {kind}: the plan and tests run, nothing else", SEE_GPU)
 
 
-def rocm(env: Env) -> CheckResult:
+def check_rocm(env: Env) -> CheckResult:
     """Check the ROCm release that torch was built for, or else the installed one."""
     version = rocm_version()
     if version is None:
@@ -85,7 +88,7 @@ def rocm(env: Env) -> CheckResult:
     return CheckResult("problem", f"{version}: AITER's bf16 arithmetic is wrong before 7", "use ROCm 7 or newer")
 
 
-def gpu(env: Env) -> CheckResult:
+def check_gpu(env: Env) -> CheckResult:
     """Check the card's architecture."""
     arch = gpu_arch()
     if arch is None:
@@ -97,7 +100,7 @@ def gpu(env: Env) -> CheckResult:
     return CheckResult("problem", f"{arch} (platform): not an AMD card, and {CONDITIONS}", REMEDIES["platform"])
 
 
-def triton(env: Env) -> CheckResult:
+def check_triton(env: Env) -> CheckResult:
     """Check that Triton is installed. With an fp8 KV cache ``kernel=auto`` runs none of our other kernels."""
     try:
         return CheckResult("ok", f"triton {import_module('triton').__version__}")
@@ -111,7 +114,7 @@ def triton(env: Env) -> CheckResult:
     )
 
 
-def hip_python(env: Env) -> CheckResult:
+def check_hip_python(env: Env) -> CheckResult:
     """Check that hip-python works and is made for this ROCm. Only the step ``kernels`` needs it."""
     module_or_problem, version, rocm = bindings.find(), bindings.version(), rocm_version()
     if module_or_problem == bindings.ABSENT and rocm is None:
@@ -124,7 +127,7 @@ def hip_python(env: Env) -> CheckResult:
     return CheckResult("ok", f"hip-python {version or 'without metadata'}")
 
 
-def vllm(env: Env) -> CheckResult:
+def check_vllm(env: Env) -> CheckResult:
     """Check that vLLM's version is supported, without importing vLLM."""
     version = vllm_version()
     window = "{}.{} <= vLLM < {}.{}".format(*release.WINDOW[0], *release.WINDOW[1])
@@ -135,7 +138,7 @@ def vllm(env: Env) -> CheckResult:
     return CheckResult("problem", f"{version} is outside {window}: the plugin stays off", REMEDIES["vllm_version"])
 
 
-def plugin(env: Env) -> CheckResult:
+def check_plugin(env: Env) -> CheckResult:
     """Check that vLLM finds this plugin. ``VLLM_PLUGINS`` is an allow-list: if it is set, it must name the plugin."""
     entry_points = importlib.metadata.entry_points(group=GENERAL)
     own_targets = {point.value for point in entry_points if point.name == NAMESPACE}
@@ -156,7 +159,7 @@ def plugin(env: Env) -> CheckResult:
     return CheckResult("ok", f"entry point {NAMESPACE} = {own_targets.pop()}{others_text}")
 
 
-def surface(env: Env) -> CheckResult:
+def check_surface(env: Env) -> CheckResult:
     """Check that vLLM has the hooks that the plugin needs, and that its MLA ops have the expected arguments."""
     if vllm_version() is None:
         return NO_VLLM
@@ -172,7 +175,7 @@ def surface(env: Env) -> CheckResult:
     return CheckResult("ok", "vLLM has every hook that the plugin needs, and the MLA ops that it knows")
 
 
-def patches(env: Env) -> CheckResult:
+def check_patches(env: Env) -> CheckResult:
     """Apply the plugin's patches and define its ops, as a server does."""
     if vllm_version() is None:
         return NO_VLLM
@@ -192,7 +195,7 @@ def patches(env: Env) -> CheckResult:
     return CheckResult("warning", failure_texts, "use additional_config.aiter_mla instead of the flag")
 
 
-def aiter(env: Env) -> CheckResult:
+def check_aiter(env: Env) -> CheckResult:
     """Check AITER by its files, without importing it."""
     install = op.locate_aiter()
     if install.reason is not None:
@@ -206,7 +209,7 @@ def aiter(env: Env) -> CheckResult:
     return CheckResult("warning", detail, "nothing; expect a slow first start")
 
 
-def code_objects(env: Env) -> CheckResult:
+def check_code_objects(env: Env) -> CheckResult:
     """Check that compiled modules of vLLM and AITER with AMD code have code for this card."""
     arch = gpu_arch()
     if arch is None or not arch.startswith("gfx"):
@@ -239,7 +242,7 @@ def architectures_of(path: Path) -> set[str]:
         return {name.decode() for name in re.findall(rb"amdgcn-amd-amdhsa--(gfx[0-9a-f]+)", content)}
 
 
-def verified(env: Env) -> CheckResult:
+def check_verified(env: Env) -> CheckResult:
     """Check whether this project has run the releases here. Without a card it has run no ROCm and no AITER."""
     installed = {
         "vLLM": vllm_version(),
@@ -260,7 +263,7 @@ def verified(env: Env) -> CheckResult:
     )
 
 
-def atom(env: Env) -> CheckResult:
+def check_atom(env: Env) -> CheckResult:
     """Check that ATOM's platform plugin, which replaces the models, is absent or off."""
     if not any(_package_name(point) == "atom" for point in importlib.metadata.entry_points(group=PLATFORM)):
         return CheckResult("ok", "ATOM's vLLM plugin is not installed")
@@ -269,7 +272,7 @@ def atom(env: Env) -> CheckResult:
     return CheckResult("problem", "ATOM's plugin owns the model: this plugin stays off", REMEDIES["atom"])
 
 
-def switches(env: Env) -> CheckResult:
+def check_switches(env: Env) -> CheckResult:
     """Check vLLM's variables: AITER and its MLA are on, batch invariance is off, and MLA is not disabled."""
     try:
         is_on = {name: _is_on(name, env[name]) if name in env else SWITCHES[name][1] for name in SWITCHES}
@@ -303,10 +306,10 @@ def _is_on(name: str, value: str) -> bool:
 
 
 CHECKS = (
-    switches, torch, rocm, gpu, triton, hip_python, vllm, plugin, surface, patches, aiter, code_objects,
-    verified, atom,
+    check_switches, check_torch, check_rocm, check_gpu, check_triton, check_hip_python, check_vllm, check_plugin,
+    check_surface, check_patches, check_aiter, check_code_objects, check_verified, check_atom,
 )  # fmt: skip
-"""All checks, in the order in which they run. ``switches`` is first, because its variables are forgotten most often."""
+"""All checks, in the order in which they run. Users forget the variables of ``check_switches`` most often."""
 
 
 # -- facts about this machine

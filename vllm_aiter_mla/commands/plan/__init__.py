@@ -3,7 +3,7 @@
 
 The step needs no GPU, no weights and no network. Its modules, in the order in which they run:
 
-- ``model`` finds the config.
+- ``config_source`` finds the config.
 - ``planner`` starts a process, in which ``child`` makes a plan for each set of options.
 - ``vllm_facts`` collects facts from vLLM. ``simulated_card`` simulates an AMD card if vLLM finds none.
 - ``build`` makes the record. The reasons come from admission, the kernels from ``kernels`` and the back ends, bytes

@@ -3,18 +3,18 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
 from vllm_aiter_mla import __version__, admission
-from vllm_aiter_mla.admission import Skip, integration_of, passes_skip
+from vllm_aiter_mla.admission import LayerView, Skip, integration_of, passes_skip
 from vllm_aiter_mla.commands import serve_options
 from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.commands.compat.rocm_config import LayerKind
 from vllm_aiter_mla.commands.compat.vllm_options import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
 from vllm_aiter_mla.commands.plan import kernels, record
-from vllm_aiter_mla.commands.plan.model import Variables
+from vllm_aiter_mla.commands.plan.record import Variables
 from vllm_aiter_mla.commands.plan.vllm_facts import EngineFacts, LoadedVllm, VllmFacts
 from vllm_aiter_mla.kernels import formulas, vllm_own
 from vllm_aiter_mla.kernels.absorb import FORMATS
@@ -45,9 +45,9 @@ def make_plan(facts: VllmFacts, vllm: LoadedVllm, variables: Variables) -> recor
         if (number := numbers[name] or 0) > maximum:
             raise ValueError(f"{option} {number}: a number up to {maximum} expected")
     # If the gate skips the engine, this is the limit that it would have set.
-    sizes = engine.options.max_num_seqs, engine.options.num_drafts or 0, settings.max_token_num
+    sizes = engine.options.max_num_seqs, engine.options.num_drafts, settings.max_token_num
     limit = engine.gate.limit if engine.gate else admission.decode_limit(*sizes)
-    kind_plans = [_LayerKindPlan(vllm.arch, settings, engine, *layer, limit) for layer in facts.layers]
+    kind_plans = [_plan_layer_kind(vllm.arch, settings, engine, *layer, limit) for layer in facts.layers]
     main_kind = kind_plans[0] if kind_plans else None
     total = sum(kind_plan.count for kind_plan in kind_plans) or model.listed_layers
     engine_skips = engine_reasons(facts)
@@ -79,7 +79,7 @@ def make_plan(facts: VllmFacts, vllm: LoadedVllm, variables: Variables) -> recor
         limit=limit,
         **_graph_fields(engine, facts.user_options.settings, limit),
         outcome=_outcome(reasons, engaged, total),
-        layers=record.Layers(total, drafts, model.layers, engaged),
+        layers=record.Layers(total, drafts, model.num_layers, engaged),
         reasons=tuple(reasons),
         kernels=main_kind.spans if main_kind else None,
         figures=_figures(model, main_kind, limit, engine.view.enforce_eager) if main_kind else None,
@@ -88,29 +88,26 @@ def make_plan(facts: VllmFacts, vllm: LoadedVllm, variables: Variables) -> recor
     )
 
 
+@dataclass(frozen=True)
 class _LayerKindPlan:
     """The kernels and the reasons of one kind of layer."""
 
-    def __init__(
-        self, arch: str, settings: Settings, engine: EngineFacts, layer_kind: LayerKind, count: int, limit: int
-    ) -> None:
-        self.layer_kind, self.view, self.count = layer_kind, layer_kind.view, count
-        self.tp = engine.options.tp
-        self.has_fp8_cache = record.is_fp8_cache(self.view.kv_cache_dtype)
-        heads = self.view.num_heads
-        is_unpadded = vllm_own.may_take_parts(arch, heads, self.has_fp8_cache)  # as in ``serving.layer``
-        self.prepared_heads = heads if is_unpadded else layer_kind.padded_heads or heads
-        self.reasons = admission.layer_skips(self.view)
-        if _integration(engine, settings) == "passes":
-            self.reasons += [] if layer_kind.has_rope else [NO_ROPE]
-        elif layer_kind.why_not_module and not self.reasons:  # a layer with another reason needs no wrapper
-            self.reasons = [layer_kind.why_not_module]
-        block_size = engine.options.block_size
-        assert block_size is not None, "vLLM sets it when it builds the layers"
-        self.decision, self.spans = kernels.decide_kernels(
-            arch, settings, self.view, layer_kind.format, block_size, limit
-        )
-        self.reasons += [self.decision.skip] if self.decision.skip else []
+    layer_kind: LayerKind
+    count: int  # of such layers
+    tp: int
+    prepared_heads: int  # of the largest prepared query
+    reasons: tuple[Skip, ...]  # why such a layer is skipped
+    spans: tuple[record.PlanSpan, ...]
+
+    @property
+    def view(self) -> LayerView:
+        """The layer, for admission."""
+        return self.layer_kind.view
+
+    @property
+    def has_fp8_cache(self) -> bool:
+        """Whether the KV cache is in fp8."""
+        return record.is_fp8_cache(self.view.kv_cache_dtype)
 
     def sizes(self) -> record.Kind:
         """Return the number of such layers and their sizes, with the heads of all ranks."""
@@ -119,6 +116,25 @@ class _LayerKindPlan:
             self.count, heads * self.tp, self.view.is_sparse, nope, rope, latent, v, layer_kind.has_rope,
             layer_kind.method, layer_kind.weight,
         )  # fmt: skip
+
+
+def _plan_layer_kind(
+    arch: str, settings: Settings, engine: EngineFacts, layer_kind: LayerKind, count: int, limit: int
+) -> _LayerKindPlan:
+    """Return the kernels and the reasons of ``count`` layers of one kind."""
+    view, heads = layer_kind.view, layer_kind.view.num_heads
+    is_unpadded = vllm_own.may_take_parts(arch, heads, record.is_fp8_cache(view.kv_cache_dtype))  # as in serving.layer
+    reasons = admission.layer_skips(view)
+    if _integration(engine, settings) == "passes":
+        reasons += [] if layer_kind.has_rope else [NO_ROPE]
+    elif layer_kind.why_not_module and not reasons:  # a layer with another reason needs no wrapper
+        reasons = [layer_kind.why_not_module]
+    block_size = engine.options.block_size
+    assert block_size is not None, "vLLM sets it when it builds the layers"
+    decision, spans = kernels.decide_kernels(arch, settings, view, layer_kind.format, block_size, limit)
+    reasons += [decision.skip] if decision.skip else []
+    prepared_heads = heads if is_unpadded else layer_kind.padded_heads or heads
+    return _LayerKindPlan(layer_kind, count, engine.options.tp, prepared_heads, tuple(reasons), spans)
 
 
 def engine_reasons(facts: VllmFacts) -> list[Skip]:

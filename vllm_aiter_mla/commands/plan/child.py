@@ -16,14 +16,13 @@ from typing import TypeVar
 from vllm_aiter_mla.admission import LayerView
 from vllm_aiter_mla.commands.compat import rocm_config
 from vllm_aiter_mla.commands.plan import build, kernels, vllm_facts
-from vllm_aiter_mla.commands.plan.model import Variables
-from vllm_aiter_mla.commands.plan.record import FORWARDED_ERRORS, Plan
+from vllm_aiter_mla.commands.plan.record import FORWARDED_ERRORS, Plan, Variables
 from vllm_aiter_mla.settings import Settings
 
 Result = TypeVar("Result")
 
 
-def make_plans(
+def plan_deployments(
     folder: Path, deployments: Sequence[Sequence[str]], arch: str | None, variables: Variables
 ) -> list[Plan]:
     """Return a plan for the options of each deployment.

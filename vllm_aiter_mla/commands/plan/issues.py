@@ -41,7 +41,7 @@ def applies(issue: Mapping[str, Any], plan: Plan) -> bool:
     AITER's release is unknown if AITER is not installed here, or if its release cannot be read.
     """
     options = plan.options
-    numbers = {"heads": plan.heads_per_rank, "rows": 1 + (options.num_drafts or 0), "tp": options.tp}
+    numbers = {"heads": plan.heads_per_rank, "rows": 1 + options.num_drafts, "tp": options.tp}
     if any(not issue[name][0] <= value <= issue[name][1] for name, value in numbers.items() if name in issue):
         return False
     releases = {"vllm": plan.vllm, "aiter": files.stamp("plan").aiter}

@@ -37,7 +37,7 @@ class PlanBackends(Backends):
             "aiter": lambda card, _: AiterBackend(card, op=_raise_on_launch),
             "aiter-opt": lambda card, _: AiterBackend(card, op=_raise_on_launch, opt=True),
             "triton": lambda card, _: _PlanTriton(arch),
-            "vllm": lambda card, _: _PlanVllm(),
+            VLLM: lambda card, _: _PlanVllm(),
         }
         super().__init__(settings, Platform(arch, ROCM), factories)
 
@@ -62,7 +62,7 @@ class _PlanTriton(triton.TritonBackend):
 class _PlanVllm(ReferenceBackend):
     """vLLM's own kernels, which accept all inputs of the shared contract."""
 
-    name = "vllm"
+    name = VLLM
 
 
 def decide_kernels(

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.plan import issues
-from vllm_aiter_mla.commands.plan.model import Source, Variables
-from vllm_aiter_mla.commands.plan.record import FORWARDED_ERRORS, Plan
+from vllm_aiter_mla.commands.plan.config_source import Source
+from vllm_aiter_mla.commands.plan.record import FORWARDED_ERRORS, Plan, Variables
 from vllm_aiter_mla.settings import NAMESPACE
 
 # The child makes no connection and leaves no file.
@@ -51,17 +51,19 @@ def make_plans(
 
 def with_source(plan: Plan, source: Source) -> Plan:
     """Return the plan with the origin of its config. The child does not know it."""
-    origin = {name: getattr(source, name) for name in ("name", "source", "basis", "assumed")}
-    return replace(plan, model=replace(plan.model, **origin))
+    model = replace(
+        plan.model, name=source.name, source=source.config_location, basis=source.basis, assumed=source.assumed
+    )
+    return replace(plan, model=model)
 
 
 def make_plans_in_child(
     folder: Path, deployments: Sequence[Sequence[str]], arch: str | None, variables: Variables
 ) -> list[Plan]:
-    """Call ``child.make_plans`` in the process that ``make_plans`` starts. Only there is torch imported."""
+    """Call ``child.plan_deployments`` in the process that ``make_plans`` starts. Only there is torch imported."""
     from vllm_aiter_mla.commands.plan import child
 
-    return child.make_plans(folder, deployments, arch, variables)
+    return child.plan_deployments(folder, deployments, arch, variables)
 
 
 def child_environment(variables: Variables, cache: str) -> dict[str, str]:

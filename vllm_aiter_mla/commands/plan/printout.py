@@ -161,7 +161,7 @@ def _figure_lines(plan: Plan) -> Iterator[str]:
     figures = plan.figures
     if figures is None:
         return
-    num_layers = figures.layers
+    num_layers = figures.num_layers
     yield f"Query preparation and KV write of {num_layers} layers on one rank, absorb BMM included"
     yield "by formula (docs/configuration.md), not measured"
     rows: list[tuple[str, ...]] = [("T", "path", "layer", "step", "layer", "step")]

@@ -4,6 +4,7 @@
 This module imports no torch. ``schemas.json`` describes the fields.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm_aiter_mla import files
@@ -11,6 +12,9 @@ from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.decided import RejectedKernel, Span
 from vllm_aiter_mla.kernels.formulas import Launch
 from vllm_aiter_mla.settings import Settings
+
+Variables = Mapping[str, tuple[str, str]]
+"""Value and origin ("--env", "environment" or "default") of each environment variable that is set for the plan."""
 
 
 class NotKnownError(RuntimeError):
@@ -44,12 +48,12 @@ class Kind:
 
 @dataclass(frozen=True)
 class Model:
-    """The model of a plan. The last four fields are the origin of its config, as in ``model.Source``."""
+    """The model of a plan. The last four fields are the origin of its config, as in ``config_source.Source``."""
 
     architecture: str
     is_mla: bool
     dtype: str
-    layers: int
+    num_layers: int
     max_position: int
     listed_layers: int
     notes: tuple[str, ...] = ()  # how the config was read
@@ -70,7 +74,7 @@ class Options:
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int | None
-    num_drafts: int | None
+    num_drafts: int
     kv_cache_dtype: str
     dcp: int
     pcp: int
@@ -134,7 +138,7 @@ class Cost:
 class Figures:
     """Launches and bytes by formula, of the most frequent kind of layer."""
 
-    layers: int
+    num_layers: int
     by_tokens: dict[int, dict[str, Cost]]  # by path
     q_prepared_bytes: int
     table_halves_bytes: int

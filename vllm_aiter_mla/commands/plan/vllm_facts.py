@@ -20,7 +20,7 @@ from vllm_aiter_mla.admission import REMEDIES, ConfigView, Skip
 from vllm_aiter_mla.commands import serve_options
 from vllm_aiter_mla.commands.compat import rocm_config, vllm_options
 from vllm_aiter_mla.commands.plan import simulated_card
-from vllm_aiter_mla.commands.plan.model import cached_config
+from vllm_aiter_mla.commands.plan.config_source import cached_config
 from vllm_aiter_mla.commands.plan.record import Model, NotKnownError, Options
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import release
@@ -275,7 +275,7 @@ def model_facts(model: Any) -> Model:
         architecture=str(model.architecture),
         is_mla=bool(model.use_mla),
         dtype=_dtype(model),
-        layers=layers,
+        num_layers=layers,
         max_position=getattr(model.hf_text_config, "max_position_embeddings", None) or positions,
         listed_layers=len(compat_config.mla_layers(model)),
     )
@@ -307,7 +307,7 @@ def engine_facts(config: Any, settings: Settings) -> EngineFacts:
             max_num_seqs=scheduler.max_num_seqs,
             max_num_batched_tokens=scheduler.max_num_batched_tokens,
             block_size=config.cache_config.block_size,
-            num_drafts=config.num_speculative_tokens,
+            num_drafts=config.num_speculative_tokens or 0,
             kv_cache_dtype=str(config.cache_config.cache_dtype),
             dcp=view.dcp,
             pcp=view.pcp,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm-aiter-mla report``: render one HTML page from the files of other commands.
 
-``page`` reads the files. ``check_reader``, ``engine_reader`` and ``serving_reader`` add each kind of record to the page
-as ``blocks``. ``charts`` draws, and ``page.html.j2`` has the markup and the CSS. ``serving_record`` is the record of
-``tools/serving.py``.
+``page`` reads the files. ``check_reader``, ``plan_reader``, ``status_reader`` and ``serving_reader`` add each kind of
+record to the page as ``blocks`` and ``tables``. ``charts`` draws, and ``page.html.j2`` has the markup and the CSS.
+``serving_record`` is the record of ``tools/serving.py``.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,6 +30,8 @@ def report(
     The page loads nothing, runs no script and opens without a network. Every figure is also in a table. Exit status 0:
     the page is written. 2: an input cannot be shown, and nothing is written.
     """
+    if (reason := outputs.overwritten_input_reason(inputs, out)) is not None:
+        outputs.fail(f"report: --out {out}: {reason}")
     try:
         text = load_renderer()(inputs)
     except ValueError as error:

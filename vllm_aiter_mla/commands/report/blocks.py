@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a page: glances on the first screen, and sections of titled blocks with tables, charts and lines."""
+"""The parts of a page: summaries on the first screen, and sections of titled blocks with tables, charts and lines."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +10,7 @@ from typing import Any
 from markupsafe import Markup
 
 from vllm_aiter_mla import files
+from vllm_aiter_mla.commands.check.record import STATUSES
 from vllm_aiter_mla.commands.report.charts import Chart
 
 PLAN = "Plan"
@@ -18,10 +19,8 @@ SECTIONS = ("Serving", "Check", PLAN, "Status", "Timing", "Kernels")
 """The sections in their order on the page."""
 
 NOTHING_RAN, ON_CPU, ON_EMULATOR = "planned", "passed on a CPU", "passed on an emulator"
-OUTCOMES = {
-    "passed": "good", "engaged": "good", "failed": "bad", "cut off": "bad",
-    "warning": "mind", "partly": "mind", "no gain": "mind",
-    "skipped": "none", "unknown": "none", NOTHING_RAN: "none", ON_CPU: "none", ON_EMULATOR: "none",
+OUTCOMES = {status: traits.tone for status, traits in STATUSES.items()} | {
+    "engaged": "good", "partly": "mind", NOTHING_RAN: "none", ON_CPU: "none", ON_EMULATOR: "none",
     "engaged on a CPU": "none", "ended": "none", "compared": "none",
 }  # fmt: skip
 """The CSS class of each outcome, for its colour. The page shows the word with the colour."""
@@ -38,7 +37,7 @@ class PageInput:
 
 
 @dataclass(frozen=True)
-class Glance:
+class InputSummary:
     """The summary of one input on the first screen."""
 
     outcome: str  # one of ``OUTCOMES``
@@ -47,7 +46,7 @@ class Glance:
     meaning: str
     skipped: Sequence[str] = ()
     versions: Mapping[str, str] = field(default_factory=dict)  # in addition to those of the stamp
-    run: str = ""  # the server; its ranks share a glance
+    run: str = ""  # the server; its ranks share a summary
 
 
 @dataclass
@@ -62,32 +61,32 @@ class Block:
 
 
 class Page:
-    """The glances, and the blocks by section and title."""
+    """The summaries, and the blocks by section and title."""
 
     def __init__(self) -> None:
-        self.current_input = PageInput("", Path())  # the input that is being read
-        self.glances: dict[tuple[str, str, str], dict[str, list[str]]] = {}
+        self.summaries: dict[tuple[str, str, str], dict[str, list[str]]] = {}
         self.sections: dict[str, dict[str, Block]] = {section: {} for section in SECTIONS}
 
-    def add_glance(self, glance: Glance, evidence: files.Stamp) -> None:
-        """Add a glance to the first screen. The ranks of a server share one glance, which has the facts of each."""
-        versions = {"vLLM": evidence.vllm, "AITER": evidence.aiter, **glance.versions, "plugin": evidence.plugin}
+    def add_summary(self, page_input: PageInput, summary: InputSummary, evidence: files.Stamp) -> None:
+        """Add a summary to the first screen. The ranks of a server share one summary, which has the facts of each."""
+        versions = {"vLLM": evidence.vllm, "AITER": evidence.aiter, **summary.versions, "plugin": evidence.plugin}
         facts = {
-            "Input": self.current_input.name,
-            "Card": glance.card,
+            "Input": page_input.name,
+            "Card": summary.card,
             "When": f"{evidence.time.replace('T', ' ').replace('+00:00', ' UTC')} on {evidence.host}",
             "Versions": ", ".join(f"{name} {value or 'not installed'}" for name, value in versions.items()),
-            "Skipped": "; ".join(glance.skipped) or "nothing",
-            "Means": glance.meaning,
+            "Skipped": "; ".join(summary.skipped) or "nothing",
+            "Means": summary.meaning,
         }
-        shared_facts = self.glances.setdefault(
-            (glance.outcome, glance.title, glance.run or self.current_input.name), defaultdict(list)
+        shared_facts = self.summaries.setdefault(
+            (summary.outcome, summary.title, summary.run or page_input.name), defaultdict(list)
         )
         for name, fact in facts.items():
             shared_facts[name] += [fact] * (fact not in shared_facts[name])
 
     def add_block(
         self,
+        page_input: PageInput,
         section: str,
         title: str,
         columns: Sequence[str] = (),
@@ -109,7 +108,7 @@ class Page:
             and title in blocks
             and (blocks[title].columns, blocks[title].rows) != (columns, new_rows)
         ):
-            title += f" ({self.current_input.name})"
+            title += f" ({page_input.name})"
         if is_new := title not in blocks:
             blocks[title] = Block(columns, Markup(chart(title)))
         block = blocks[title]

@@ -14,6 +14,8 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from vllm_aiter_mla.decided import VLLM
+
 # A colour that is replaced by the page's text colour in the SVG.
 INK = "#010203"
 GREY, BLUE, GREEN = "#8a929b", "#2b7fc4", "#2a9d6f"
@@ -78,8 +80,8 @@ def draw_strips(
 
     If ``is_planned``, the strips are pale and hatched.
     """
-    labels = list(dict.fromkeys(label for parts in strips.values() for *_, label in parts if label != "vllm"))
-    colours = dict(zip(labels, cycle(SERIES), strict=False)) | {"vllm": GREY}
+    labels = list(dict.fromkeys(label for parts in strips.values() for *_, label in parts if label != VLLM))
+    colours = dict(zip(labels, cycle(SERIES), strict=False)) | {VLLM: GREY}
 
     def draw(axes: Axes) -> None:
         bar_style: dict[str, Any] = {"alpha": 0.4, "hatch": "//"} if is_planned else {}

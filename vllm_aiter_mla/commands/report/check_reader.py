@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Add a run of ``check`` to a page: its steps, and the records of the steps plan, kernels and timing.
-
-The demo adds the configuration to the name of a step, as in "engine, fp8 cache". The part before the comma is the name
-of the step.
-"""
+"""Add a run of ``check`` to a page: its steps, and the records of the steps plan, kernels and timing."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -12,36 +8,32 @@ from typing import Any
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import OVERFLOW
-from vllm_aiter_mla.commands.check.record import CheckRun, Step
-from vllm_aiter_mla.commands.check.steps import has_run_card_step
+from vllm_aiter_mla.commands.check.record import CheckRun, StepResult, has_run_card_step
 from vllm_aiter_mla.commands.check.timing.record import STAND_IN, Measurement
+from vllm_aiter_mla.commands.outputs import EXIT_MEANINGS
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.commands.report import charts
-from vllm_aiter_mla.commands.report.blocks import NO_CARD, NOTHING_RAN, ON_CPU, ON_EMULATOR, Glance, Page
-from vllm_aiter_mla.commands.report.engine_reader import add_plan, plan_label
-from vllm_aiter_mla.verify.results import Verification
+from vllm_aiter_mla.commands.report.blocks import (
+    NO_CARD,
+    NOTHING_RAN,
+    ON_CPU,
+    ON_EMULATOR,
+    InputSummary,
+    Page,
+    PageInput,
+)
+from vllm_aiter_mla.commands.report.plan_reader import add_plan, plan_label
+from vllm_aiter_mla.kernels.triton.tiles import TUNED_SCHEMA
+from vllm_aiter_mla.verify.results import GRAPH_ENGINE, RESULT_STATUSES, Verification
 
-EXIT_MEANINGS = {
-    None: ("cut off", "the run was cut off: it proves nothing"),
-    0: ("passed", "every step that ran passed"),
-    1: ("failed", "do not switch the fast path on before the failed steps pass"),
-    2: ("failed", "an option or the model was wrong, and the other steps did not run"),
-    3: ("skipped", "a step gave no result, no step ran on a card, or a step that was asked for was skipped"),
-    4: ("no gain", "vLLM's own kernels are the fastest for this model on this card: leave the flag off"),
-}
-"""Outcome and meaning of each exit status of ``check``."""
+CUT_OFF_MEANING = "the run was cut off: it proves nothing"
 STATIC_STEPS = ("machine", "plan", "issues")
 """Steps that run nothing of the fast path."""
-GRAPH_ENGINE = "graph capture"
-"""The value of ``Verification.engine`` on a card: the name of ``verify.engine.GraphEngine``."""
-TUNED_SCHEMA = "tuned"
-"""Schema of the record of `--tune` in the step ``timing``. It is not shown, because the step's lines say the same."""
-RESULT_STATUSES = ("passed", "failed", "skipped")
 VERSION_LABELS = {"torch": "torch", "runtime": "for", "triton": "Triton", "python": "Python"}
 """Labels on the first screen of the versions in ``stopwatch.machine``."""
 
 
-def add_check(page: Page, run: CheckRun) -> Glance:
+def add_check(page: Page, page_input: PageInput, run: CheckRun) -> InputSummary:
     """Add the steps of a check, and the records of its plan, its kernels and its timings.
 
     Raises:
@@ -55,13 +47,13 @@ def add_check(page: Page, run: CheckRun) -> Glance:
     rows = [(step.name, _step_outcome(step, passed_word), step.detail, list(step.lines)) for step in run.steps]
     cut_off_place = f"after the step {run.steps[-1].name}" if run.steps else "before a step had ended"
     alarms = [f"The run was cut off {cut_off_place}."] * (run.exit is None)
-    title = f"{page.current_input.name}, {run.model or 'no model'}: the steps"
-    page.add_block("Check", title, ("step", "outcome", "finding", "more"), rows, alarms=alarms)
+    title = f"{page_input.name}, {run.model or 'no model'}: the steps"
+    page.add_block(page_input, "Check", title, ("step", "outcome", "finding", "more"), rows, alarms=alarms)
     for add_record, record in records_to_show:
-        add_record(page, record)
+        add_record(page, page_input, record)
     for step in run.steps:
-        _add_figures(page, step)
-    return _glance(run, records, passed_word)
+        _add_figures(page, page_input, step)
+    return _summary_of_run(run, records, passed_word)
 
 
 def _check_consistency(run: CheckRun) -> None:
@@ -75,29 +67,25 @@ def _check_consistency(run: CheckRun) -> None:
         raise ValueError("on_a_card is null, and a step ran that can run on a card")
 
 
-def _step_name(step: Step) -> str:
-    return step.name.partition(",")[0]
-
-
-def _step_records(step: Step) -> Iterator[tuple[Callable[[Page, Any], None], Any]]:
+def _step_records(step: StepResult) -> Iterator[tuple[Callable[[Page, PageInput, Any], None], Any]]:
     """Yield each record of a step, with the function that adds it to the page.
 
     Raises:
         ValueError: the data is not a record of this version.
     """
-    if step.data is None or _step_name(step) not in STEP_RECORDS:
+    if step.data is None or step.step_name not in STEP_RECORDS:
         return
-    record_type, add_record = STEP_RECORDS[_step_name(step)]
+    record_type, add_record = STEP_RECORDS[step.step_name]
     for data in step.data if isinstance(step.data, list) else [step.data]:
-        if files.layout_of(data)[0] != TUNED_SCHEMA:
+        if files.layout_of(data)[0] != TUNED_SCHEMA:  # the lines of the step say the same as the record of --tune
             yield add_record, files.parse(record_type, Path(step.name), data)
 
 
-def _step_outcome(step: Step, passed_word: str) -> str:
+def _step_outcome(step: StepResult, passed_word: str) -> str:
     """Return the outcome of a step. A plan, or a step that passed on a CPU, never looks as if it passed on a card."""
     if step.status != "passed":
         return step.status
-    return NOTHING_RAN if _step_name(step) == "plan" else passed_word
+    return NOTHING_RAN if step.step_name == "plan" else passed_word
 
 
 def _run_outcome(run: CheckRun, plans: Sequence[Plan], passed_word: str) -> tuple[str, str]:
@@ -110,17 +98,26 @@ def _run_outcome(run: CheckRun, plans: Sequence[Plan], passed_word: str) -> tupl
         and {*failed_steps} <= {"plan"}
     ):
         return NOTHING_RAN, _plan_meaning(plans)
-    outcome, meaning = EXIT_MEANINGS.get(run.exit, ("failed", f"exit status {run.exit}"))
+    outcome, meaning = _exit_meaning(run.exit)
     if failed_steps:
         return outcome, f"{meaning}: {', '.join(failed_steps)}"
     if outcome != "passed":
         return outcome, meaning
     if passed_word == ON_CPU:
-        meaning = "every step that ran passed, on this CPU, which shows nothing of a card"
+        meaning += ", on this CPU, which shows nothing of a card"
     passed_steps = [
-        step.name for step in run.steps if step.status in ("passed", "warning") and _step_name(step) != "plan"
+        step.name for step in run.steps if step.status in ("passed", "warning") and step.step_name != "plan"
     ]
     return passed_word, f"{meaning}: {', '.join(passed_steps)}"
+
+
+def _exit_meaning(exit_status: int | None) -> tuple[str, str]:
+    """Return the outcome and the meaning of an exit status of ``check``; None if the run was cut off."""
+    if exit_status is None:
+        return "cut off", CUT_OFF_MEANING
+    if (meaning := EXIT_MEANINGS.get(exit_status)) is None:
+        return "failed", f"exit status {exit_status}"
+    return meaning.check_outcome, meaning.check_text
 
 
 def _plan_meaning(plans: Sequence[Plan]) -> str:
@@ -131,8 +128,8 @@ def _plan_meaning(plans: Sequence[Plan]) -> str:
     return f"nothing was run: by vLLM's own config these MLA layers would engage: {layers}"
 
 
-def _glance(run: CheckRun, records: Sequence[Any], passed_word: str) -> Glance:
-    """Return the glance of a run whose steps have these ``records``."""
+def _summary_of_run(run: CheckRun, records: Sequence[Any], passed_word: str) -> InputSummary:
+    """Return the summary of a run whose steps have these ``records``."""
     plans = [record for record in records if isinstance(record, Plan)]
     verifications = [record for record in records if isinstance(record, Verification)]
     outcome, meaning = _run_outcome(run, plans, passed_word)
@@ -156,37 +153,39 @@ def _glance(run: CheckRun, records: Sequence[Any], passed_word: str) -> Glance:
     skipped += [f"{backend}: {why}" for record in verifications for backend, why in record.missing.items()]
     card = "emulated: " * (passed_word == ON_EMULATOR) + card
     title = " and ".join(map(plan_label, plans)) or run.model or "no model"
-    return Glance(outcome, f"check of {title}", card, meaning, list(dict.fromkeys(skipped)), versions)
+    return InputSummary(outcome, f"check of {title}", card, meaning, list(dict.fromkeys(skipped)), versions)
 
 
 def _card_name(recorded_machine: Mapping[str, str], machine_facts: Mapping[str, str], ran_on_card: bool | None) -> str:
     """Return the card that the records name, or else the card of the step ``machine``."""
     if not recorded_machine:
         return machine_facts.get("gpu", "a GPU that no step names" if ran_on_card else NO_CARD)
-    card = recorded_machine.get("card") or "not told"
+    card = recorded_machine.get("card") or "unknown"
     return NO_CARD if card.startswith("none") else f"{card} {recorded_machine.get('arch', '')}".strip()
 
 
-def _add_figures(page: Page, step: Step) -> None:
+def _add_figures(page: Page, page_input: PageInput, step: StepResult) -> None:
     """Add the figures of a step without a record, under their names in its data."""
-    step_name, title_suffix = _step_name(step), f"{step.name}, {page.current_input.name}"
+    step_name, title_suffix = step.step_name, f"{step.name}, {page_input.name}"
     if not step.data:
         return
     if step_name == "engine":
-        _add_by_scenario(page, f"Flag off and on, token by token: {title_suffix}", step.data["distances"])
+        _add_by_scenario(page, page_input, f"Flag off and on, token by token: {title_suffix}", step.data["distances"])
     elif step_name == "prefill":
-        _add_by_scenario(page, f"Steps with prefill rows, flag off and on: {title_suffix}", step.data)
+        _add_by_scenario(page, page_input, f"Steps with prefill rows, flag off and on: {title_suffix}", step.data)
     elif step_name == "launches":
-        page.add_block("Check", f"Kernels of one decode step: {title_suffix}", ("side", "kernels"), step.data.items())
+        page.add_block(
+            page_input, "Check", f"Kernels of one decode step: {title_suffix}", ("side", "kernels"), step.data.items()
+        )
 
 
-def _add_by_scenario(page: Page, title: str, scenarios: Mapping[str, Mapping[str, Any]]) -> None:
+def _add_by_scenario(page: Page, page_input: PageInput, title: str, scenarios: Mapping[str, Mapping[str, Any]]) -> None:
     names = dict.fromkeys(name for figures in scenarios.values() for name in figures)
     rows = [(scenario, *map(figures.get, names)) for scenario, figures in scenarios.items()]
-    page.add_block("Check", title, ("scenario", *(name.replace("_", " ") for name in names)), rows)
+    page.add_block(page_input, "Check", title, ("scenario", *(name.replace("_", " ") for name in names)), rows)
 
 
-def add_timing(page: Page, record: Measurement) -> None:
+def add_timing(page: Page, page_input: PageInput, record: Measurement) -> None:
     """Add one chart and one table per number of heads and type: time over tokens, with one line per kernel."""
     alarms = [f"The run stopped early: {record.stopped}"] if record.stopped else []
     alarms += [f"{kernel} is wrong and was not timed: {reason}" for kernel, reason in record.wrong.items()]
@@ -196,8 +195,8 @@ def add_timing(page: Page, record: Measurement) -> None:
             f"{STAND_IN} launches as many kernels as vLLM, which is not installed: the ratio is to a kernel that never "
             "serves."
         )
-    page.add_block("Timing", page.current_input.name, notes=notes, alarms=alarms)
-    for (heads, kind), group in groupby(record.rows, lambda row: (row.heads, row.kind)):
+    page.add_block(page_input, "Timing", page_input.name, notes=notes, alarms=alarms)
+    for (heads, cache_type), group in groupby(record.rows, lambda row: (row.heads, row.cache_type)):
         rows_of_shape = list(group)
         kernels = list(dict.fromkeys(kernel for row in rows_of_shape for kernel in row.us))
         columns = ("tokens", *(f"{kernel}, us" for kernel in kernels), "ratio")
@@ -212,13 +211,20 @@ def add_timing(page: Page, record: Measurement) -> None:
         notes += [f"{kernel} does not count as ours: it {OVERFLOW}" for row in rows_of_shape for kernel in row.left_out]
         chart = charts.chart_over_tokens(kernels, cells)
         page.add_block(
-            "Timing", f"{page.current_input.name}: {heads} heads, {kind}", columns, cells, chart, notes, alarms
+            page_input,
+            "Timing",
+            f"{page_input.name}: {heads} heads, {cache_type}",
+            columns,
+            cells,
+            chart,
+            notes,
+            alarms,
         )
 
 
-def add_kernels(page: Page, record: Verification) -> None:
+def add_kernels(page: Page, page_input: PageInput, record: Verification) -> None:
     """Add results by back end, failures with the command that repeats them, and launch counts."""
-    name, results, has_graphs = page.current_input.name, record.results, record.engine == GRAPH_ENGINE
+    name, results, has_graphs = page_input.name, record.results, record.engine == GRAPH_ENGINE
     counts = {
         backend: dict.fromkeys(RESULT_STATUSES, 0) for backend in dict.fromkeys(result.backend for result in results)
     }
@@ -236,17 +242,23 @@ def add_kernels(page: Page, record: Verification) -> None:
             )
     rows = [(backend, *count.values()) for backend, count in counts.items()]
     page.add_block(
-        "Kernels", f"{name}, {record.engine}", ("back end", *RESULT_STATUSES), rows, notes=notes, alarms=alarms
+        page_input,
+        "Kernels",
+        f"{name}, {record.engine}",
+        ("back end", *RESULT_STATUSES),
+        rows,
+        notes=notes,
+        alarms=alarms,
     )
     title = f"Launches in captured graphs, {name}" if has_graphs else f"PyTorch ops of a replayed step, no GPU, {name}"
     launch_rows = [
         (result.backend, result.variant, *launches) for result in results for launches in result.launches.items()
     ]
     if launch_rows:
-        page.add_block("Kernels", title, ("backend", "variant", "tokens", "counted"), launch_rows)
+        page.add_block(page_input, "Kernels", title, ("backend", "variant", "tokens", "counted"), launch_rows)
 
 
-STEP_RECORDS: dict[str, tuple[type[Any], Callable[[Page, Any], None]]] = {
+STEP_RECORDS: dict[str, tuple[type[Any], Callable[[Page, PageInput, Any], None]]] = {
     "plan": (Plan, add_plan),
     "kernels": (Verification, add_kernels),
     "timing": (Measurement, add_timing),

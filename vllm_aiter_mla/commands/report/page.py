@@ -5,6 +5,7 @@ The template escapes every value except the SVG of ``charts``, because names and
 anything.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,19 +16,21 @@ import jinja2
 from vllm_aiter_mla import __version__, files
 from vllm_aiter_mla.commands.check.record import CheckRun
 from vllm_aiter_mla.commands.outputs import escape_unprintable
-from vllm_aiter_mla.commands.report.blocks import OUTCOMES, PLAN, Glance, Page, PageInput
+from vllm_aiter_mla.commands.report.blocks import OUTCOMES, PLAN, InputSummary, Page, PageInput
 from vllm_aiter_mla.commands.report.check_reader import add_check
-from vllm_aiter_mla.commands.report.engine_reader import add_status
 from vllm_aiter_mla.commands.report.serving_reader import add_serving
 from vllm_aiter_mla.commands.report.serving_record import Serving
+from vllm_aiter_mla.commands.report.status_reader import add_status
 from vllm_aiter_mla.status.record import RankStatus
 
-READERS: dict[str, tuple[type[Any], Callable[[Page, Any], Glance]]] = {
+READERS: dict[str, tuple[type[Any], Callable[[Page, PageInput, Any], InputSummary]]] = {
     "check": (CheckRun, add_check),
     "status": (RankStatus, add_status),
     "serving": (Serving, add_serving),
 }
 """The record type and its reader, by the schema in the stamp of a file."""
+MIN_DIGITS, MAX_DIGITS = 4, 17
+"""Significant digits of a number on the page, and those of a float."""
 
 
 def render_page(paths: Sequence[Path]) -> str:
@@ -39,25 +42,33 @@ def render_page(paths: Sequence[Path]) -> str:
     """
     page, records = Page(), [*_load_records(paths)]
     for path, name, record in records:
-        page.current_input = PageInput(
+        page_input = PageInput(
             name, path.parent, _num_ranks_in_inputs(record, (other_record for *_, other_record in records))
         )
         _, add_record = READERS[files.schema_of(type(record))]
         try:
-            page.add_glance(add_record(page, record), record.evidence)
+            page.add_summary(page_input, add_record(page, page_input, record), record.evidence)
         except Exception as error:  # a file that was edited by hand may raise anything
             raise ValueError(f"{path}: not what this version writes: {type(error).__name__}: {error}") from error
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, finalize=_cell_text)
     template = environment.from_string(Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8"))
     html = template.render(
-        glances=page.glances, outcomes=OUTCOMES, sections=page.sections, plan_section=PLAN, plugin=__version__
+        summaries=page.summaries, outcomes=OUTCOMES, sections=page.sections, plan_section=PLAN, plugin=__version__
     )
     return html + "\n"
 
 
 def _cell_text(value: Any) -> Any:
     """Return the printed form of a value of the page."""
-    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else value
+    return "-" if value is None else _float_text(value) if isinstance(value, float) else value
+
+
+def _float_text(value: float) -> str:
+    """Return a number with ``MIN_DIGITS`` significant digits, and with more where it would look like 0 or 1."""
+    if abs(value) >= 10**MIN_DIGITS and math.isfinite(value):
+        return f"{value:.0f}"
+    texts = (f"{value:.{num_digits}g}" for num_digits in range(MIN_DIGITS, MAX_DIGITS))
+    return next((text for text in texts if abs(float(text)) not in (0, 1)), f"{value:.{MAX_DIGITS}g}")
 
 
 def _load_records(paths: Sequence[Path]) -> Iterator[tuple[Path, str, Any]]:

@@ -4,30 +4,31 @@
 from functools import partial
 from itertools import groupby
 
+from vllm_aiter_mla.commands.check.engine.record import SIDES
 from vllm_aiter_mla.commands.report import charts
-from vllm_aiter_mla.commands.report.blocks import Glance, Page
-from vllm_aiter_mla.commands.report.serving_record import LENGTHS, METRICS, OFF, ON, SIDES, Estimate, Serving
+from vllm_aiter_mla.commands.report.blocks import InputSummary, Page, PageInput
+from vllm_aiter_mla.commands.report.serving_record import LENGTHS, METRICS, OFF, ON, Estimate, Serving
 
 SHOWN_ELSEWHERE = {"card", "vllm", "aiter", "plugin", "time"}
 """Entries of ``Serving.about`` that the first screen takes from the stamp, or shows as the card."""
 
 
-def add_serving(page: Page, record: Serving) -> Glance:
+def add_serving(page: Page, page_input: PageInput, record: Serving) -> InputSummary:
     """Add a served model with the flag off and on: times and rates with their errors, or shares of right answers."""
     alarms = [
         f"{', '.join(f'{name} {value:g}' for name, value in row.point.items())}: invalid: {row.invalid}"
         for row in record.rows
         if row.invalid
     ]
-    results = [*_add_times(page, record, alarms), *_add_answers(page, record)]
+    results = [*_add_times(page, page_input, record, alarms), *_add_answers(page, page_input, record)]
     card, meaning = record.about.get("card", ""), "; ".join(results) or "nothing was compared"
     versions = {name: value for name, value in record.about.items() if name not in SHOWN_ELSEWHERE}
     outcome = "failed" if alarms or not results else "compared"
-    card_name = "a CPU, for tests" if card == "CPU" else card or "not told"
-    return Glance(outcome, f"{record.tool} of {record.model}", card_name, meaning, alarms, versions)
+    card_name = "a CPU, for tests" if card == "CPU" else card or "unknown"
+    return InputSummary(outcome, f"{record.tool} of {record.model}", card_name, meaning, alarms, versions)
 
 
-def _add_times(page: Page, record: Serving, alarms: list[str]) -> list[str]:
+def _add_times(page: Page, page_input: PageInput, record: Serving, alarms: list[str]) -> list[str]:
     """Add the table of times, and two charts for each combination of lengths; return the results in words."""
     valid_rows, results = [row for row in record.rows if not row.invalid], list[str]()
     value_columns = [(metric, side) for metric in METRICS for side in SIDES]
@@ -39,9 +40,11 @@ def _add_times(page: Page, record: Serving, alarms: list[str]) -> list[str]:
         )
         for row in valid_rows
     ]
-    name, notes = page.current_input.name, ["Times in ms, throughput in tokens/s; mean and standard error."]
+    name, notes = page_input.name, ["Times in ms, throughput in tokens/s; mean and standard error."]
     notes.append(f"Flag on: {record.status}")
-    page.add_block("Serving", f"{name}: {record.tool}, {record.model}", columns, cells, notes=notes, alarms=alarms)
+    page.add_block(
+        page_input, "Serving", f"{name}: {record.tool}, {record.model}", columns, cells, notes=notes, alarms=alarms
+    )
     for lengths, group in groupby(valid_rows, lambda row: "/".join(f"{row.point[name]:g}" for name in LENGTHS)):
         rows = [*group]
         rates = [f"{row.point['rate']:g}" for row in rows]
@@ -51,7 +54,7 @@ def _add_times(page: Page, record: Serving, alarms: list[str]) -> list[str]:
                 f"flag {side}": [(estimate.mean, estimate.stderr) for estimate in by_side[side]] for side in SIDES
             }
             draw = partial(charts.draw_lines, "requests per second", unit, rates, series)
-            page.add_block("Serving", f"{name}: {unit}, lengths {lengths}", chart=draw)
+            page.add_block(page_input, "Serving", f"{name}: {unit}, lengths {lengths}", chart=draw)
         ratios = [row.estimates["tpot"][OFF].mean / row.estimates["tpot"][ON].mean for row in rows]
         results.append(
             f"TPOT off / on {min(ratios):.3f} to {max(ratios):.3f} over {len(rows)} rates, lengths {lengths}"
@@ -59,13 +62,13 @@ def _add_times(page: Page, record: Serving, alarms: list[str]) -> list[str]:
     return results
 
 
-def _add_answers(page: Page, record: Serving) -> list[str]:
+def _add_answers(page: Page, page_input: PageInput, record: Serving) -> list[str]:
     """Add the shares of right answers by run; return the title of each run."""
     results = []
     for run, off_answers in (record.answers or {}).get(OFF, {}).items():
         sides = {OFF: off_answers["figures"], ON: record.answers[ON][run]["figures"]}
         shares = [(run, name, *(Estimate(**sides[side][name]).show(4) for side in SIDES)) for name in sides[OFF]]
         title = f"shares of right answers, run {int(run) + 1}"
-        page.add_block("Serving", f"{page.current_input.name}: {title}", ("run", "filter", *SIDES), shares)
+        page.add_block(page_input, "Serving", f"{page_input.name}: {title}", ("run", "filter", *SIDES), shares)
         results.append(title)
     return results

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_aiter_mla import files
+from vllm_aiter_mla.commands.check.engine.record import SIDES
 
-SIDES = OFF, ON = "off", "on"
+OFF, ON = SIDES
 LENGTHS = ("input", "prefix", "output")
 METRICS = {"ttft": "mean_ttft_ms", "tpot": "mean_tpot_ms", "throughput": "output_throughput"}
 """The name in ``vllm bench serve`` by metric: milliseconds to the first and per further token, and tokens a second."""
@@ -25,7 +26,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Row:
+class PointResult:
     """The results at one point. ``point`` has the tokens of ``LENGTHS``, and ``rate`` in requests per second."""
 
     point: dict[str, float]
@@ -41,7 +42,7 @@ class Serving:
     model: str
     about: dict[str, str]  # versions, and the card
     status: str  # the status line of the servers with the flag on
-    rows: tuple[Row, ...] = ()
+    rows: tuple[PointResult, ...] = ()
     results: Any = None  # the client's result files, by side and run
     answers: Any = None  # by side and run: the figures by filter, and each answer
     evidence: files.Stamp = files.stamp_field("serving")

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from vllm_aiter_mla.decided import Span
 
+TUNED_SCHEMA = "tuned"
+"""The schema of ``tuning.TunedTiles``. It is here because readers of the record import no torch."""
 NO_LIMIT = 1 << 31
 INT32_SPAN = 1 << 31  # of bytes or elements: from here on Triton takes 64-bit offsets
 LEAST_TOKENS = 16  # of a block, by the matrix instructions

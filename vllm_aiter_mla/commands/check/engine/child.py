@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_aiter_mla.commands.check.engine.record import ABOVE_LIMIT, MIXED, PREFILL_STEPS, EngineAnswer, Side
-from vllm_aiter_mla.commands.compat import engine as compat_engine
-from vllm_aiter_mla.commands.compat.engine import Prompt
+from vllm_aiter_mla.commands.compat import llm_engine
+from vllm_aiter_mla.commands.compat.llm_engine import Prompt
 from vllm_aiter_mla.commands.compat.vllm_options import load_plugins, parse_serve_options
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE
 
@@ -72,21 +72,21 @@ def short_prompt_lengths(num_tokens: int, max_requests: int, max_length: int) ->
 
 def drive_engine(options: EngineOptions) -> EngineAnswer:
     """Start one engine in this process and send it the prompts; return its answer without ``rank_statuses``."""
-    engine, unsupported_options = _start_engine(options)
-    generated_tokens = {name: compat_engine.generate(engine, prompts) for name, prompts in SCENARIOS.items()}
+    engine, unsupported_options = _start_with_flag(options)
+    generated_tokens = {name: llm_engine.generate(engine, prompts) for name, prompts in SCENARIOS.items()}
     prefill_logprobs = {}
     for name, prompts in SCENARIOS.items():
         prompts_and_tokens = zip(prompts, generated_tokens[name], strict=True)
         texts = [prompt.tokens + [token for token, _ in tokens] for prompt, tokens in prompts_and_tokens]
-        prefill_logprobs[name] = compat_engine.prompt_logprobs(engine, texts)
+        prefill_logprobs[name] = llm_engine.prompt_logprobs(engine, texts)
     prompt_logprobs, step_seconds = _run_prefill_steps(engine, options.decode_limit)
-    num_launches = compat_engine.count_decode_launches(engine, SCENARIOS["concurrent"])
+    num_launches = llm_engine.count_decode_launches(engine, SCENARIOS["concurrent"])
     return EngineAnswer(
         generated_tokens, prefill_logprobs, prompt_logprobs, step_seconds, num_launches, tuple(unsupported_options)
     )
 
 
-def _start_engine(options: EngineOptions) -> tuple[Any, list[str]]:
+def _start_with_flag(options: EngineOptions) -> tuple[Any, list[str]]:
     """Start vLLM's engine with the flag of ``options.side``; return the engine, and the options it does not support."""
     load_plugins()
     engine_args = parse_serve_options([options.model_folder, *options.serve_arguments])
@@ -95,9 +95,9 @@ def _start_engine(options: EngineOptions) -> tuple[Any, list[str]]:
     # ``enabled`` in the plugin's config is another spelling of the flag.
     own_config = {name: value for name, value in additional_config.get(NAMESPACE, {}).items() if name != "enabled"}
     engine_args.additional_config = {**additional_config, NAMESPACE: own_config}
-    unsupported_options = compat_engine.reset_unsupported_options(engine_args)
+    unsupported_options = llm_engine.reset_unsupported_options(engine_args)
     engine_args.model = options.model_folder
-    return compat_engine.start_engine(engine_args, options.num_random_layers), unsupported_options
+    return llm_engine.start_engine(engine_args, options.num_random_layers), unsupported_options
 
 
 def _run_prefill_steps(
@@ -123,7 +123,7 @@ def _run_prefill_steps(
             for repetition in range(1 + NUM_TIMED_STEPS)
         ]
         compared_batch, *timed_batches = batches
-        with compat_engine.decode_batch(engine, decoding_prompts):
-            logprobs[step_kind] = [compat_engine.prompt_logprobs(engine, compared_batch) for _ in range(2)]
-            step_seconds[step_kind] = [compat_engine.prefill_seconds(engine, batch) for batch in timed_batches if batch]
+        with llm_engine.decode_batch(engine, decoding_prompts):
+            logprobs[step_kind] = [llm_engine.prompt_logprobs(engine, compared_batch) for _ in range(2)]
+            step_seconds[step_kind] = [llm_engine.prefill_seconds(engine, batch) for batch in timed_batches if batch]
     return logprobs, step_seconds

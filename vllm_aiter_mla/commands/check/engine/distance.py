@@ -12,31 +12,34 @@ from typing import TYPE_CHECKING, Any
 from vllm_aiter_mla.commands.check.engine.record import SIDES, EngineAnswer, Side
 
 if TYPE_CHECKING:
-    from vllm_aiter_mla.commands.compat.engine import TokenLogprobs
+    from vllm_aiter_mla.commands.compat.llm_engine import TokenLogprobs
 
-# Kernels that sum in another order give other tokens where two tokens are nearly as likely. Through Triton's
-# interpreter a random model gave 97.6 % equal tokens and differences of at most 0.15. Without the RoPE of prefill rows
-# it gave at most 81 % and at least 1.7.
+# The first two bounds are chosen. Kernels that sum in another order give other tokens where two tokens are nearly as
+# likely. Through Triton's interpreter a random model gave 97.6 % equal tokens and differences of at most 0.15. Without
+# the RoPE of prefill rows it gave at most 81 % and at least 1.7 (`pytest -m engine -k triton`, 2026-11-20).
 MIN_TOP1_AGREEMENT = 0.95
 """Smallest share of positions with the same likeliest token that rounding explains."""
 MAX_DLOGPROB = 0.5
 """Largest difference of log-probabilities that rounding explains."""
 # Over an fp8 cache the reference with another rounding gave 90 % and 0.94. So for such a cache the largest mean of a
 # request is compared with ``mean_decode_prefill_dlogprob`` instead. The mean was 0.11 where that noise was 0.18. It was
-# 0.36 or more with the query scaled twice, and 0.41 or more with one wrong row in each decode step.
+# 0.36 or more with the query scaled twice, and 0.41 or more with one wrong row in each decode step (CPU engine, figures
+# recorded on 2026-11-25). The bound below is chosen.
 MAX_DECODE_PREFILL_DLOGPROB = 0.5
 """Largest mean difference of log-probabilities between the steps that generated tokens and prefill of the same text.
 
-On a CPU a small random model gave 0.02 (bf16 cache) and 0.17 (fp8). With permuted channels in decode it gave 8.4."""
+On a CPU a small random model gave 0.02 (bf16 cache) and 0.17 (fp8). With permuted channels in decode it gave 8.4
+(figures recorded by 2026-11-25)."""
 
 MAX_UNEQUAL_SHARE = 0.5
-"""Largest share of the prompts whose bytes may differ.
+"""Largest share of the prompts whose bytes may differ. It is chosen.
 
 Of 8 prompts in the sandbox's engine, 8 had the same bytes if q_pe and k_pe were rounded once. 7 had with another
-rounding of one value in 4096, and none had with two or three roundings of each value. A compiler may contract multiply
-and add without effect, because the product of two 16-bit values is exact in float32."""
+rounding of one value in 4096, and none had with two or three roundings of each value (figures recorded on 2026-11-27).
+A compiler may contract multiply and add without effect, because the product of two 16-bit values is exact in
+float32."""
 MAX_TIME_RATIO = 1.02
-"""Ratio of the times, flag on to flag off, above which ``check`` warns on a card."""
+"""Ratio of the times, flag on to flag off, above which ``check`` warns on a card. It is chosen."""
 
 
 @dataclass(slots=True)
@@ -83,7 +86,7 @@ def compare_requests(
     return comparison
 
 
-def is_explained_by_rounding(comparison: TokenComparison, fp8_noise: float = 0.0) -> bool:
+def can_rounding_explain_tokens(comparison: TokenComparison, fp8_noise: float = 0.0) -> bool:
     """Return whether rounding explains how far apart the two runs are.
 
     Over an fp8 cache another kernel's rounding before the cast can move a value by a step of fp8. So each request's

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from vllm_aiter_mla.commands.compat.engine import TokenLogprobs
+    from vllm_aiter_mla.commands.compat.llm_engine import TokenLogprobs
     from vllm_aiter_mla.status.record import RankStatus
 
 Side = Literal["off", "on"]

@@ -17,7 +17,7 @@ from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check.context import NO_GPU, Context
 from vllm_aiter_mla.commands.check.engine import distance
 from vllm_aiter_mla.commands.check.engine.record import PREFILL_STEPS, SIDES, EngineAnswer, Side
-from vllm_aiter_mla.commands.check.record import Step
+from vllm_aiter_mla.commands.check.record import StepResult
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.decided import kernel_at
 from vllm_aiter_mla.kernels import formulas
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 RANDOM_LAYERS = 4
 RANDOM_ARGUMENTS = ("--max-model-len", "512")
 """Options of ``vllm serve`` for an engine over random weights."""
-ENGINE_DID_NOT_RUN = "the engine did not run"
+NO_ANSWERS = "the step engine gave no answers"
 
 
-def compare_engines(context: Context) -> Step:
+def compare_engines(context: Context) -> StepResult:
     """Run vLLM's engine with the flag off and on, with the same other options; compare the tokens.
 
     The step fails if the two sides are further apart than rounding explains. It also fails if a layer did not engage
     although vLLM's own kernels were not the fastest for it.
     """
     if not context.options.can_use_gpu:
-        return Step("skipped", NO_GPU)
+        return StepResult("skipped", NO_GPU)
     assert context.plan is not None, "there is a shape"
     if (reason := _too_few_gpus_reason(context.plan)) is not None:
-        return Step("skipped", reason)
+        return StepResult("skipped", reason)
     with engine_runner(context, context.options.environment()) as run_side:
         # A GPU holds one engine at a time. The flag is on first, because that side is more likely to fail.
         context.answers = {side: run_side(side) for side in reversed(SIDES)}
@@ -124,7 +124,7 @@ def _too_few_gpus_reason(plan: Plan) -> str | None:
     return f"one engine needs {num_needed} GPUs; this machine has {num_present}" if num_present < num_needed else None
 
 
-def compare_tokens(context: Context) -> Step:
+def compare_tokens(context: Context) -> StepResult:
     """Compare the tokens with the flag off and on, and check which layers engaged."""
     plan = context.plan
     assert plan is not None, "there is a shape"
@@ -142,15 +142,17 @@ def compare_tokens(context: Context) -> Step:
         if plan.known_issues:
             names = ", ".join(issue.id for issue in plan.known_issues)
             failure += f"; known faults outside the plugin may be the cause: {names}"
-        return Step("failed", failure, tuple(lines), data)
+        return StepResult("failed", failure, tuple(lines), data)
     num_equal = sum(comparison.tokens_equal for comparison in comparisons.values())
     num_tokens = sum(comparison.tokens for comparison in comparisons.values())
     detail = f"{num_equal} of {num_tokens} tokens are equal, flag off and on"
     if not any(rank.engaged for rank in on.rank_statuses):
-        return Step("no gain", f"{detail}; vLLM's own kernels were the fastest for every layer", tuple(lines), data)
+        return StepResult(
+            "no gain", f"{detail}; vLLM's own kernels were the fastest for every layer", tuple(lines), data
+        )
     skipped = {layer for rank in on.rank_statuses for layer in rank.skipped}
     exception_text = f" but {len(skipped)}, for which vLLM's own kernels were the fastest" if skipped else ""
-    return Step("passed", f"{detail}; every MLA layer engaged{exception_text}", tuple(lines), data)
+    return StepResult("passed", f"{detail}; every MLA layer engaged{exception_text}", tuple(lines), data)
 
 
 def _token_difference_reason(
@@ -161,7 +163,7 @@ def _token_difference_reason(
     scenarios = [
         scenario
         for scenario, comparison in comparisons.items()
-        if not distance.is_explained_by_rounding(comparison, fp8_noise)
+        if not distance.can_rounding_explain_tokens(comparison, fp8_noise)
     ]
     return f"off and on are apart in {', '.join(scenarios)}" if scenarios else None
 
@@ -188,66 +190,68 @@ def _comparison_text(comparison: distance.TokenComparison) -> str:
     )
 
 
-def compare_prefill_rows(context: Context) -> Step:
+def compare_prefill_rows(context: Context) -> StepResult:
     """Compare the bytes and the times of steps with prefill rows, which the flag should not change.
 
     The step fails if the bytes differ by more than one rounding of RoPE. It warns if such steps are slower on a card.
     """
     if not context.answers:
-        return Step("skipped", ENGINE_DID_NOT_RUN)
+        return StepResult("skipped", NO_ANSWERS)
     comparisons = {
         step_kind: comparison
         for step_kind in PREFILL_STEPS
         if (comparison := distance.compare_prefill(context.answers, step_kind)) is not None
     }
     if not comparisons:
-        return Step("skipped", "no such step fits")
+        return StepResult("skipped", "no such step fits")
     lines = tuple(f"{step_kind}: {comparison.summary()}" for step_kind, comparison in comparisons.items())
     data = {step_kind: asdict(comparison) for step_kind, comparison in comparisons.items()}
     if differing_kinds := [kind for kind, item in comparisons.items() if not item.is_explained_by_rounding]:
         detail = f"one rounding of RoPE does not explain the differences: {', '.join(differing_kinds)}"
-        return Step("failed", detail, lines, data)
+        return StepResult("failed", detail, lines, data)
     slower_kinds = [
         f"{step_kind} ({comparison.ratio:.3f})"
         for step_kind, comparison in comparisons.items()
         if comparison.ratio > distance.MAX_TIME_RATIO
     ]
     if slower_kinds and context.options.can_use_gpu:  # a CPU's times say nothing about a card
-        return Step("warning", f"slower with the flag on: {', '.join(slower_kinds)}", lines, data)
+        return StepResult("warning", f"slower with the flag on: {', '.join(slower_kinds)}", lines, data)
     num_equal = sum(comparison.equal for comparison in comparisons.values())
     num_prompts = sum(comparison.prompts for comparison in comparisons.values())
-    return Step("passed", f"{num_equal} of {num_prompts} prompts have the same bytes, flag off and on", lines, data)
+    return StepResult(
+        "passed", f"{num_equal} of {num_prompts} prompts have the same bytes, flag off and on", lines, data
+    )
 
 
-def compare_decode_with_prefill(context: Context) -> Step:
+def compare_decode_with_prefill(context: Context) -> StepResult:
     """Compare each generated token's log-probability with prefill of the same text, on each side.
 
     A decode kernel that is also broken with the flag off gives equal tokens on both sides. Prefill runs another kernel.
     """
     if not context.answers:
-        return Step("skipped", ENGINE_DID_NOT_RUN)
+        return StepResult("skipped", NO_ANSWERS)
     means = {side: distance.mean_decode_prefill_dlogprob(context.answers[side]) for side in SIDES}
     detail = ", ".join(f"{side}: {mean:.2g}" for side, mean in means.items()) + " on average"
     wrong_sides = [side for side, mean in means.items() if not mean <= distance.MAX_DECODE_PREFILL_DLOGPROB]
     if not wrong_sides:
-        return Step("passed", detail, data=means)
+        return StepResult("passed", detail, data=means)
     cause = "only the fast path differs" if wrong_sides == ["on"] else "vLLM's own decode is wrong here"
-    return Step("failed", f"{detail}; {cause}", data=means)
+    return StepResult("failed", f"{detail}; {cause}", data=means)
 
 
-def compare_launches(context: Context) -> Step:
+def compare_launches(context: Context) -> StepResult:
     """Count the kernels of one decode step on each side. The step fails if the flag saves fewer than planned."""
     if not context.options.can_use_gpu:
-        return Step("skipped", NO_GPU)
+        return StepResult("skipped", NO_GPU)
     if not context.answers:
-        return Step("skipped", ENGINE_DID_NOT_RUN)
+        return StepResult("skipped", NO_ANSWERS)
     counts = {side: context.answers[side].num_launches for side in SIDES}
     if 0 in counts.values():
-        return Step("failed", "torch's profiler saw no kernel", data=counts)
+        return StepResult("failed", "torch's profiler saw no kernel", data=counts)
     num_planned, num_saved = _num_planned_savings(context), counts["off"] - counts["on"]
     counts_text = ", ".join(f"{side} {count}" for side, count in counts.items())
     detail = f"{counts_text}: {num_saved} fewer, planned {num_planned}"
-    return Step("passed" if num_saved >= num_planned else "failed", detail, data=counts)
+    return StepResult("passed" if num_saved >= num_planned else "failed", detail, data=counts)
 
 
 def _num_planned_savings(context: Context) -> int:
@@ -276,7 +280,7 @@ def _num_profiled_tokens(plan: Plan) -> int:
     from vllm_aiter_mla.commands.check.engine.child import SCENARIOS
 
     num_requests = min(len(SCENARIOS["concurrent"]), plan.options.max_num_seqs)
-    num_rows = num_requests * (1 + (plan.options.num_drafts or 0))
+    num_rows = num_requests * (1 + plan.options.num_drafts)
     captures = plan.captures
     sizes = (*captures.full, *captures.inside, *captures.outside)  # full graphs first, as vLLM replays them
     return next((size for size in sizes if size >= num_rows), num_rows)

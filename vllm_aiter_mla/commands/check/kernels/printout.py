@@ -11,10 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vllm_aiter_mla.verify.results import RESULT_STATUSES
+
 if TYPE_CHECKING:
     from vllm_aiter_mla.verify.results import Result, Verification
 
-_STATUS_MARKS = {"passed": "[green]ok[/]", "failed": "[red]FAILED[/]", "skipped": "[yellow]skipped[/]"}
+_STATUS_MARKS = dict(zip(RESULT_STATUSES, ("[green]ok[/]", "[red]FAILED[/]", "[yellow]skipped[/]"), strict=True))
 
 
 def count_rounds(results: Sequence[Result]) -> Counter[str]:
@@ -28,7 +30,7 @@ def count_rounds(results: Sequence[Result]) -> Counter[str]:
 def counts_text(results: Sequence[Result]) -> str:
     """Return the number of rounds by status in words, as in "2 passed, 0 failed, 1 skipped"."""
     counts = count_rounds(results)
-    return ", ".join(f"{counts[status]} {status}" for status in _STATUS_MARKS)
+    return ", ".join(f"{counts[status]} {status}" for status in RESULT_STATUSES)
 
 
 def print_cases(console: Console) -> None:

@@ -12,7 +12,7 @@ from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check.context import NO_GPU, CheckOptions, Context
 from vllm_aiter_mla.commands.check.kernels.printout import counts_text
 from vllm_aiter_mla.commands.check.options import Weights
-from vllm_aiter_mla.commands.check.record import Status, Step
+from vllm_aiter_mla.commands.check.record import Status, StepResult
 from vllm_aiter_mla.verify import FAILED, NOTHING, PASSED
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm_aiter_mla.verify.results import Result, Verification
 
 
-def verify_kernels(context: Context) -> Step:
+def verify_kernels(context: Context) -> StepResult:
     """Verify the kernels at the model's shapes, up to its decode limit; without a model at DeepSeek's shapes.
 
     A CPU replays small shapes eagerly. A kernel that turns an fp8 overflow into NaN fails the step if it would serve
@@ -33,9 +33,9 @@ def verify_kernels(context: Context) -> Step:
     records: list[Verification] = []
     for backend in chosen(request.options.backend, list(FINDERS), "--backend"):
         try:
-            records.append(_verify_backend(context, request, backend, records))
+            records.append(_run_backend_process(context, request, backend, records))
         except NotHereError as error:
-            return Step("skipped", NO_GPU if context.plan else str(error))
+            return StepResult("skipped", NO_GPU if context.plan else str(error))
     return _judge(context, _merge_records(records))
 
 
@@ -100,7 +100,7 @@ def _layer_sizes(plan: Plan) -> dict[str, int]:
     return {name: getattr(layer, name) for name in ("nope", "rope", "latent", "v")} | {"heads": plan.heads_per_rank}
 
 
-def _verify_backend(
+def _run_backend_process(
     context: Context, request: KernelsRequest, backend: str, earlier_records: Sequence[Verification]
 ) -> Verification:
     """Return the record of one back end. If its process ends early, the case that ran has failed.
@@ -130,7 +130,7 @@ def _verify_backend(
         else:
             running_case, record = None, replace(record, results=joined((*record.results, value)))
             merged = _merge_records([*earlier_records, record])
-            context.progress.report_partial(Step("cut off", counts_text(merged.results), data=merged))
+            context.progress.report_partial(StepResult("cut off", counts_text(merged.results), data=merged))
 
     environment = context.options.environment()
     try:
@@ -172,7 +172,7 @@ def _merge_records(records: Sequence[Verification]) -> Verification:
     return replace(first, status=status_of(results), sizes=sizes, missing=missing, results=results)
 
 
-def _judge(context: Context, record: Verification) -> Step:
+def _judge(context: Context, record: Verification) -> StepResult:
     """Return how the step ended. It passes if a kernel was compared and each named back end was available."""
     options, plan = context.options, context.plan
     failed_results = [result for result in record.results if result.status == "failed"]
@@ -201,4 +201,4 @@ def _judge(context: Context, record: Verification) -> Step:
     backends_text = ", ".join(dict.fromkeys(result.backend for result in record.results)) or "no back end"
     detail = f"{counts_text(record.results)} ({record.engine}; {backends_text})"
     detail += "".join(f"; back end {name}: {reason}" for name, reason in missing.items())
-    return Step(status, detail, tuple(lines), record)
+    return StepResult(status, detail, tuple(lines), record)

@@ -22,15 +22,15 @@ def print_record(record: Measurement, console: Console) -> None:
     for row in rows:
         us = [f"{row.us[name]:.2f}" if name in row.us else "-" for name in names]
         ratio = "-" if row.ratio is None else f"{row.ratio:.2f}{' (slower)' if row.ratio < 1 else ''}"
-        table.add_row(str(row.tokens), str(row.heads), row.kind, *us, ratio)
+        table.add_row(str(row.tokens), str(row.heads), row.cache_type, *us, ratio)
     console.print(table)
     if STAND_IN in names:
-        print_line(f"{STAND_IN}: in the place of vLLM's kernels, which are not here: as many launches, other code")
+        print_line(f"{STAND_IN}: replaces vLLM's kernels, which are not installed; it makes as many launches")
     for name, reason in dict.fromkeys(untimed for row in rows for untimed in row.untimed.items()):
         if name not in wrong_kernels:
             print_line(f"{name}: not timed: {reason}")
     for name in dict.fromkeys(name for row in rows for name in row.left_out):
-        print_line(f"{name}: it {OVERFLOW}; kernel=auto leaves it out, and the last column too")
+        print_line(f"{name}: it {OVERFLOW}; kernel=auto skips it, and the last column does not count it")
     for name, reason in wrong_kernels.items():
         print_line(f"WRONG, not timed: {name}: {reason}")
     if record.stopped:

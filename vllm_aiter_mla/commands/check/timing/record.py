@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_aiter_mla import files
+from vllm_aiter_mla.decided import VLLM
 
 MAX_TIMED_TOKENS = 65536
 """More tokens would fill the memory of a card."""
-VLLM, STAND_IN, DECODE_TILE, ONE_LAUNCH = "vllm", "vllm-stand-in", "aiter-decode-tile", "aiter-one-launch"
+STAND_IN, DECODE_TILE, ONE_LAUNCH = "vllm-stand-in", "aiter-decode-tile", "aiter-one-launch"
 TYPES_OF_16_BITS = {"bfloat16": "bf16", "float16": "fp16"}
-"""The name in ``Row.kind`` by torch's name of the type."""
+"""The name in ``Row.cache_type`` by torch's name of the type."""
 RIVALS = (VLLM, STAND_IN, DECODE_TILE, ONE_LAUNCH)
 """Kernels that ours are compared with: vLLM's own, a stand-in if vLLM's are not installed, and two uses of AITER's
 kernels that never serve."""
@@ -22,7 +23,7 @@ class Row:
 
     tokens: int
     heads: int
-    kind: str  # "fp8", "bf16" or "fp16": the type of the query and the cache
+    cache_type: str  # "fp8", "bf16" or "fp16": the type of the query and the cache
     us: dict[str, float]  # median microseconds per call in a replayed graph, by kernel; includes ``RIVALS``
     untimed: dict[str, str]  # why a kernel was not timed: it does not take the call, cannot run here, or is wrong
     # The fastest rival's time over our fastest kernel's time: above 1 ours is faster. If a stand-in for vLLM's kernels
@@ -33,7 +34,7 @@ class Row:
     left_out: tuple[str, ...] = ()
 
     @property
-    def ours(self) -> list[float]:
+    def our_times(self) -> list[float]:
         """The times of the kernels that count as ours."""
         return _times_of_ours(self.us, self.left_out)
 
@@ -51,7 +52,7 @@ class Measurement:
 
 
 def make_row(
-    tokens: int, heads: int, kind: str, us: Mapping[str, float], untimed: Mapping[str, str],
+    tokens: int, heads: int, cache_type: str, us: Mapping[str, float], untimed: Mapping[str, str],
     overflowing_kernels: Sequence[str] = (),
 ) -> Row:  # fmt: skip
     """Return the figures of one size. The ratio is None without a kernel of ours, or without vLLM's or a stand-in."""
@@ -61,7 +62,12 @@ def make_row(
         [time for name, time in us.items() if name in RIVALS],
     )
     ratio = min(rival_times) / min(our_times) if our_times and {VLLM, STAND_IN} & us.keys() else None
-    return Row(tokens, heads, kind, dict(us), dict(untimed), ratio, overflowing_and_timed)
+    return Row(tokens, heads, cache_type, dict(us), dict(untimed), ratio, overflowing_and_timed)
+
+
+def without_rivals(ended_checks: Mapping[str, str]) -> dict[str, str]:
+    """Return the kernels of ours in whose check a process ended. A rival that ends it is not timed, and not wrong."""
+    return {name: reason for name, reason in ended_checks.items() if name not in RIVALS}
 
 
 def _times_of_ours(us: Mapping[str, float], overflowing_kernels: Sequence[str]) -> list[float]:

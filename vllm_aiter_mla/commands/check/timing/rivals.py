@@ -56,9 +56,16 @@ class NotTimedError(RuntimeError):
 
 
 def check_rivals(
-    platform: Platform, shape: LayerShape, max_rows: int, vllm_is_here: bool
+    platform: Platform,
+    shape: LayerShape,
+    max_rows: int,
+    vllm_is_here: bool,
+    ended_checks: Mapping[str, str],
+    on_check: Callable[[str], None] = lambda name: None,
 ) -> tuple[dict[str, KernelBackend], dict[str, str]]:
     """Check the rivals of this card with up to ``max_rows`` rows.
+
+    A rival in ``ended_checks`` is not called. ``on_check`` is called with the name of a rival before its check.
 
     Returns:
         The rivals that can be timed on this shape, and why the others cannot, by name.
@@ -73,6 +80,10 @@ def check_rivals(
         if not vllm_is_here:
             makers[STAND_IN] = lambda: _stand_in_backend(shape, max_rows)
     for name, make in makers.items():
+        if name in ended_checks:
+            untimed[name] = ended_checks[name]
+            continue
+        on_check(name)
         try:
             runnable[name] = make()
         except (AiterUnavailableError, NotTimedError) as error:
@@ -163,7 +174,7 @@ class OneLaunchBackend(KernelBackend):
         platform: the card.
         functions: AITER's functions by weight format; imported by default.
         has_unit_scale: whether to assume that the scale of every query is 1, as AITER's users of these functions do.
-            Otherwise a query in fp8 is refused.
+            Otherwise a query in fp8 is skipped.
 
     Raises:
         AiterUnavailableError: ``functions`` is None and AITER does not have the functions.

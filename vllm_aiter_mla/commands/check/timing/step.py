@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check.context import NO_GPU, Context
 from vllm_aiter_mla.commands.check.options import CacheType, Weights
-from vllm_aiter_mla.commands.check.record import Step
-from vllm_aiter_mla.commands.check.timing.record import MAX_TIMED_TOKENS, TYPES_OF_16_BITS, Measurement
+from vllm_aiter_mla.commands.check.record import StepResult
+from vllm_aiter_mla.commands.check.timing.record import MAX_TIMED_TOKENS, TYPES_OF_16_BITS, Measurement, without_rivals
 
 if TYPE_CHECKING:
     from vllm_aiter_mla.commands.check.timing.child import Activity, TimingRequest
@@ -22,17 +22,17 @@ MODEL_TOKEN_COUNTS = (1, 8, 64, 256)
 """For a model those below its decode limit are timed, and the limit itself."""
 
 
-def time_kernels(context: Context) -> Step:
+def time_kernels(context: Context) -> StepResult:
     """Time every kernel and rival on this card, for the model's layer or for DeepSeek's at several numbers of heads.
 
     The step fails if a kernel is wrong, or if no kernel of ours was timed for the model. It is "unknown" if there is
     nothing to compare with. With ``tune`` the Triton kernel's tiles are timed, and the fastest are saved for starts.
     """
     if not context.options.can_use_gpu:
-        return Step("skipped", NO_GPU)
+        return StepResult("skipped", NO_GPU)
     request = _build_request(context)
     if context.options.timing.tune:
-        return _tune(context, request)
+        return _run_tuning(context, request)
     ended_checks = dict[str, str]()
     while True:
         try:
@@ -86,7 +86,7 @@ def _measure(context: Context, request: TimingRequest, ended_checks: dict[str, s
     """
     from vllm_aiter_mla.commands.check.timing import child
 
-    record = Measurement({}, request.weights, (), dict(ended_checks), "")
+    record = Measurement({}, request.weights, (), without_rivals(ended_checks), "")
     activity = child.Activity(None, "its start")
 
     def on_value(value: Measurement | Row | Activity) -> None:
@@ -99,11 +99,11 @@ def _measure(context: Context, request: TimingRequest, ended_checks: dict[str, s
         else:
             record = replace(record, rows=(*record.rows, value))
             partial_record = replace(record, stopped="cut off")
-            context.progress.report_partial(Step("cut off", f"{len(record.rows)} sizes", data=partial_record))
+            context.progress.report_partial(StepResult("cut off", f"{len(record.rows)} sizes", data=partial_record))
 
     environment = context.options.environment()
     try:
-        return process.call(child.time_kernels, request, ended_checks, environment=environment, on_value=on_value)
+        return process.call(child.time_layers, request, ended_checks, environment=environment, on_value=on_value)
     except process.EndedError as error:
         sentence = error.sentence(activity.text)
         if activity.kernel is not None and activity.kernel not in ended_checks:
@@ -111,28 +111,38 @@ def _measure(context: Context, request: TimingRequest, ended_checks: dict[str, s
         return replace(record, stopped=sentence)
 
 
-def _judge(context: Context, record: Measurement) -> Step:
+def _judge(context: Context, record: Measurement) -> StepResult:
     """Return how the step ended; see ``time_kernels``. It also fails if a size raised."""
     lines = tuple(
-        f"{row.tokens} tokens: " + ", ".join(f"{name} {us:.2f} us" for name, us in sorted(row.us.items()))
+        f"{_size_text(row)}: " + ", ".join(f"{name} {us:.2f} us" for name, us in sorted(row.us.items()))
         for row in record.rows
     )
     lines += tuple(f"{name}: {reason}" for name, reason in record.wrong.items())
-    ratios = [(row.tokens, row.ratio) for row in record.rows if row.ratio is not None]
-    has_ours = any(row.ours for row in record.rows)
-    if record.wrong or record.stopped or (context.plan and not has_ours):
-        return Step("failed", record.stopped or "a kernel is wrong, or none of ours was timed", lines, record)
+    ratios = [(row, row.ratio) for row in record.rows if row.ratio is not None]
+    has_ours = any(row.our_times for row in record.rows)
+    if record.stopped:
+        return StepResult("failed", record.stopped, lines, record)
+    if record.wrong:
+        return StepResult("failed", f"wrong, not timed: {', '.join(record.wrong)}", lines, record)
+    if context.plan and not has_ours:
+        return StepResult("failed", "none of our kernels was timed", lines, record)
     if not ratios:
-        missing_kernels = "neither vLLM's kernels nor a stand-in" if has_ours else "none of ours"
-        return Step("unknown", f"nothing to compare: {missing_kernels} was timed", lines, record)
-    slower_tokens = sorted({tokens for tokens, ratio in ratios if ratio < 1})
-    speed_text = (
-        f"vLLM or a rival is faster at {slower_tokens}" if slower_tokens else "one of ours is the fastest at each"
-    )
-    return Step("passed", f"{len(ratios)} sizes; {speed_text}", lines, record)
+        missing_kernels = "neither vLLM's kernels nor a stand-in" if has_ours else "none of our kernels"
+        return StepResult("unknown", f"nothing to compare: {missing_kernels} was timed", lines, record)
+    slower_sizes = [_size_text(row) for row, ratio in ratios if ratio < 1]
+    if slower_sizes:
+        speed_text = f"slower at {len(slower_sizes)} of {len(ratios)} sizes: {'; '.join(slower_sizes)}"
+    else:
+        speed_text = f"one of our kernels is the fastest at each of {len(ratios)} sizes"
+    return StepResult("passed", speed_text, lines, record)
 
 
-def _tune(context: Context, request: TimingRequest) -> Step:
+def _size_text(row: Row) -> str:
+    """Return the size of a row, as in "128 heads, bf16, 8 tokens"."""
+    return f"{row.heads} heads, {row.cache_type}, {row.tokens} tokens"
+
+
+def _run_tuning(context: Context, request: TimingRequest) -> StepResult:
     """Tune the tiles in a process of its own. The lines of the step are those that the process sends."""
     from vllm_aiter_mla.commands.check.timing import tune
 
@@ -141,12 +151,12 @@ def _tune(context: Context, request: TimingRequest) -> Step:
     def on_value(text: str) -> None:
         lines.append(text)
         context.progress.show_activity(text)
-        context.progress.report_partial(Step("cut off", "tiles of the Triton kernel", tuple(lines)))
+        context.progress.report_partial(StepResult("cut off", "tiles of the Triton kernel", tuple(lines)))
 
     environment = context.options.environment()
     try:
-        record, failure = process.call(tune.tune, request, environment=environment, on_value=on_value)
+        record, failure = process.call(tune.tune_tiles, request, environment=environment, on_value=on_value)
     except process.EndedError as error:
-        return Step("failed", error.sentence(), (*lines, *error.lines))
+        return StepResult("failed", error.sentence(), (*lines, *error.lines))
     kept_text = f"tiles are kept for {len(record.chosen)} shapes"
-    return Step("failed" if failure else "passed", failure or kept_text, tuple(lines), record)
+    return StepResult("failed" if failure else "passed", failure or kept_text, tuple(lines), record)

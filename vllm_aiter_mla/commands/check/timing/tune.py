@@ -4,7 +4,7 @@
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from vllm_aiter_mla.commands.compat.vllm_options import load_plugins
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.decided import Span, Spans, kernel_at
 from vllm_aiter_mla.kernels import stopwatch
+from vllm_aiter_mla.kernels.backend import KernelBackend
 from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.inputs import LayerShape, meta_inputs, synthetic_inputs
 from vllm_aiter_mla.kernels.triton import tiles, tuning
@@ -26,7 +27,7 @@ MAX_TUNED_TOKENS = 1024
 """Most tokens that tiles are timed for, unless the user names the counts."""
 
 
-def tune(request: TimingRequest) -> tuple[tuning.TunedTiles, str | None]:
+def tune_tiles(request: TimingRequest) -> tuple[tuning.TunedTiles, str | None]:
     """Tune the tiles for each layer, save them at once, and send the caller a line for each range of tokens.
 
     A shape that raises ends the run. The tiles that were tuned before it stay in the file, next to those of earlier
@@ -39,30 +40,27 @@ def tune(request: TimingRequest) -> tuple[tuning.TunedTiles, str | None]:
         OSError: the file cannot be written.
     """
     load_plugins()  # as in a server: a plugin may provide the platform
-    machine, token_counts = (
-        stopwatch.machine(),
-        sorted(set(request.token_counts or stopwatch.token_counts(MAX_TUNED_TOKENS))),
-    )
+    machine = stopwatch.machine()
+    token_counts = sorted(set(request.token_counts or stopwatch.token_counts(MAX_TUNED_TOKENS)))
     record = tuning.TunedTiles(machine["card"], machine["triton"], {}, {})
-    wrong_tiles, stop_reason = list[str](), None
+    wrong_tile_texts, stop_reason = list[str](), None
     with compat_config.as_current():
         for layer in request.layers():
             shape = request.shape(*layer)
             key, tile_of_table = tuning.key_of(meta_inputs(shape)), partial(table_tile, heads=shape.heads)
+            right_tiles = dict[str, KernelBackend]()
             try:
-                rounds = time_tiles(shape, key, token_counts, wrong_tiles)
+                for tile in check_tiles(shape, key, max(token_counts)):
+                    if tile.failure is None:
+                        right_tiles[tile.label] = tile.backend
+                    else:  # noted at once, because a later check may raise
+                        wrong_tile_texts.append(f"{tile.label} at {key}: {tile.failure}")
+                rounds = time_tiles(right_tiles, shape, token_counts)
             except Exception as error:  # out of memory for a large size, or Triton is absent
                 stop_reason = f"stopped: {key}: {type(error).__name__}: {error}"
                 break
-            # Below the smallest count the table may have tiles that are not timed. Those ranges keep the table's tiles.
-            table_borders = [
-                num_tokens
-                for num_tokens in range(1, token_counts[0])
-                if tile_of_table(num_tokens) != tile_of_table(num_tokens + 1)
-            ]
-            points: stopwatch.Rounds = {**{num_tokens: {} for num_tokens in table_borders}, **rounds}
             us = stopwatch.medians(rounds)
-            spans = decision.fastest_spans(points, [*tiles.allowed(card().arch)], tile_of_table)
+            spans = _fastest_tiles(rounds, token_counts[0], tile_of_table)
             path = save_tiles(replace(record, chosen={key: spans}, us={key: us}))
             if not record.chosen:
                 process.send_value(
@@ -72,9 +70,22 @@ def tune(request: TimingRequest) -> tuple[tuning.TunedTiles, str | None]:
             for line in _lines(key, spans, us, tile_of_table):
                 process.send_value(line)
             card().give_back()
-    for reason in wrong_tiles:
-        process.send_value(f"WRONG, not timed: {reason}")
-    return record, stop_reason or ("a tile is wrong" if wrong_tiles else None)
+    for text in wrong_tile_texts:
+        process.send_value(f"WRONG, not timed: {text}")
+    return record, stop_reason or ("a tile is wrong" if wrong_tile_texts else None)
+
+
+def _fastest_tiles(rounds: stopwatch.Rounds, min_tokens: int, tile_of_table: Callable[[int], str]) -> Spans:
+    """Return the fastest tile at each number of tokens.
+
+    Below ``min_tokens``, the smallest count, the table may have tiles that are not timed. Those ranges keep the table's
+    tiles.
+    """
+    table_borders = [
+        num_tokens for num_tokens in range(1, min_tokens) if tile_of_table(num_tokens) != tile_of_table(num_tokens + 1)
+    ]
+    points: stopwatch.Rounds = {**{num_tokens: {} for num_tokens in table_borders}, **rounds}
+    return decision.fastest_spans(points, [*tiles.allowed(card().arch)], tile_of_table)
 
 
 def _lines(
@@ -98,22 +109,38 @@ def table_tile(tokens: int, heads: int) -> str:
     return tiles.tile_for(card().arch, tokens, heads).label
 
 
-def time_tiles(shape: LayerShape, key: str, token_counts: Sequence[int], wrong_tiles: list[str]) -> stopwatch.Rounds:
-    """Check each tile as start-up does and time those that are right.
+@dataclass(frozen=True)
+class CheckedTile:
+    """A tile after its check on one layer shape."""
+
+    label: str
+    backend: KernelBackend
+    failure: str | None  # why the tile is wrong; None if it is right
+
+
+def check_tiles(shape: LayerShape, key: str, max_tokens: int) -> Iterator[CheckedTile]:
+    """Check each tile with up to ``max_tokens`` tokens, as start-up does; yield each after its check.
 
     Raises:
-        ValueError: the kernel does not take the shape, or one of the table's tiles is wrong.
+        ValueError: the kernel does not take the shape.
     """
-    inputs, right_tiles = meta_inputs(shape), {}
+    inputs = meta_inputs(shape)
     for label in tiles.allowed(card().arch):
         backend = TritonBackend({key: (Span(1, sys.maxsize, label),)})
         if (reason := backend.refuse(inputs)) is not None:
             raise ValueError(reason)
-        checked = checks.check_kernel(label, backend, shape, (), max(token_counts))
-        if checked.has_passed:
-            right_tiles[label] = backend
-        else:
-            wrong_tiles.append(f"{label} at {key}: {checked.message}")
+        checked = checks.check_kernel(label, backend, shape, (), max_tokens)
+        yield CheckedTile(label, backend, None if checked.has_passed else checked.message)
+
+
+def time_tiles(
+    right_tiles: Mapping[str, KernelBackend], shape: LayerShape, token_counts: Sequence[int]
+) -> stopwatch.Rounds:
+    """Time the tiles that are right.
+
+    Raises:
+        ValueError: one of the table's tiles is wrong.
+    """
     wrong_table_tiles = {table_tile(tokens, shape.heads) for tokens in token_counts} - right_tiles.keys()
     if wrong_table_tiles:
         raise ValueError(f"the tile {min(wrong_table_tiles)} of the table failed its check")

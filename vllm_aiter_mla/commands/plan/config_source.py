@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find a model's config, and read its deployments and variables from the command line."""
+"""Find a model's config: a file, a bundled example, or a hub name in the local cache."""
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from vllm_aiter_mla.commands.compat.vllm_options import USE_AITER, VARIABLES
-
 EXAMPLES = Path(__file__).parent / "models"
 CONFIG_NAMES = ("config.json", "params.json")
 """File names of a model's config. The second is Mistral's."""
-Variables = Mapping[str, tuple[str, str]]
-"""Value and origin ("--env", "environment" or "default") of each environment variable that is set for the plan."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +20,7 @@ class Source:
     """A model's config and its origin."""
 
     name: str  # as the user gave it
-    source: str  # where the config is, in words
+    config_location: str  # in words
     config: Path | dict[str, Any]  # the config's file, or a bundled example's config
     basis: str = ""  # where the fields of a bundled example come from; else empty
     assumed: tuple[str, ...] = ()  # assumptions of a bundled example
@@ -141,44 +137,3 @@ def cached_config(name: str, revision: str | None = None) -> Path:
     if file is None:
         raise LookupError("not in the local Hugging Face cache")
     return Path(file)
-
-
-def plan_variables(entries: Sequence[str], environ: Mapping[str, str]) -> Variables:
-    """Return the variables of a plan, from the ``entries`` of --env and from the environment.
-
-    If VLLM_ROCM_USE_AITER is unset, it is 1, because no layer engages without it. --env may name any variable: vLLM
-    gets it, even if no plan depends on it.
-
-    Raises:
-        ValueError: an entry has no name or no ``=``.
-    """
-    variables = {USE_AITER: ("1", "default")} | {
-        name: (environ[name], "environment") for name in VARIABLES if name in environ
-    }
-    for entry in entries:
-        name, equals, value = entry.partition("=")
-        if not equals or not name:
-            raise ValueError(f"--env {entry}: NAME=VALUE expected")
-        variables[name] = (value, "--env")
-    return variables
-
-
-TP_OPTIONS = ("-tp", "--tensor-parallel-size")
-
-
-def split_deployments(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Return the sizes of tensor parallelism in ``-tp``, and the options of ``vllm serve`` for each.
-
-    ``-tp 1,2,4,8`` has four. Without a list there is one deployment, with the options as given and "" as its size.
-    """
-    for index, word in reversed([*enumerate(arguments)]):  # if an option is given twice, vLLM uses the last
-        option, equals, value = word.partition("=")
-        if option.replace("_", "-") not in TP_OPTIONS:
-            continue
-        word_count = 1 if equals else 2
-        value = value if equals else next(iter(arguments[index + 1 : index + 2]), "")
-        sizes = [size.strip() for size in value.split(",")]
-        if len(sizes) > 1 and all(map(str.isdecimal, sizes)):  # vLLM reports an error in other values
-            return sizes, [(*arguments[:index], option, size, *arguments[index + word_count :]) for size in sizes]
-        break
-    return [""], [tuple(arguments)]

@@ -79,7 +79,8 @@ def draw_weight(name: str, tensor: torch.Tensor) -> None:
 def reset_unsupported_options(parsed: Any) -> list[str]:
     """Reset the options that one engine in this process cannot honour, and return those that the user had set.
 
-    These are ``DEPLOYMENT_OPTIONS``, and the options of a server and of a tokenizer. The names returned are as typed.
+    These are ``DEPLOYMENT_OPTIONS``, and the options of a server and of a tokenizer. The names returned are as vLLM's
+    help prints them.
     """
     from vllm.engine.arg_utils import EngineArgs
 
