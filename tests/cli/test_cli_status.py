@@ -163,7 +163,8 @@ def test_layer_of_an_engine_that_has_ended_is_not_here(folder):
     for run_of_it, names in (("7-a", NAMES), ("8-b", other)):
         path = write(folder, run_of_it, "0", 0, names, names, ended=run_of_it == "8-b")
         record = files.read_record(RankStatus, path)
-        files.write_record(path, replace(record, decision_groups=tuple(replace(group, layers=names) for group in decided)))
+        groups = tuple(replace(group, layers=names) for group in decided)
+        files.write_record(path, replace(record, decision_groups=groups))
     found = run("--layer", "layers.7")
     assert (found.exit_code, "no server here has a layer of that name" in found.stderr) == (2, True)
     assert run("--layer", "layers.1").exit_code == 0
