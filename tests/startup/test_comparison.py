@@ -103,7 +103,7 @@ def test_a_kernel_that_takes_large_batches_only_is_checked_without_a_warning(
     settings = Settings(enabled=True, kernel=kernel, measure=False)
     layer = Layer(layer_of("auto"), Backends(settings, MI300X), limit=512)
     check([layer], strict=True)
-    assert [(span.first, span.last, span.kernel) for span in layer.decision.kernels] == spans
+    assert [(span.first, span.last, span.kernel) for span in layer.decision.kernel_spans] == spans
     assert said.at(logging.WARNING) == said.at(logging.ERROR) == []
 
 
