@@ -34,8 +34,15 @@ def status(**changes: Any) -> dict[str, Any]:
     return dict(json.loads(files.to_json(found)))
 
 
+def ended(folder: Path, run: str = "1-a") -> None:
+    """Leave the locks of a run and of its ranks behind, as a server does that has ended."""
+    for name in (run, *(f"{run}-0-{rank}" for rank in range(3))):
+        (folder / f"{status_files.LOCK_PREFIX}{name}").touch()
+
+
 def front_end(folder: Path, run: str = "1-a") -> None:
-    """Hold the lock of a run; without others, as a script does that has shut its engine down."""
+    """Hold the lock of a run, and none of its ranks, as a script does that has shut its engine down."""
+    ended(folder, run)
     locks.hold(folder / f"{status_files.LOCK_PREFIX}{run}")
 
 

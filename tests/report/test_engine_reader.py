@@ -23,7 +23,8 @@ from vllm_aiter_mla.status.record import DecisionGroup
     ("lives", "host", "card", "word"),
     [
         (made_files.living, None, "gfx942", "engaged"),
-        (None, None, "gfx942", "ended"),
+        (made_files.ended, None, "gfx942", "ended"),
+        (None, None, "gfx942", "unknown"),
         (made_files.front_end, None, "gfx942", "ended"),
         (made_files.living, "another", "gfx942", "unknown"),
         (made_files.living, None, "cpu", "engaged on a CPU"),

@@ -275,7 +275,7 @@ def test_a_reload_tells_nothing_new_of_a_layer_that_its_graph_left_out(checked, 
     layer.ran_kernel, layer.graph_skip = "", None if kept else skip
     held = layer.engine_status
     held.add_kept_skips({NAME: skip} if kept else {})
-    held.set_record(replace(held.record, engaged={}, skipped={NAME: skip}), 1)
+    held.set_record(replace(held.record, engaged={}, skipped={NAME: skip}))
     held.write(held.path.parent)
     checked.reload_weights()
     assert (skipped(checked), lines_of_fallback(said)) == ({NAME: "no_rope"}, [])
@@ -286,7 +286,7 @@ def test_a_reload_leaves_a_layer_whose_batches_no_kernel_took_where_it_was(check
     layer, held = layer_in(checked), layer_in(checked).engine_status
     layer.ran_kernel, layer.possible_kernels = "", ("triton",)
     layer._falls_back("a stride")
-    held.set_record(replace(held.record, engaged={"another": "triton"}, skipped={NAME: layer.state().skip}), 1)
+    held.set_record(replace(held.record, engaged={"another": "triton"}, skipped={NAME: layer.state().skip}))
     checked.reload_weights()
     assert held.record.skipped == {NAME: Skip("kernel_shape", "a stride")}
 

@@ -18,12 +18,12 @@ from vllm_aiter_mla.status.line import aborted_kernels
 from vllm_aiter_mla.status.record import RankStatus, group_by_engine, merge_ranks, records_of_all_ranks
 from vllm_aiter_mla.status.status_files import ServerLocks, ensure_run_name, read_records, renew_run_lock
 
+# Names of the metrics. When vLLM builds its metrics, it clears all whose names contain "vllm".
 LAYERS = "aiter_mla_layers"
 KERNEL_LAYERS = "aiter_mla_kernel_layers"
 RANKS = "aiter_mla_ranks"
 ABORTED_BEFORE = "aiter_mla_aborted_before"
 INFO = "aiter_mla_info"
-"""Names of the metrics. When vLLM builds its metrics, it clears all whose names contain "vllm"."""
 ENGINE_LABELS = ("model_name", "engine")
 """Labels of every metric, as vLLM has them."""
 REFRESH_SECONDS = 15.0
