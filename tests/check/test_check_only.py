@@ -26,7 +26,7 @@ from vllm_aiter_mla.commands.check import run as command
 from vllm_aiter_mla.commands.check.context import CheckOptions, Context, WrongOptionError
 from vllm_aiter_mla.commands.check.kernels import step as kernels_step
 from vllm_aiter_mla.commands.check.options import plan_variables, split_deployments
-from vllm_aiter_mla.commands.check.record import CheckRun, Status, StepResult, has_run_card_step
+from vllm_aiter_mla.commands.check.record import CheckRun, StepResult, StepStatus, has_run_card_step
 from vllm_aiter_mla.commands.check.timing import child as timing_child
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import config_source, planner, printout
@@ -73,7 +73,7 @@ def test_a_step_that_was_asked_for_and_skipped_is_said_and_no_option_that_was_gi
     assert "--device cpu" not in done.output.splitlines()[-1]
 
 
-@pytest.mark.parametrize("status", get_args(Status))
+@pytest.mark.parametrize("status", get_args(StepStatus))
 def test_a_step_that_could_not_look_did_not_run_on_the_card(status):
     ran = status not in ("skipped", "unknown", "cut off")
     assert has_run_card_step([StepResult(status, "", name="timing")]) is ran
@@ -390,7 +390,7 @@ def test_a_plan_after_another_in_one_process_is_that_of_a_process_of_its_own(tmp
     alone = planner.make_plans(source, options[1:], "gfx942", variables, False)
     assert without_time(together[1]) == without_time(alone[0]), "nothing is left of the first"
     assert [plan.heads_per_rank for plan in together] == [128, 32]
-    assert printout.table(together)
+    assert printout.format_plans(together)
 
 
 def without_time(plan):

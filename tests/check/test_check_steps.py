@@ -56,8 +56,8 @@ ENVIRONMENTS = ("machine", "kernels", "timing", "off", "on")
 TOKEN = (3, {3: -0.5, 4: -1.0})
 ANSWER = engine.EngineAnswer(
     generated_tokens={"short": [[TOKEN] * 20]},
-    prefill_logprobs={"short": [[-0.5] * 20]},
-    prompt_logprobs={name: [[[-0.5, -0.5]] * 20] * 2 for name in engine.PREFILL_STEPS},
+    generated_text_logprobs={"short": [[-0.5] * 20]},
+    prefill_step_logprobs={name: [[[-0.5, -0.5]] * 20] * 2 for name in engine.PREFILL_STEPS},
     step_seconds={name: [0.09, 0.02, 0.02] for name in engine.PREFILL_STEPS},
     num_launches=40,
     rank_statuses=(
@@ -204,7 +204,7 @@ def an_aiter_that_does_not_saturate(card: dict[str, Any]) -> None:
 
 
 def a_kernel_fails_its_self_check(card: dict[str, Any]) -> None:
-    card["measured"].wrong["aiter"] = "3 values differ"
+    card["measured"].failed_kernels["aiter"] = "3 values differ"
 
 
 def nothing_is_timed(card: dict[str, Any]) -> None:
@@ -213,12 +213,12 @@ def nothing_is_timed(card: dict[str, Any]) -> None:
 
 def other_tokens(card: dict[str, Any]) -> None:
     card["answers"]["on"].generated_tokens["short"] = [[(4, {4: -0.1, 3: -3.0})] * 20]
-    card["answers"]["on"].prefill_logprobs["short"] = [[-0.1] * 20]
+    card["answers"]["on"].generated_text_logprobs["short"] = [[-0.1] * 20]
 
 
 def log_probabilities_apart(card: dict[str, Any]) -> None:
     card["answers"]["on"].generated_tokens["short"] = [[(3, {3: -1.5, 4: -3.0})] * 20]
-    card["answers"]["on"].prefill_logprobs["short"] = [[-1.5] * 20]
+    card["answers"]["on"].generated_text_logprobs["short"] = [[-1.5] * 20]
 
 
 def three_roundings_above_the_limit(card: dict[str, Any]) -> None:
@@ -241,7 +241,7 @@ def a_row_of_another_request(card: dict[str, Any]) -> None:
 
 def other_prompts(card: dict[str, Any], name: str, count: int, other: float = -0.501) -> None:
     """Give so many of the twenty prompts another log-probability with the flag on."""
-    card["answers"]["on"].prompt_logprobs[name] = [[[-0.5, other]] * count + [[-0.5, -0.5]] * (20 - count)] * 2
+    card["answers"]["on"].prefill_step_logprobs[name] = [[[-0.5, other]] * count + [[-0.5, -0.5]] * (20 - count)] * 2
 
 
 def nothing_engaged(card: dict[str, Any]) -> None:
@@ -270,11 +270,11 @@ def a_draft(card: dict[str, Any], *skips: Skip) -> None:
 
 def a_broken_decode_on_both_sides(card: dict[str, Any]) -> None:
     for answer in card["answers"].values():
-        answer.prefill_logprobs["short"] = [[-2.5] * 20]
+        answer.generated_text_logprobs["short"] = [[-2.5] * 20]
 
 
 def a_decode_that_is_not_a_number(card: dict[str, Any]) -> None:
-    card["answers"]["on"].prefill_logprobs["short"] = [[float("nan")] * 20]
+    card["answers"]["on"].generated_text_logprobs["short"] = [[float("nan")] * 20]
 
 
 def a_profiler_that_sees_nothing(card: dict[str, Any]) -> None:
@@ -418,7 +418,7 @@ def test_mutation_prefill_rows_without_a_bound_hide_three_roundings(
 
 
 def test_an_engine_that_does_not_repeat_itself_is_held_to_its_own_noise(card: dict[str, Any]) -> None:
-    card["answers"]["off"].prompt_logprobs[engine.ABOVE_LIMIT] = [[[-0.5, -0.5]] * 20, [[-0.5, -0.502]] * 20]
+    card["answers"]["off"].prefill_step_logprobs[engine.ABOVE_LIMIT] = [[[-0.5, -0.5]] * 20, [[-0.5, -0.502]] * 20]
     three_roundings_above_the_limit(card)
     assert outcomes()["prefill"].status == "passed"
 
@@ -726,10 +726,10 @@ def test_over_an_fp8_cache_an_engine_may_differ_by_what_the_cast_does_to_vllms_o
     """Each token is another one here, as a random model's may be: only the size of the differences is judged."""
     card["plan"]["options"]["kv_cache_dtype"] = "fp8"
     for answer in card["answers"].values():
-        answer.prefill_logprobs["short"] = [[-0.67] * 20]
+        answer.generated_text_logprobs["short"] = [[-0.67] * 20]
     other = (4, {3: TOKEN[1][3] - apart, 4: TOKEN[1][4] + apart})
     card["answers"]["on"].generated_tokens["short"] = [[other] * 20]
-    card["answers"]["on"].prefill_logprobs["short"] = [[-1.0] * 20]
+    card["answers"]["on"].generated_text_logprobs["short"] = [[-1.0] * 20]
     assert outcomes()["engine"].status == status
 
 
@@ -755,7 +755,7 @@ def test_on_a_card_a_reference_that_is_compared_with_itself_does_not_pass(card: 
 
 def test_prefill_that_has_nothing_to_compare_does_not_pass(card: dict[str, Any]) -> None:
     for side in ("off", "on"):
-        let_answer(card, side, prompt_logprobs={name: [[], []] for name in engine.PREFILL_STEPS})
+        let_answer(card, side, prefill_step_logprobs={name: [[], []] for name in engine.PREFILL_STEPS})
     assert outcomes()["prefill"].status == "skipped"
 
 

@@ -19,7 +19,7 @@ from tests.support.statuses import record_of
 from vllm_aiter_mla import __version__, admission, files
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands import machine, outputs
-from vllm_aiter_mla.commands.cards import ARCHITECTURES, Arch, product_names
+from vllm_aiter_mla.commands.cards import ARCHITECTURES, CardName, product_names
 from vllm_aiter_mla.commands.check.run import Run
 from vllm_aiter_mla.commands.main import COMMANDS, app
 from vllm_aiter_mla.commands.plan import planner, simulated_card
@@ -245,7 +245,7 @@ def test_the_package_is_the_command():
 
 
 def test_a_card_may_be_called_by_the_name_that_is_sold():
-    assert {one.value: one.architecture for one in Arch} == {
+    assert {one.value: one.architecture for one in CardName} == {
         **dict.fromkeys(("gfx942", "mi300x", "mi325x"), "gfx942"),
         **dict.fromkeys(("gfx950", "mi350p", "mi350x", "mi355x"), "gfx950"),
     }

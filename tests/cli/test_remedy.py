@@ -47,7 +47,7 @@ def test_remedy_every_code_has_exactly_one_and_a_cause() -> None:
 def test_remedy_line_and_log_and_plan_say_the_same(code: str) -> None:
     assert status_line(skipped(code)) == f"0/1: {code}: why -> {REMEDIES[code]}"
     assert str(Skip(code, "why")).endswith(f" -> {REMEDIES[code]}"), "of the gate's line"
-    text = printout.text(replace(plans.made_up(), reasons=(Skip(code, "why"),)))
+    text = printout.format_plan(replace(plans.made_up(), reasons=(Skip(code, "why"),)))
     assert f"{code}: why\n    -> {REMEDIES[code]}" in text
 
 

@@ -120,7 +120,7 @@ def test_a_problem_outweighs_an_unknown(
 ) -> None:
     monkeypatch.setattr(command, "run_checks", lambda *_: tuple(CheckResult(one, "", name=one) for one in statuses))
     in_process.install(monkeypatch)
-    step = steps.look_at_machine(Context(CheckOptions(named_steps=("machine",))))
+    step = steps.inspect_machine(Context(CheckOptions(named_steps=("machine",))))
     assert exit_status_of([step], uses_cpu=False, require_all=True) == status
 
 

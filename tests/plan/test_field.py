@@ -360,7 +360,7 @@ def test_field_39_no_two_numbers_of_the_table_touch(typed: Any, line: tuple[str,
 
 
 def test_field_a_misspelt_variable_is_said_on_top() -> None:
-    text = printout.text(plans.made_up("VLLM_ROCM_USE_AITR_MOE=1", "HSA_NO_SCRATCH_RECLAIM=1"))
+    text = printout.format_plan(plans.made_up("VLLM_ROCM_USE_AITR_MOE=1", "HSA_NO_SCRATCH_RECLAIM=1"))
     first = text.splitlines()[1]
     assert ("VLLM_ROCM_USE_AITR_MOE=1" in first, "did you mean VLLM_ROCM_USE_AITER_MOE?" in first) == (True, True)
     assert text.count("WARNING") == 1, "another library's variable is only passed on"

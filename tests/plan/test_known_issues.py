@@ -36,7 +36,7 @@ def of(
         options=replace(
             plan.options, tp=tp, num_drafts=rows - 1, kv_cache_dtype=cache, attention="ROCM_AITER_MLA", **options
         ),
-        captures=replace(plan.captures, inside=(1, 2), full=graphs),
+        captures=replace(plan.captures, within_limit=(1, 2), full=graphs),
     )  # fmt: skip
 
 

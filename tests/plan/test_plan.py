@@ -62,11 +62,11 @@ def check(row, folder, bug=""):
     assert decision["limit"] == row.limit
     assert decision["skip"] == (None if row.limit else engine[0])
     assert plan["limit"] == decision["limit"] or decision["limit"] is None
-    assert plan["compile_ranges"]["inside"] == int(row.limit is not None and plan["integration"] == "passes")
+    assert plan["compile_ranges"]["num_within_limit"] == int(row.limit is not None and plan["integration"] == "passes")
     assert plan["absorb_weights"] == row.formats
     assert plan["layers"]["engaged"] == (0 if found else total)
     assert plan["layers"]["mla"] == total
-    assert f"Status line: {0 if found else total}/" in printout.text(plans.parsed(plan))
+    assert f"Status line: {0 if found else total}/" in printout.format_plan(plans.parsed(plan))
 
 
 QUICK = {
@@ -189,9 +189,9 @@ def test_the_options_of_the_graph_decide_which_integration_runs(option, code):
     plan = planned("kimi-k2", "-tp", "8", option)
     assert codes(plan) == []
     assert plan["integration"] == ("passes" if code is None else "module")
-    assert (plan["why_not_passes"] or {"code": None})["code"] == code
-    assert bool(plan["compile_ranges"]["inside"]) is (code is None), "the module has no compile range"
-    assert (f"the passes cannot run: {code}" in printout.text(plans.parsed(plan))) is (code is not None)
+    assert (plan["passes_skip"] or {"code": None})["code"] == code
+    assert bool(plan["compile_ranges"]["num_within_limit"]) is (code is None), "the module has no compile range"
+    assert (f"the passes cannot run: {code}" in printout.format_plan(plans.parsed(plan))) is (code is not None)
 
 
 MODULE = (OURS, '{"aiter_mla": {"integration": "module"}}')
@@ -232,8 +232,8 @@ def test_the_passes_need_no_known_forward_and_the_remedy_names_partition():
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((*REQUESTS, *MTP), {"limit": 512, "inside": (1, 512), "outside": (), "full": (2, 512)}),
-        (REQUESTS, {"limit": 256, "inside": (1, 256), "outside": (272, 512),
+        ((*REQUESTS, *MTP), {"limit": 512, "within_limit": (1, 512), "above_limit": (), "full": (2, 512)}),
+        (REQUESTS, {"limit": 256, "within_limit": (1, 256), "above_limit": (272, 512),
                     "ranges": [[1, 256], [257, 4681], [4682, 16384]]}),
         (("--max-num-seqs", "1024"), {"batch": (1024, 16384), "without a graph": 513}),
         *(
@@ -244,9 +244,12 @@ def test_the_passes_need_no_known_forward_and_the_remedy_names_partition():
                 ((*REQUESTS, "--max-num-batched-tokens", "256"), {"ranges": [[1, 256]]}),
                 (("--max-num-seqs", "1024", f"-cc.pass_config.{LIMIT_FIELD}=512"),
                  {"ranges": [[1, 512], [513, 4681], [4682, 16384]], "without a graph": None}),
-                (("--enforce-eager",), {"ranges": [], "inside": (), "outside": (), "notes": (True, True)}),
-                (("-O0",), {"ranges": [], "inside": (), "outside": (), "notes": (True, True)}),
-                ((*REQUESTS, "-cc.cudagraph_capture_sizes=[8, 300]"), {"inside": (8, 8), "outside": (300, 300)}),
+                (("--enforce-eager",), {"ranges": [], "within_limit": (), "above_limit": (), "notes": (True, True)}),
+                (("-O0",), {"ranges": [], "within_limit": (), "above_limit": (), "notes": (True, True)}),
+                (
+                    (*REQUESTS, "-cc.cudagraph_capture_sizes=[8, 300]"),
+                    {"within_limit": (8, 8), "above_limit": (300, 300)},
+                ),
                 (("--max-num-batched-tokens", "512"), {"batch": (512, 512)}),
                 (("--performance-mode", "throughput"), {"batch": (2048, 32768)}),
                 (("--no-enable-chunked-prefill", "--max-model-len", "20000"), {"batch": (1024, 20000)}),
@@ -257,22 +260,22 @@ def test_the_passes_need_no_known_forward_and_the_remedy_names_partition():
 def test_limit_ranges_captures_and_batch_are_those_of_the_finished_config(arguments, expected):
     plan = planned(*R1, PARTITION, *arguments)
     captures, ranges, options = plan["captures"], plan["compile_ranges"], plan["options"]
-    text = printout.text(plans.parsed(plan))
-    ends = {name: (*captures[name][:1], *captures[name][-1:]) for name in ("inside", "outside", "full")}
+    text = printout.format_plan(plans.parsed(plan))
+    ends = {name: (*captures[name][:1], *captures[name][-1:]) for name in ("within_limit", "above_limit", "full")}
     found = ends | {
         "limit": plan["limit"],
         "ranges": ranges["ranges"],
         "batch": (options["max_num_seqs"], options["max_num_batched_tokens"]),
         "notes": (bool(ranges["note"]), bool(captures["note"])),
-        "without a graph": captures["inside"][-1] + 1 if "run without a graph" in text else None,
+        "without a graph": captures["within_limit"][-1] + 1 if "run without a graph" in text else None,
     }
     assert found == found | {"notes": (False, False)} | expected
-    assert ranges["inside"] == int(bool(ranges["ranges"]))
+    assert ranges["num_within_limit"] == int(bool(ranges["ranges"]))
 
 
 def test_verify_captures_the_sizes_that_vllm_captures():
     modes = ((), ("--performance-mode", "interactivity"))
-    found = [planned(*R1, PARTITION, "--max-num-seqs", "1024", *mode)["captures"]["inside"] for mode in modes]
+    found = [planned(*R1, PARTITION, "--max-num-seqs", "1024", *mode)["captures"]["within_limit"] for mode in modes]
     assert {*cases.capture_sizes(1024)} == {size for sizes in found for size in sizes}
 
 
@@ -389,7 +392,7 @@ def test_an_answer_that_stops_at_the_layers_is_not_known_and_names_the_line(tmp_
 @slow
 @pytest.mark.parametrize("name", config_source.examples())
 def test_page_of_every_example_renders(name):
-    assert name in printout.text(plans.parsed(planned(name, "-tp", "4")))
+    assert name in printout.format_plan(plans.parsed(planned(name, "-tp", "4")))
 
 
 @pytest.mark.parametrize("broken", ["raise ImportError('no vllm here')", "import os; os._exit(3)"])

@@ -53,7 +53,7 @@ def _of_another_rotation(config: Any) -> Any:
 
 
 def _without_their_wrappers(config: Any) -> Any:
-    return [(kind._replace(why_not_module=None), count) for kind, count in _of_another_rotation(config)]
+    return [(kind._replace(module_skip=None), count) for kind, count in _of_another_rotation(config)]
 
 
 def _whose_class_needs_a_library(args: Any) -> Any:

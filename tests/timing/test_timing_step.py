@@ -63,7 +63,7 @@ def test_timing_times_what_start_up_chooses_between(card, tmp_path):
         (64, "bf16", {"triton", "vllm"}),
     ]
     assert {row["ratio"] for row in rows} == {2.0}
-    assert "64 tokens are too many" in rows[1]["untimed"]["aiter"]
+    assert "64 tokens are too many" in rows[1]["untimed_reasons"]["aiter"]
     assert "aiter: not timed: 64 tokens are too many" in done.output
 
 
@@ -75,7 +75,7 @@ def test_a_kernel_that_overflows_to_nan_is_timed_and_counts_as_none_of_ours(
     MadeUpClock(costs(aiter=2.0, triton=5.0, vllm=10.0)).install(monkeypatch)
     done = run("--tokens", "1", "--type", kind, "--json", str(tmp_path / "check.json"))
     (row,) = timed(tmp_path)["rows"]
-    assert (row["us"]["aiter"], row["ratio"], row["left_out"]) == (2.0, ratio, left_out)
+    assert (row["us"]["aiter"], row["ratio"], row["excluded_kernels"]) == (2.0, ratio, left_out)
     assert ("aiter: it turns" in done.output) == bool(left_out)
 
 
@@ -153,7 +153,7 @@ def test_vllm_numerics_are_no_reason_for_timing_to_call_vllm_wrong(card, tmp_pat
     card["vllm"] = VLLMOwn("vllm")
     done = run("--tokens", "8", "--type", "bf16", "--json", str(tmp_path / "check.json"))
     found = timed(tmp_path)
-    assert (done.exit_code, found["wrong"]) == (0, {}), done.output
+    assert (done.exit_code, found["failed_kernels"]) == (0, {}), done.output
     assert set(found["rows"][0]["us"]) == {"aiter", "triton", "vllm"}
     inputs = synthetic_inputs(child.TimingRequest((), (), (), "bf16").shape("bf16", 2), 8)
     assert card["vllm"].numerics(inputs) == reference.VLLM_KERNEL
@@ -171,7 +171,7 @@ def test_a_query_that_vllm_pads_is_timed_with_that_copy(card, monkeypatch, arch,
     monkeypatch.setattr(helper, "get_mla_padded_q", lambda n, q: padded.append((n, q.shape[1])) or pad(n, q))
     MadeUpClock(costs(aiter=8.0, triton=5.0, vllm=10.0)).install(monkeypatch)
     found = child.time_layers(child.TimingRequest((2,), (heads,), ("bf16",), nope=192), {})
-    assert (found.stopped, found.rows[0].ratio, padded) == ("", 2.0, [(8, 8)] if copied else [])
+    assert (found.stop_reason, found.rows[0].ratio, padded) == ("", 2.0, [(8, 8)] if copied else [])
 
 
 def test_a_vllm_that_pads_no_heads_is_timed_without_padding(card, monkeypatch):
@@ -193,7 +193,7 @@ def test_timing_names_a_wrong_kernel_if_a_later_check_raises(card, monkeypatch, 
     monkeypatch.setattr(rivals, "check_rivals", raising(MemoryError("planted")))
     run("--tokens", "1", "--type", "bf16", "--json", str(tmp_path / "check.json"))
     found = timed(tmp_path)
-    assert ([*found["wrong"]], found["stopped"]) == (["triton"], "2 heads, bf16: MemoryError: planted")
+    assert ([*found["failed_kernels"]], found["stop_reason"]) == (["triton"], "2 heads, bf16: MemoryError: planted")
 
 
 def test_timing_keeps_what_was_timed_when_a_size_fails(card, monkeypatch):
@@ -232,9 +232,9 @@ def ends(monkeypatch, folder, told):
 def test_timing_leaves_a_kernel_out_in_whose_check_its_process_ended(card, monkeypatch, tmp_path, told, kernel, other):
     status, _, found = ends(monkeypatch, tmp_path, told)
     said = in_process.ENDED.sentence(f"the check of {kernel} at 2 heads, fp8")
-    assert (status, found["stopped"], found["wrong"]) == ("failed", "", {kernel: said})
+    assert (status, found["stop_reason"], found["failed_kernels"]) == ("failed", "", {kernel: said})
     assert [set(row["us"]) for row in found["rows"]] == [{other, "vllm"}] * 2
-    assert found["rows"][0]["untimed"][kernel] == said
+    assert found["rows"][0]["untimed_reasons"][kernel] == said
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_timing_leaves_a_kernel_out_in_whose_check_its_process_ended(card, monke
 )
 def test_timing_keeps_what_was_timed_when_its_process_ends(card, monkeypatch, tmp_path, told, doing, kept):
     status, detail, found = ends(monkeypatch, tmp_path, told)
-    assert (status, detail, found["stopped"]) == ("failed", *[in_process.ENDED.sentence(doing)] * 2)
+    assert (status, detail, found["stop_reason"]) == ("failed", *[in_process.ENDED.sentence(doing)] * 2)
     assert [row["tokens"] for row in found["rows"]] == kept
 
 
@@ -269,8 +269,8 @@ def a_rival_that_ends_the_process(card, monkeypatch, tmp_path):
 def test_a_rival_in_whose_check_the_process_ended_is_not_timed_and_not_wrong(card, monkeypatch, tmp_path):
     done, found = a_rival_that_ends_the_process(card, monkeypatch, tmp_path)
     said = in_process.ENDED.sentence(f"the check of {RIVAL} at 2 heads, fp8")
-    assert (done.exit_code, found["wrong"], found["stopped"]) == (0, {}, ""), done.output
-    assert [row["untimed"][RIVAL] for row in found["rows"]] == [said] * 2
+    assert (done.exit_code, found["failed_kernels"], found["stop_reason"]) == (0, {}, ""), done.output
+    assert [row["untimed_reasons"][RIVAL] for row in found["rows"]] == [said] * 2
     assert set(found["rows"][0]["us"]) == {"aiter", "triton", "vllm", "aiter-decode-tile"}
 
 

@@ -4,12 +4,12 @@
 from enum import StrEnum
 
 
-class Arch(StrEnum):
+class CardName(StrEnum):
     """The cards that a plan can be made for, each by its architecture or by its product name."""
 
     architecture: str
 
-    def __new__(cls, name: str, architecture: str) -> "Arch":
+    def __new__(cls, name: str, architecture: str) -> "CardName":
         """Make a member whose value is ``name``."""
         member = str.__new__(cls, name)
         member._value_, member.architecture = name, architecture
@@ -24,10 +24,10 @@ class Arch(StrEnum):
     mi355x = "mi355x", "gfx950"
 
 
-ARCHITECTURES = tuple(dict.fromkeys(card.architecture for card in Arch))
+ARCHITECTURES = tuple(dict.fromkeys(card.architecture for card in CardName))
 
 
 def product_names(architecture: str) -> str:
     """Return the product names of an architecture's cards, such as "MI300X, MI325X"."""
-    names = (card.value for card in Arch if card.architecture == architecture)
+    names = (card.value for card in CardName if card.architecture == architecture)
     return ", ".join(name.upper() for name in names if name != architecture)

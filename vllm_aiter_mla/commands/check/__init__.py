@@ -15,15 +15,15 @@ import typer
 from typer.core import TyperCommand, TyperOption
 
 from vllm_aiter_mla.commands import outputs, process, serve_options
-from vllm_aiter_mla.commands.cards import Arch
+from vllm_aiter_mla.commands.cards import CardName
 from vllm_aiter_mla.commands.check import show, steps
 from vllm_aiter_mla.commands.check.context import CheckOptions, Context, WrongOptionError
 from vllm_aiter_mla.commands.check.kernels.printout import print_cases
 from vllm_aiter_mla.commands.check.options import (
     Device,
-    Group,
     KernelOptions,
     LayerOptions,
+    OptionGroup,
     TimingOptions,
     Weights,
     build_options,
@@ -53,7 +53,7 @@ class ForwardingCommand(TyperCommand):
         return list(ctx.args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write three kinds of sections of the help: MODEL, the command's options, and one for each ``Group``."""
+        """Write three kinds of sections of the help: MODEL, the command's options, and one for each ``OptionGroup``."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             group = group_of(param)
@@ -65,10 +65,10 @@ class ForwardingCommand(TyperCommand):
                 formatter.write_dl(entries)
 
 
-def group_of(param: Any) -> Group | None:
+def group_of(param: Any) -> OptionGroup | None:
     """Return the group of an option of this command; None for MODEL and for options that all steps share."""
     group = getattr(param, "rich_help_panel", None)
-    return group if isinstance(group, Group) else None
+    return group if isinstance(group, OptionGroup) else None
 
 
 COMMAND: dict[str, Any] = {
@@ -111,25 +111,27 @@ def check(
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's own log on stderr.")] = False,
     arch: Annotated[
-        Arch | None,
+        CardName | None,
         typer.Option(
-            rich_help_panel=Group.PLAN, help="Card to plan for: this machine's, or gfx942 where there is none."
+            rich_help_panel=OptionGroup.PLAN, help="Card to plan for: this machine's, or gfx942 where there is none."
         ),
     ] = None,
     strict: Annotated[
-        bool, typer.Option("--strict", rich_help_panel=Group.ISSUES, help="A known issue is a failure.")
+        bool, typer.Option("--strict", rich_help_panel=OptionGroup.ISSUES, help="A known issue is a failure.")
     ] = False,
     checkpoint: Annotated[
         bool,
         typer.Option(
             "--checkpoint",
-            rich_help_panel=Group.ENGINE,
+            rich_help_panel=OptionGroup.ENGINE,
             help="Run the engine over MODEL's own weights, not over random ones.",
         ),
     ] = False,
-    listing: Annotated[
+    list_cases: Annotated[
         bool,
-        typer.Option("--list", rich_help_panel=Group.KERNELS, help="Print the cases and the oracles, and run nothing."),
+        typer.Option(
+            "--list", rich_help_panel=OptionGroup.KERNELS, help="Print the cases and the oracles, and run nothing."
+        ),
     ] = False,
     **step_options: Any,
 ) -> None:
@@ -157,11 +159,11 @@ def check(
             raise WrongOptionError(reason)
         render_page = None if html is None else load_renderer()
         named_steps = tuple(name.strip() for words in only or () for name in words.split(","))
-        named_steps = named_steps or ("kernels",) * listing
+        named_steps = named_steps or ("kernels",) * list_cases
         step_names = steps.select_steps(named_steps, model is not None)
         _check_serve_arguments(model, ctx, step_names)
         _check_step_options(ctx, step_names, model)
-        if listing:
+        if list_cases:
             print_cases(outputs.Stdout(highlight=False))
             return
         check_options = CheckOptions(

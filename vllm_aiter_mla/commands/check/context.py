@@ -38,15 +38,20 @@ class CheckOptions:
     @property
     def can_use_gpu(self) -> bool:
         """Whether steps can use a GPU: torch sees one, and --device cpu is not given."""
+        return self.no_gpu_reason is None
+
+    @property
+    def no_gpu_reason(self) -> str | None:
+        """Why steps cannot use a GPU; None if they can."""
         if self.uses_cpu:
-            return False
+            return "--device cpu is given"
         try:
             from vllm_aiter_mla.kernels.device import card
         except Exception as error:
             if isinstance(error, ModuleNotFoundError) and error.name == "torch":
                 raise
-            return False  # torch is installed and cannot be imported: the step ``machine`` says why
-        return card().is_there()
+            return "torch cannot be imported: the step machine says why"
+        return None if card().is_there() else NO_GPU
 
     def environment(self, with_assumed: bool = True) -> dict[str, str]:
         """Return the server's variables: this process's, overridden by --env.
@@ -60,7 +65,7 @@ class CheckOptions:
 
 
 @dataclass(slots=True)
-class Progress:
+class StepCallbacks:
     """The callbacks by which a step reports its progress. The defaults do nothing."""
 
     show_activity: Callable[[str], None] = lambda activity: None  # gets what the step does now
@@ -72,6 +77,6 @@ class Context:
     """The argument of each step. The steps ``plan`` and ``engine`` store their results in it for later steps."""
 
     options: CheckOptions = field(default_factory=CheckOptions)
-    progress: Progress = field(default_factory=Progress)
+    progress: StepCallbacks = field(default_factory=StepCallbacks)
     plan: Plan | None = None
     answers: dict[Side, EngineAnswer] = field(default_factory=dict)  # empty if no engine ran

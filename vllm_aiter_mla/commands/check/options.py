@@ -59,7 +59,7 @@ class CacheType(StrEnum):
     both = "both"
 
 
-class Group(StrEnum):
+class OptionGroup(StrEnum):
     """Options that the same steps take. The value is the title of their section in the help."""
 
     steps: tuple[str, ...]
@@ -67,7 +67,7 @@ class Group(StrEnum):
     excludes_model: bool
     """Whether these options say what a model says, so that both cannot be given."""
 
-    def __new__(cls, title: str, steps: tuple[str, ...], excludes_model: bool = False) -> "Group":
+    def __new__(cls, title: str, steps: tuple[str, ...], excludes_model: bool = False) -> "OptionGroup":
         """Return the member with this title."""
         member = str.__new__(cls, title)
         member._value_ = title
@@ -84,7 +84,7 @@ class Group(StrEnum):
     WITHOUT_MODEL = "kernels and timing, without MODEL", ("kernels", "timing"), True
 
 
-def step_option(name: str, group: Group, help_text: str, **limits: Any) -> Any:
+def step_option(name: str, group: OptionGroup, help_text: str, **limits: Any) -> Any:
     """Return an option of the command line; ``limits`` are ``min`` and ``max``."""
     return typer.Option(name, rich_help_panel=group, help=help_text, **limits)
 
@@ -94,30 +94,34 @@ class KernelOptions:
     """The options of the step ``kernels``. The fields have the names of ``verify.session.Session``."""
 
     backend: Annotated[
-        tuple[str, ...], step_option("--backend", Group.KERNELS, "Back end; may be repeated. Default: all here.")
+        tuple[str, ...], step_option("--backend", OptionGroup.KERNELS, "Back end; may be repeated. Default: all here.")
     ] = ()
     case: Annotated[
-        tuple[str, ...], step_option("--case", Group.KERNELS, "A case, or a part of its name; may be repeated.")
+        tuple[str, ...], step_option("--case", OptionGroup.KERNELS, "A case, or a part of its name; may be repeated.")
     ] = ()
     variant: Annotated[
-        tuple[str, ...], step_option("--variant", Group.KERNELS, "fp8, bf16, fp8-cache, ...; may be repeated.")
+        tuple[str, ...], step_option("--variant", OptionGroup.KERNELS, "fp8, bf16, fp8-cache, ...; may be repeated.")
     ] = ()
-    seed: Annotated[int, step_option("--data-seed", Group.KERNELS, "Seed of the data.")] = 0
-    repeat: Annotated[int, step_option("--repeat", Group.KERNELS, "Rounds, each with the next seed.", min=1)] = 1
+    seed: Annotated[int, step_option("--data-seed", OptionGroup.KERNELS, "Seed of the data.")] = 0
+    repeat: Annotated[int, step_option("--repeat", OptionGroup.KERNELS, "Rounds, each with the next seed.", min=1)] = 1
     quick: Annotated[
-        bool, step_option("--quick", Group.KERNELS, "Two variants, fewer cases, fewer replays. MODEL implies it.")
+        bool, step_option("--quick", OptionGroup.KERNELS, "Two variants, fewer cases, fewer replays. MODEL implies it.")
     ] = False
     emulated: Annotated[
-        bool, step_option("--emulated", Group.KERNELS, "Note in the JSON that the card is an emulator's.")
+        bool, step_option("--emulated", OptionGroup.KERNELS, "Note in the JSON that the card is an emulator's.")
     ] = False
-    limit: Annotated[int | None, step_option("--limit", Group.KERNELS, "Last capture size, in tokens: 8 to 8192.")] = (
+    limit: Annotated[
+        int | None, step_option("--limit", OptionGroup.KERNELS, "Last capture size, in tokens: 8 to 8192.")
+    ] = None
+    replays: Annotated[int | None, step_option("--long-run", OptionGroup.KERNELS, "Replays of a long run.", min=4)] = (
         None
     )
-    replays: Annotated[int | None, step_option("--long-run", Group.KERNELS, "Replays of a long run.", min=4)] = None
     small: Annotated[
         bool,
         step_option(
-            "--small", Group.KERNELS_WITHOUT_MODEL, "The quick cases at sizes that an emulator finishes, with digests."
+            "--small",
+            OptionGroup.KERNELS_WITHOUT_MODEL,
+            "The quick cases at sizes that an emulator finishes, with digests.",
         ),
     ] = False
 
@@ -127,13 +131,14 @@ class TimingOptions:
     """The options of the step ``timing``."""
 
     token_counts: Annotated[
-        tuple[int, ...], step_option("--tokens", Group.TIMING, "Tokens; may be repeated.", min=1, max=MAX_TIMED_TOKENS)
+        tuple[int, ...],
+        step_option("--tokens", OptionGroup.TIMING, "Tokens; may be repeated.", min=1, max=MAX_TIMED_TOKENS),
     ] = ()
     tune: Annotated[
-        bool, step_option("--tune", Group.TIMING, "Time the Triton kernel's tiles; starts take the fastest.")
+        bool, step_option("--tune", OptionGroup.TIMING, "Time the Triton kernel's tiles; starts take the fastest.")
     ] = False
     cache_type: Annotated[
-        CacheType, step_option("--type", Group.TIMING_WITHOUT_MODEL, "Type of the query and the cache.")
+        CacheType, step_option("--type", OptionGroup.TIMING_WITHOUT_MODEL, "Type of the query and the cache.")
     ] = CacheType.both
 
 
@@ -144,21 +149,22 @@ class LayerOptions:
     head_counts: Annotated[
         tuple[int, ...],
         step_option(
-            "--heads", Group.WITHOUT_MODEL, "Query heads of a rank; timing takes several.", min=1, max=MAX_HEADS
+            "--heads", OptionGroup.WITHOUT_MODEL, "Query heads of a rank; timing takes several.", min=1, max=MAX_HEADS
         ),
     ] = ()
     nope: Annotated[
         int | None,
-        step_option("--nope", Group.WITHOUT_MODEL, "Un-rotated width of a query head.", min=1, max=MAX_WIDTH),
+        step_option("--nope", OptionGroup.WITHOUT_MODEL, "Un-rotated width of a query head.", min=1, max=MAX_WIDTH),
     ] = None
     weights: Annotated[
         Weights | None,
         step_option(
-            "--weights", Group.WITHOUT_MODEL, "Format of the absorb weights; by default several, of timing bf16."
+            "--weights", OptionGroup.WITHOUT_MODEL, "Format of the absorb weights; by default several, of timing bf16."
         ),
     ] = None
     v: Annotated[
-        int | None, step_option("--v", Group.KERNELS_WITHOUT_MODEL, "Width of a value head.", min=1, max=MAX_WIDTH)
+        int | None,
+        step_option("--v", OptionGroup.KERNELS_WITHOUT_MODEL, "Width of a value head.", min=1, max=MAX_WIDTH),
     ] = None
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from vllm_aiter_mla import files
 
-Status = Literal["passed", "failed", "warning", "skipped", "unknown", "no gain", "cut off"]
+StepStatus = Literal["passed", "failed", "warning", "skipped", "unknown", "no gain", "cut off"]
 
 
 class StatusTraits(NamedTuple):
@@ -26,7 +26,7 @@ STATUSES: dict[str, StatusTraits] = {
     "unknown": StatusTraits("none", False),  # the step ran and gave no result
     "cut off": StatusTraits("bad", False),  # the step had not ended
 }
-"""The traits of each ``Status``."""
+"""The traits of each ``StepStatus``."""
 CARD_STEPS = ("kernels", "timing", "engine")
 """Steps that run on a card if there is one. ``kernels`` can run on a CPU too."""
 
@@ -36,7 +36,7 @@ class StepResult:
     """How one step ended."""
 
     name: str = field(default="", kw_only=True)  # set by ``run``
-    status: Status  # ``STATUSES`` explains it
+    status: StepStatus  # ``STATUSES`` explains it
     detail: str  # the finding in one line
     lines: tuple[str, ...] = ()  # details, printed below the finding
     # JSON of any layout. The steps `plan`, `kernels` and `timing` have records with a stamp of their own.

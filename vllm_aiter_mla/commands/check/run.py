@@ -133,7 +133,7 @@ def run_step(context: Context, name: str) -> StepResult:
         if (
             spec.needs_idle_cards
             and options.can_use_gpu
-            and (reason := _busy_cards_of_step_reason(context, name)) is not None
+            and (reason := _step_cards_busy_reason(context, name)) is not None
         ):
             return StepResult("unknown", reason)
         return spec.run(context)
@@ -147,7 +147,7 @@ def run_step(context: Context, name: str) -> StepResult:
         return StepResult("failed", f"{type(error).__name__}: {error}")
 
 
-def _busy_cards_of_step_reason(context: Context, name: str) -> str | None:
+def _step_cards_busy_reason(context: Context, name: str) -> str | None:
     """Return why the cards of a step are busy, for example with a server; None if they are idle."""
     num_cards = engine_steps.num_cards_of(context.plan) if name == "engine" and context.plan is not None else 1
     return process.call(idle.busy_cards_reason, num_cards, environment=context.options.environment())

@@ -90,9 +90,9 @@ def print_findings(step: StepResult, is_full: bool) -> None:
     elif is_full and isinstance(step.data, Measurement):
         timing_printout.print_record(step.data, console)
     elif is_full and isinstance(step.data, Plan):
-        print(outputs.fold_text(plan_printout.text(step.data)))
+        print(outputs.fold_text(plan_printout.format_plan(step.data)))
     elif isinstance(step.data, tuple) and all(isinstance(plan, Plan) for plan in step.data) and step.data:
-        print(outputs.fold_text(plan_printout.table(step.data)))
+        print(outputs.fold_text(plan_printout.format_plans(step.data)))
     else:
         for line in step.lines:
             print(outputs.fold_text(f"  {outputs.one_line(line)}"))

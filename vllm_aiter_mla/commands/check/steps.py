@@ -18,7 +18,7 @@ from vllm_aiter_mla.commands.check.engine.steps import (
 )
 from vllm_aiter_mla.commands.check.kernels.step import verify_kernels
 from vllm_aiter_mla.commands.check.options import split_deployments
-from vllm_aiter_mla.commands.check.record import Status, StepResult
+from vllm_aiter_mla.commands.check.record import StepResult, StepStatus
 from vllm_aiter_mla.commands.check.timing.step import time_kernels
 from vllm_aiter_mla.commands.plan import planner
 from vllm_aiter_mla.commands.plan.issues import no_shape_reason
@@ -27,7 +27,7 @@ from vllm_aiter_mla.commands.plan.record import NotKnownError, Plan
 NO_PLAN = "there is no plan"
 
 
-def look_at_machine(context: Context) -> StepResult:
+def inspect_machine(context: Context) -> StepResult:
     """Check the machine. The step fails if a check finds a problem.
 
     If --only names the step, a check without a result makes the step "unknown". In a full run the later steps find
@@ -76,7 +76,7 @@ def plan_model(context: Context) -> StepResult:
     return StepResult(_plan_step_status({plan.outcome}), detail, lines, plan)
 
 
-def _plan_step_status(outcomes: set[str]) -> Status:
+def _plan_step_status(outcomes: set[str]) -> StepStatus:
     """Return the status of a step whose plans have these outcomes. The worst outcome decides."""
     if "skipped" in outcomes or "some" in outcomes:
         return "failed"
@@ -107,7 +107,7 @@ class StepSpec:
 
 
 STEPS: dict[str, StepSpec] = {
-    "machine": StepSpec(look_at_machine, needs=(), needs_model=False),
+    "machine": StepSpec(inspect_machine, needs=(), needs_model=False),
     "plan": StepSpec(plan_model, needs=()),
     "issues": StepSpec(look_up_issues),
     "kernels": StepSpec(verify_kernels, needs_model=False, needs_shape=True),

@@ -90,7 +90,7 @@ class LayerKind(NamedTuple):
     has_rope: bool  # the layer, or the module around it, has a rotary embedding
     is_draft: bool  # it belongs to the draft model
     padded_heads: int = 0  # of AITER's decode kernel, if vLLM pads to it; else 0
-    why_not_module: Skip | None = None  # why the module integration skips it, without the trial of its rotation
+    module_skip: Skip | None = None  # why the module integration skips it, without the trial of its rotation
 
 
 def has_layerwise_connector(config: Any) -> bool:

@@ -25,7 +25,7 @@ from vllm_aiter_mla.settings import NAMESPACE
 from vllm_aiter_mla.status.line import not_measured_note
 from vllm_aiter_mla.verify import hip_python as bindings
 
-Status = Literal["ok", "warning", "problem", "unknown"]
+CheckStatus = Literal["ok", "warning", "problem", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class CheckResult:
     """The result of one check."""
 
     # "warning": it works, but look at it. "problem": the fast path will not engage, or not work.
-    status: Status
+    status: CheckStatus
     detail: str  # the finding, with the figures
     remedy: str = ""  # what to do; empty if there is nothing to do
     name: str = ""  # of the check; ``run_checks`` sets it
@@ -52,7 +52,7 @@ SEE_GPU = "see the line `gpu`"
 SEE_VLLM = "see the line `vllm`"
 NO_VLLM = CheckResult("unknown", "vLLM is not installed", SEE_VLLM)
 VERIFIED = Path(__file__).with_name("verified.json")  # evidence by release line of each package
-GENERAL, PLATFORM = "vllm.general_plugins", "vllm.platform_plugins"
+GENERAL_PLUGINS_GROUP, PLATFORM_PLUGINS_GROUP = "vllm.general_plugins", "vllm.platform_plugins"
 SWITCHES = {
     vllm_options.USE_AITER: (True, False),
     vllm_options.USE_AITER_MLA: (True, True),
@@ -140,13 +140,15 @@ def check_vllm(env: Env) -> CheckResult:
 
 def check_plugin(env: Env) -> CheckResult:
     """Check that vLLM finds this plugin. ``VLLM_PLUGINS`` is an allow-list: if it is set, it must name the plugin."""
-    entry_points = importlib.metadata.entry_points(group=GENERAL)
+    entry_points = importlib.metadata.entry_points(group=GENERAL_PLUGINS_GROUP)
     own_targets = {point.value for point in entry_points if point.name == NAMESPACE}
     other_plugins = {point.name for point in entry_points if point.name != NAMESPACE and _package_name(point) != "vllm"}
     others_text = f"; other plugins: {', '.join(sorted(other_plugins))}" if other_plugins else ""
     if not own_targets:
         return CheckResult(
-            "problem", f"no entry point {NAMESPACE} in {GENERAL}{others_text}", "in a checkout: pip install ."
+            "problem",
+            f"no entry point {NAMESPACE} in {GENERAL_PLUGINS_GROUP}{others_text}",
+            "in a checkout: pip install .",
         )
     if len(own_targets) > 1:
         return CheckResult("warning", f"{NAMESPACE} is registered more than once", "remove all but one installation")
@@ -265,7 +267,9 @@ def check_verified(env: Env) -> CheckResult:
 
 def check_atom(env: Env) -> CheckResult:
     """Check that ATOM's platform plugin, which replaces the models, is absent or off."""
-    if not any(_package_name(point) == "atom" for point in importlib.metadata.entry_points(group=PLATFORM)):
+    if not any(
+        _package_name(point) == "atom" for point in importlib.metadata.entry_points(group=PLATFORM_PLUGINS_GROUP)
+    ):
         return CheckResult("ok", "ATOM's vLLM plugin is not installed")
     if env.get("ATOM_DISABLE_VLLM_PLUGIN") == "1":
         return CheckResult("ok", "installed and switched off by ATOM_DISABLE_VLLM_PLUGIN=1")

@@ -127,8 +127,8 @@ def _plan_layer_kind(
     reasons = admission.layer_skips(view)
     if _integration(engine, settings) == "passes":
         reasons += [] if layer_kind.has_rope else [NO_ROPE]
-    elif layer_kind.why_not_module and not reasons:  # a layer with another reason needs no wrapper
-        reasons = [layer_kind.why_not_module]
+    elif layer_kind.module_skip and not reasons:  # a layer with another reason needs no wrapper
+        reasons = [layer_kind.module_skip]
     block_size = engine.options.block_size
     assert block_size is not None, "vLLM sets it when it builds the layers"
     decision, spans = kernels.decide_kernels(arch, settings, view, layer_kind.format, block_size, limit)
@@ -191,7 +191,7 @@ def _graph_fields(engine: EngineFacts, settings: Settings, limit: int) -> dict[s
     no_graph_cause = "--enforce-eager" if view.enforce_eager else "CUDA graphs are off"
     return {
         "integration": _integration(engine, settings),
-        "why_not_passes": passes_skip(view),
+        "passes_skip": passes_skip(view),
         "compile_ranges": record.Ranges(
             ranges,
             sum(admission.is_within_limit(end, limit) for _, end in ranges) if runs_passes else 0,

@@ -18,12 +18,12 @@ WEIGHT_TEXTS = {
 """Text by format. vLLM holds the absorb weight and the value projection in the same format."""
 
 
-def text(plan: Plan) -> str:
+def format_plan(plan: Plan) -> str:
     """Return the page of a plan. Text from a model's config is one line, without control characters."""
-    return "\n".join(map(one_line, _lines(plan)))
+    return "\n".join(map(one_line, _plan_lines(plan)))
 
 
-def table(plans: Sequence[Plan]) -> str:
+def format_plans(plans: Sequence[Plan]) -> str:
     """Return a table of one model's plans, with a row for each size of tensor parallelism."""
     first_plan = plans[0]
     rows = [("-tp", "heads per rank", "limit", "MLA layers", "integration", "kernel, untimed")]
@@ -42,7 +42,7 @@ def table(plans: Sequence[Plan]) -> str:
     return "\n".join(map(one_line, lines))
 
 
-def _lines(plan: Plan) -> Iterator[str]:
+def _plan_lines(plan: Plan) -> Iterator[str]:
     yield from _model_lines(plan)
     yield ""
     engaged = f"{plan.layers.engaged}/{plan.layers.mla} MLA layers would engage"
@@ -100,17 +100,17 @@ def _graph_lines(plan: Plan) -> Iterator[str]:
     limit_option = options.settings.max_token_num
     origin = f"max_num_seqs {options.max_num_seqs} x (1 + {options.num_drafts} drafts)"
     yield f"Decode limit: {plan.limit} ({f'given as {limit_option}' if limit_option is not None else origin})"
-    passes_skip = plan.why_not_passes
+    passes_skip = plan.passes_skip
     why = f" (the passes cannot run: {passes_skip.code})" if passes_skip and plan.integration == "module" else ""
     yield f"  integration          {plan.integration}{why}"
-    range_texts = [f"({a}, {b}){'*' if i < ranges.inside else ''}" for i, (a, b) in enumerate(ranges.ranges)]
-    footnote = "  * rewritten" if ranges.inside else ""
+    range_texts = [f"({a}, {b}){'*' if i < ranges.num_within_limit else ''}" for i, (a, b) in enumerate(ranges.ranges)]
+    footnote = "  * rewritten" if ranges.num_within_limit else ""
     yield f"  compile ranges       {' '.join(range_texts) + footnote if range_texts else ranges.note}"
-    yield f"  captured inside      {_sizes(captures.inside) or captures.note or 'none'}"
-    if captures.full != captures.inside:
+    yield f"  captured inside      {_sizes(captures.within_limit) or captures.note or 'none'}"
+    if captures.full != captures.within_limit:
         yield f"  as full graphs       {_sizes(captures.full) or 'none'}"
-    yield f"  captured above       {_sizes(captures.outside) or 'none'}"
-    largest_capture = max((*captures.inside, 0))
+    yield f"  captured above       {_sizes(captures.above_limit) or 'none'}"
+    largest_capture = max((*captures.within_limit, 0))
     if 0 < largest_capture < plan.limit and plan.layers.engaged:
         above = f"{largest_capture + 1}..{plan.limit}"
         yield f"  {above} tokens run without a graph; max_token_num={largest_capture} ends the decode limit"

@@ -93,7 +93,7 @@ class Ranges:
     """Compile ranges, (first, last) in tokens; the passes would rewrite the first ``inside`` ones."""
 
     ranges: tuple[tuple[int, int], ...]
-    inside: int
+    num_within_limit: int
     note: str
 
 
@@ -101,8 +101,8 @@ class Ranges:
 class Captures:
     """Captured sizes in tokens, inside and outside the decode limit. ``full``: those inside that have full graphs."""
 
-    inside: tuple[int, ...]
-    outside: tuple[int, ...]
+    within_limit: tuple[int, ...]
+    above_limit: tuple[int, ...]
     note: str
     full: tuple[int, ...] = ()
 
@@ -170,7 +170,7 @@ class Plan:
     absorb_weights: dict[str, int]
     limit: int
     integration: str
-    why_not_passes: Skip | None
+    passes_skip: Skip | None
     compile_ranges: Ranges
     captures: Captures
     outcome: str

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands.check.record import STATUSES
-from vllm_aiter_mla.commands.report.charts import Chart
+from vllm_aiter_mla.commands.report.charts import DrawChart
 
 PLAN = "Plan"
 """The section of plans. Nothing in it ran, and the page says so."""
@@ -91,7 +91,7 @@ class Page:
         title: str,
         columns: Sequence[str] = (),
         rows: Iterable[Sequence[Any]] = (),
-        chart: Chart = lambda title: "",
+        chart: DrawChart = lambda title: "",
         notes: Iterable[str] = (),
         alarms: Iterable[str] = (),
     ) -> None:

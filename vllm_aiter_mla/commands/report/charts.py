@@ -31,11 +31,11 @@ STYLE: Any = dict.fromkeys(INK_COLOURED, INK) | {
     "legend.frameon": False,
     "font.size": 9,
 }
-Chart = Callable[[str], str]
+DrawChart = Callable[[str], str]
 """Returns the SVG of a chart with this title."""
 
 
-def chart_over_tokens(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> Chart:
+def chart_over_tokens(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> DrawChart:
     """Return a chart of the columns ``names`` of a table, in microseconds, over its first column, tokens."""
     series = {name: [(row[column], 0.0) for row in rows] for column, name in enumerate(names, 1)}
     return partial(draw_lines, "tokens in the step", "us", [row[0] for row in rows], series)

@@ -187,8 +187,8 @@ def _add_by_scenario(page: Page, page_input: PageInput, title: str, scenarios: M
 
 def add_timing(page: Page, page_input: PageInput, record: Measurement) -> None:
     """Add one chart and one table per number of heads and type: time over tokens, with one line per kernel."""
-    alarms = [f"The run stopped early: {record.stopped}"] if record.stopped else []
-    alarms += [f"{kernel} is wrong and was not timed: {reason}" for kernel, reason in record.wrong.items()]
+    alarms = [f"The run stopped early: {record.stop_reason}"] if record.stop_reason else []
+    alarms += [f"{kernel} is wrong and was not timed: {reason}" for kernel, reason in record.failed_kernels.items()]
     notes = [f"Medians of replayed graphs, {record.weights} weights. Ratio: the fastest rival's time over ours."]
     if any(STAND_IN in row.us for row in record.rows):
         notes.append(
@@ -207,8 +207,14 @@ def add_timing(page: Page, page_input: PageInput, record: Measurement) -> None:
             if slower_tokens
             else []
         )
-        notes = [f"{kernel}: not timed: {reason}" for row in rows_of_shape for kernel, reason in row.untimed.items()]
-        notes += [f"{kernel} does not count as ours: it {OVERFLOW}" for row in rows_of_shape for kernel in row.left_out]
+        notes = [
+            f"{kernel}: not timed: {reason}" for row in rows_of_shape for kernel, reason in row.untimed_reasons.items()
+        ]
+        notes += [
+            f"{kernel} does not count as ours: it {OVERFLOW}"
+            for row in rows_of_shape
+            for kernel in row.excluded_kernels
+        ]
         chart = charts.chart_over_tokens(kernels, cells)
         page.add_block(
             page_input,

@@ -20,12 +20,12 @@ def add_plan(page: Page, page_input: PageInput, record: Plan) -> None:
     captures, label = record.captures, f"{page_input.name}: {plan_label(record)}"
     kernels = dict.fromkeys(span.kernel for span in record.kernels or ())
     skipped = [(f"{skip.level} {skip.code}", skip) for skip in record.reasons]
-    ranges = record.compile_ranges.ranges[: record.compile_ranges.inside]
+    ranges = record.compile_ranges.ranges[: record.compile_ranges.num_within_limit]
     add_layers(page, page_input, PLAN, (
         label, "not known" if record.outcome == "unknown" else f"{record.layers.engaged}/{record.layers.mla}",
         join_values(kernels), record.options.kv_cache_dtype, record.limit,
         join_values(f"{first}-{last}" for first, last in ranges),
-        join_values((*captures.inside, *captures.outside)) or captures.note,
+        join_values((*captures.within_limit, *captures.above_limit)) or captures.note,
     ), skipped)  # fmt: skip
     if record.kernels:
         note = "The first start on a card times them."

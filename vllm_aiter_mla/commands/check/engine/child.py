@@ -74,15 +74,20 @@ def drive_engine(options: EngineOptions) -> EngineAnswer:
     """Start one engine in this process and send it the prompts; return its answer without ``rank_statuses``."""
     engine, unsupported_options = _start_with_flag(options)
     generated_tokens = {name: llm_engine.generate(engine, prompts) for name, prompts in SCENARIOS.items()}
-    prefill_logprobs = {}
+    generated_text_logprobs = {}
     for name, prompts in SCENARIOS.items():
         prompts_and_tokens = zip(prompts, generated_tokens[name], strict=True)
         texts = [prompt.tokens + [token for token, _ in tokens] for prompt, tokens in prompts_and_tokens]
-        prefill_logprobs[name] = llm_engine.prompt_logprobs(engine, texts)
-    prompt_logprobs, step_seconds = _run_prefill_steps(engine, options.decode_limit)
+        generated_text_logprobs[name] = llm_engine.prompt_logprobs(engine, texts)
+    prefill_step_logprobs, step_seconds = _run_prefill_steps(engine, options.decode_limit)
     num_launches = llm_engine.count_decode_launches(engine, SCENARIOS["concurrent"])
     return EngineAnswer(
-        generated_tokens, prefill_logprobs, prompt_logprobs, step_seconds, num_launches, tuple(unsupported_options)
+        generated_tokens,
+        generated_text_logprobs,
+        prefill_step_logprobs,
+        step_seconds,
+        num_launches,
+        tuple(unsupported_options),
     )
 
 
@@ -103,7 +108,7 @@ def _start_with_flag(options: EngineOptions) -> tuple[Any, list[str]]:
 def _run_prefill_steps(
     engine: Any, decode_limit: int
 ) -> tuple[dict[str, list[list[list[float]]]], dict[str, list[float]]]:
-    """Run the steps of ``PREFILL_STEPS``; return their ``prompt_logprobs`` and ``step_seconds``."""
+    """Run the steps of ``PREFILL_STEPS``; return their ``prefill_step_logprobs`` and ``step_seconds``."""
     scheduler, max_length = engine.vllm_config.scheduler_config, engine.model_config.max_model_len - 8
     max_batched_tokens, max_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     num_decoding = min(max_requests // 2, NUM_DECODING_REQUESTS)

@@ -112,8 +112,8 @@ def mean_decode_prefill_dlogprob(answer: EngineAnswer) -> float:
     """Return the mean difference of the generated tokens' log-probabilities between decode and prefill."""
     distances = []
     for name, requests in answer.generated_tokens.items():
-        for tokens, prefill_logprobs in zip(requests, answer.prefill_logprobs[name], strict=True):
-            for (token, probs), prefill_logprob in zip(tokens, prefill_logprobs[-len(tokens) :], strict=True):
+        for tokens, generated_text_logprobs in zip(requests, answer.generated_text_logprobs[name], strict=True):
+            for (token, probs), prefill_logprob in zip(tokens, generated_text_logprobs[-len(tokens) :], strict=True):
                 distances.append(logprob_distance(probs[token], prefill_logprob))
     return sum(distances) / len(distances) if distances else math.inf
 
@@ -152,7 +152,7 @@ class PrefillComparison:
 
 def compare_prefill(answers: Mapping[Side, EngineAnswer], step_kind: str) -> PrefillComparison | None:
     """Compare the steps of one kind of ``PREFILL_STEPS``; return None if no such batch fits."""
-    (off, off_again), (on, _) = (answers[side].prompt_logprobs[step_kind] for side in SIDES)
+    (off, off_again), (on, _) = (answers[side].prefill_step_logprobs[step_kind] for side in SIDES)
     if not off:
         return None
     distances, off_distances = (

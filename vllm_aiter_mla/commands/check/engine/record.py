@@ -28,9 +28,9 @@ class EngineAnswer:
 
     # By key of ``SCENARIOS``, and request: the tokens, and the log-probabilities of prefill of the same text
     generated_tokens: dict[str, list[list[TokenLogprobs]]]
-    prefill_logprobs: dict[str, list[list[float]]]
+    generated_text_logprobs: dict[str, list[list[float]]]
     # By kind of step, one of ``PREFILL_STEPS``: the log-probabilities of two equal steps by prompt, and the step times
-    prompt_logprobs: dict[str, list[list[list[float]]]]
+    prefill_step_logprobs: dict[str, list[list[list[float]]]]
     step_seconds: dict[str, list[float]]
     num_launches: int  # kernels of one decode step on the first rank; 0 on a CPU
     unsupported_options: tuple[str, ...] = ()  # options of a deployment that one engine does not support

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import VLLM_FASTER
 from vllm_aiter_mla.commands import process
-from vllm_aiter_mla.commands.check.context import NO_GPU, Context
+from vllm_aiter_mla.commands.check.context import Context
 from vllm_aiter_mla.commands.check.engine import distance
 from vllm_aiter_mla.commands.check.engine.record import PREFILL_STEPS, SIDES, EngineAnswer, Side
 from vllm_aiter_mla.commands.check.record import StepResult
@@ -41,8 +41,8 @@ def compare_engines(context: Context) -> StepResult:
     The step fails if the two sides are further apart than rounding explains. It also fails if a layer did not engage
     although vLLM's own kernels were not the fastest for it.
     """
-    if not context.options.can_use_gpu:
-        return StepResult("skipped", NO_GPU)
+    if (reason := context.options.no_gpu_reason) is not None:
+        return StepResult("skipped", reason)
     assert context.plan is not None, "there is a shape"
     if (reason := _too_few_gpus_reason(context.plan)) is not None:
         return StepResult("skipped", reason)
@@ -241,8 +241,8 @@ def compare_decode_with_prefill(context: Context) -> StepResult:
 
 def compare_launches(context: Context) -> StepResult:
     """Count the kernels of one decode step on each side. The step fails if the flag saves fewer than planned."""
-    if not context.options.can_use_gpu:
-        return StepResult("skipped", NO_GPU)
+    if (reason := context.options.no_gpu_reason) is not None:
+        return StepResult("skipped", reason)
     if not context.answers:
         return StepResult("skipped", NO_ANSWERS)
     counts = {side: context.answers[side].num_launches for side in SIDES}
@@ -282,7 +282,7 @@ def _num_profiled_tokens(plan: Plan) -> int:
     num_requests = min(len(SCENARIOS["concurrent"]), plan.options.max_num_seqs)
     num_rows = num_requests * (1 + plan.options.num_drafts)
     captures = plan.captures
-    sizes = (*captures.full, *captures.inside, *captures.outside)  # full graphs first, as vLLM replays them
+    sizes = (*captures.full, *captures.within_limit, *captures.above_limit)  # full graphs first, as vLLM replays them
     return next((size for size in sizes if size >= num_rows), num_rows)
 
 

@@ -12,7 +12,7 @@ from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check.context import NO_GPU, CheckOptions, Context
 from vllm_aiter_mla.commands.check.kernels.printout import counts_text
 from vllm_aiter_mla.commands.check.options import Weights
-from vllm_aiter_mla.commands.check.record import Status, StepResult
+from vllm_aiter_mla.commands.check.record import StepResult, StepStatus
 from vllm_aiter_mla.verify import FAILED, NOTHING, PASSED
 
 if TYPE_CHECKING:
@@ -195,10 +195,12 @@ def _judge(context: Context, record: Verification) -> StepResult:
     if not options.uses_cpu and "reference" not in named_backends:  # the reference is compared with itself
         has_compared = has_compared and any(result.backend != "reference" for result in record.results)
     missing = {name: reason for name, reason in record.missing.items() if name in named_backends or not has_compared}
-    status: Status = (
+    status: StepStatus = (
         "failed" if failed_results or serving_backends else "passed" if has_compared and not missing else "skipped"
     )
     backends_text = ", ".join(dict.fromkeys(result.backend for result in record.results)) or "no back end"
     detail = f"{counts_text(record.results)} ({record.engine}; {backends_text})"
     detail += "".join(f"; back end {name}: {reason}" for name, reason in missing.items())
+    # The record, which is printed in place of the lines if the step was named, does not hold this reason.
+    detail += "".join(f"; {name} {OVERFLOW}, and it would serve" for name in sorted(serving_backends))
     return StepResult(status, detail, tuple(lines), record)

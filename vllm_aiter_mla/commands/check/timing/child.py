@@ -101,17 +101,17 @@ class Contender:
 def time_layers(request: TimingRequest, ended_checks: Mapping[str, str]) -> Measurement:
     """Time every size; return the record.
 
-    A size that raises ends the run, and ``stopped`` says which and why. The rows before it stay in the record.
-    ``wrong`` says for each kernel that failed its self-check where it failed. Send the caller the record without rows
-    first, then each ``Activity`` and each row.
+    A size that raises ends the run, and ``stop_reason`` says which and why. The rows before it stay in the record.
+    ``failed_kernels`` says for each kernel that failed its self-check where it failed. Send the caller the record
+    without rows first, then each ``Activity`` and each row.
 
     Args:
         request: what to time.
         ended_checks: kernels that are not called, because an earlier process ended in their check, and how it ended.
     """
     load_plugins()  # as in a server: they may bring the platform, or kernels
-    machine, rows, wrong_kernels, stopped = stopwatch.machine(), list[Row](), without_rivals(ended_checks), ""
-    process.send_value(Measurement(machine, request.weights, (), dict(wrong_kernels), ""))
+    machine, rows, failed_kernels, stop_reason = stopwatch.machine(), list[Row](), without_rivals(ended_checks), ""
+    process.send_value(Measurement(machine, request.weights, (), dict(failed_kernels), ""))
     backends = Backends(Settings(enabled=True), current_platform())
     with compat_config.as_current():
         for cache_type, heads in request.layers():
@@ -121,14 +121,14 @@ def time_layers(request: TimingRequest, ended_checks: Mapping[str, str]) -> Meas
                 for contender in check_contenders(backends, shape, max(request.token_counts), ended_checks):
                     contenders.append(contender)
                     if contender.is_wrong:  # noted at once, because a later check may raise
-                        wrong_kernels[contender.name] = f"{layer_label(shape)}: {contender.untimed_reason}"
+                        failed_kernels[contender.name] = f"{layer_label(shape)}: {contender.untimed_reason}"
                 for row in time_layer(contenders, backends.settings, shape, request.token_counts):
                     rows.append(row)
                     process.send_value(row)
             except Exception as error:  # out of memory for a large size, or a build that fails
-                stopped = f"{heads} heads, {cache_type}: {type(error).__name__}: {error}"
+                stop_reason = f"{heads} heads, {cache_type}: {type(error).__name__}: {error}"
                 break
-    return Measurement(machine, request.weights, tuple(rows), wrong_kernels, stopped)
+    return Measurement(machine, request.weights, tuple(rows), failed_kernels, stop_reason)
 
 
 def check_contenders(
@@ -174,7 +174,9 @@ def time_layer(
 ) -> Iterator[Row]:
     """Time the contenders of one layer shape that are right; yield a row for each number of tokens."""
     runnable = {contender.name: contender.backend for contender in contenders if contender.backend is not None}
-    untimed = {contender.name: contender.untimed_reason for contender in contenders if contender.backend is None}
+    untimed_reasons = {
+        contender.name: contender.untimed_reason for contender in contenders if contender.backend is None
+    }
     overflowing_kernels = _overflowing_kernels(contenders, settings)
     padding_helper = compat_layer.padding_helper() if shape.out_heads else None
     pad_query = padding_helper and partial(padding_helper.get_mla_padded_q, shape.heads)
@@ -188,7 +190,9 @@ def time_layer(
         weight, budget = synthetic_inputs(shape).weight, stopwatch.Budget(float("inf"))
         rounds = stopwatch.time_shape(runnable, shape, weight, [num_tokens], budget, pad=pad_query)[num_tokens]
         us = {name: statistics.median(times) for name, times in rounds.items()}
-        yield make_row(num_tokens, shape.heads, cache_type_of(shape), us, untimed | skip_reasons, overflowing_kernels)
+        yield make_row(
+            num_tokens, shape.heads, cache_type_of(shape), us, untimed_reasons | skip_reasons, overflowing_kernels
+        )
         card().give_back()
 
 

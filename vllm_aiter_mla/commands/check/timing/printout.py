@@ -14,7 +14,7 @@ def print_record(record: Measurement, console: Console) -> None:
     def print_line(text: str) -> None:
         console.print(text, markup=False, soft_wrap=True)
 
-    rows, wrong_kernels = record.rows, record.wrong
+    rows, failed_kernels = record.rows, record.failed_kernels
     names = list(dict.fromkeys(name for row in rows for name in row.us))
     title = "; ".join(filter(None, (", ".join(record.machine.values()), f"{record.weights} weights")))
     rival = "stand-in" if STAND_IN in names else "rival"
@@ -26,12 +26,12 @@ def print_record(record: Measurement, console: Console) -> None:
     console.print(table)
     if STAND_IN in names:
         print_line(f"{STAND_IN}: replaces vLLM's kernels, which are not installed; it makes as many launches")
-    for name, reason in dict.fromkeys(untimed for row in rows for untimed in row.untimed.items()):
-        if name not in wrong_kernels:
+    for name, reason in dict.fromkeys(untimed for row in rows for untimed in row.untimed_reasons.items()):
+        if name not in failed_kernels:
             print_line(f"{name}: not timed: {reason}")
-    for name in dict.fromkeys(name for row in rows for name in row.left_out):
+    for name in dict.fromkeys(name for row in rows for name in row.excluded_kernels):
         print_line(f"{name}: it {OVERFLOW}; kernel=auto skips it, and the last column does not count it")
-    for name, reason in wrong_kernels.items():
+    for name, reason in failed_kernels.items():
         print_line(f"WRONG, not timed: {name}: {reason}")
-    if record.stopped:
-        print_line(f"STOPPED: {record.stopped}")
+    if record.stop_reason:
+        print_line(f"STOPPED: {record.stop_reason}")

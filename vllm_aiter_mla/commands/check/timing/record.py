@@ -25,18 +25,20 @@ class Row:
     heads: int
     cache_type: str  # "fp8", "bf16" or "fp16": the type of the query and the cache
     us: dict[str, float]  # median microseconds per call in a replayed graph, by kernel; includes ``RIVALS``
-    untimed: dict[str, str]  # why a kernel was not timed: it does not take the call, cannot run here, or is wrong
+    untimed_reasons: dict[
+        str, str
+    ]  # why a kernel was not timed: it does not take the call, cannot run here, or is wrong
     # The fastest rival's time over our fastest kernel's time: above 1 ours is faster. If a stand-in for vLLM's kernels
     # was timed, the ratio is to a kernel that never serves.
     ratio: float | None
     # Kernels that were timed and do not count as ours. They turn an fp8 overflow into NaN, so ``kernel=auto`` does not
     # choose them.
-    left_out: tuple[str, ...] = ()
+    excluded_kernels: tuple[str, ...] = ()
 
     @property
     def our_times(self) -> list[float]:
         """The times of the kernels that count as ours."""
-        return _times_of_ours(self.us, self.left_out)
+        return _times_of_ours(self.us, self.excluded_kernels)
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,13 @@ class Measurement:
     machine: dict[str, str]
     weights: str
     rows: tuple[Row, ...]
-    wrong: dict[str, str]
-    stopped: str
+    failed_kernels: dict[str, str]
+    stop_reason: str
     evidence: files.Stamp = files.stamp_field("timing")
 
 
 def make_row(
-    tokens: int, heads: int, cache_type: str, us: Mapping[str, float], untimed: Mapping[str, str],
+    tokens: int, heads: int, cache_type: str, us: Mapping[str, float], untimed_reasons: Mapping[str, str],
     overflowing_kernels: Sequence[str] = (),
 ) -> Row:  # fmt: skip
     """Return the figures of one size. The ratio is None without a kernel of ours, or without vLLM's or a stand-in."""
@@ -62,7 +64,7 @@ def make_row(
         [time for name, time in us.items() if name in RIVALS],
     )
     ratio = min(rival_times) / min(our_times) if our_times and {VLLM, STAND_IN} & us.keys() else None
-    return Row(tokens, heads, cache_type, dict(us), dict(untimed), ratio, overflowing_and_timed)
+    return Row(tokens, heads, cache_type, dict(us), dict(untimed_reasons), ratio, overflowing_and_timed)
 
 
 def without_rivals(ended_checks: Mapping[str, str]) -> dict[str, str]:

@@ -70,25 +70,25 @@ def check_rivals(
     Returns:
         The rivals that can be timed on this shape, and why the others cannot, by name.
     """
-    runnable, untimed = dict[str, KernelBackend](), dict[str, str]()
+    runnable, untimed_reasons = dict[str, KernelBackend](), dict[str, str]()
     makers: dict[str, Callable[[], KernelBackend]] = {}
     if platform.arch in ARCHITECTURES:
         makers[DECODE_TILE] = lambda: _decode_tile_backend(platform, shape, max_rows)
         makers[ONE_LAUNCH] = lambda: _one_launch_backend(platform, shape, max_rows)
     else:
-        untimed |= dict.fromkeys((DECODE_TILE, ONE_LAUNCH), f"it is for {' and '.join(ARCHITECTURES)}")
+        untimed_reasons |= dict.fromkeys((DECODE_TILE, ONE_LAUNCH), f"it is for {' and '.join(ARCHITECTURES)}")
         if not vllm_is_here:
             makers[STAND_IN] = lambda: _stand_in_backend(shape, max_rows)
     for name, make in makers.items():
         if name in ended_checks:
-            untimed[name] = ended_checks[name]
+            untimed_reasons[name] = ended_checks[name]
             continue
         on_check(name)
         try:
             runnable[name] = make()
         except (AiterUnavailableError, NotTimedError) as error:
-            untimed[name] = str(error)
-    return runnable, untimed
+            untimed_reasons[name] = str(error)
+    return runnable, untimed_reasons
 
 
 def _check(backend: KernelBackend, shape: LayerShape, rows: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm_aiter_mla.commands import process
-from vllm_aiter_mla.commands.check.context import NO_GPU, Context
+from vllm_aiter_mla.commands.check.context import Context
 from vllm_aiter_mla.commands.check.options import CacheType, Weights
 from vllm_aiter_mla.commands.check.record import StepResult
 from vllm_aiter_mla.commands.check.timing.record import MAX_TIMED_TOKENS, TYPES_OF_16_BITS, Measurement, without_rivals
@@ -28,8 +28,8 @@ def time_kernels(context: Context) -> StepResult:
     The step fails if a kernel is wrong, or if no kernel of ours was timed for the model. It is "unknown" if there is
     nothing to compare with. With ``tune`` the Triton kernel's tiles are timed, and the fastest are saved for starts.
     """
-    if not context.options.can_use_gpu:
-        return StepResult("skipped", NO_GPU)
+    if (reason := context.options.no_gpu_reason) is not None:
+        return StepResult("skipped", reason)
     request = _build_request(context)
     if context.options.timing.tune:
         return _run_tuning(context, request)
@@ -98,7 +98,7 @@ def _measure(context: Context, request: TimingRequest, ended_checks: dict[str, s
             context.progress.show_activity(value.text)
         else:
             record = replace(record, rows=(*record.rows, value))
-            partial_record = replace(record, stopped="cut off")
+            partial_record = replace(record, stop_reason="cut off")
             context.progress.report_partial(StepResult("cut off", f"{len(record.rows)} sizes", data=partial_record))
 
     environment = context.options.environment()
@@ -108,7 +108,7 @@ def _measure(context: Context, request: TimingRequest, ended_checks: dict[str, s
         sentence = error.sentence(activity.text)
         if activity.kernel is not None and activity.kernel not in ended_checks:
             raise EndedInCheckError(activity.kernel, sentence) from error
-        return replace(record, stopped=sentence)
+        return replace(record, stop_reason=sentence)
 
 
 def _judge(context: Context, record: Measurement) -> StepResult:
@@ -117,13 +117,13 @@ def _judge(context: Context, record: Measurement) -> StepResult:
         f"{_size_text(row)}: " + ", ".join(f"{name} {us:.2f} us" for name, us in sorted(row.us.items()))
         for row in record.rows
     )
-    lines += tuple(f"{name}: {reason}" for name, reason in record.wrong.items())
+    lines += tuple(f"{name}: {reason}" for name, reason in record.failed_kernels.items())
     ratios = [(row, row.ratio) for row in record.rows if row.ratio is not None]
     has_ours = any(row.our_times for row in record.rows)
-    if record.stopped:
-        return StepResult("failed", record.stopped, lines, record)
-    if record.wrong:
-        return StepResult("failed", f"wrong, not timed: {', '.join(record.wrong)}", lines, record)
+    if record.stop_reason:
+        return StepResult("failed", record.stop_reason, lines, record)
+    if record.failed_kernels:
+        return StepResult("failed", f"wrong, not timed: {', '.join(record.failed_kernels)}", lines, record)
     if context.plan and not has_ours:
         return StepResult("failed", "none of our kernels was timed", lines, record)
     if not ratios:

@@ -67,7 +67,7 @@ def tune_tiles(request: TimingRequest) -> tuple[tuning.TunedTiles, str | None]:
                     f"kept in {path}; the next start checks these tiles and names them in its status line"
                 )
             record = replace(record, chosen=record.chosen | {key: spans}, us=record.us | {key: us})
-            for line in _lines(key, spans, us, tile_of_table):
+            for line in _span_lines(key, spans, us, tile_of_table):
                 process.send_value(line)
             card().give_back()
     for text in wrong_tile_texts:
@@ -88,7 +88,7 @@ def _fastest_tiles(rounds: stopwatch.Rounds, min_tokens: int, tile_of_table: Cal
     return decision.fastest_spans(points, [*tiles.allowed(card().arch)], tile_of_table)
 
 
-def _lines(
+def _span_lines(
     key: str, spans: Spans, us: Mapping[int, Mapping[str, float]], tile_of_table: Callable[[int], str]
 ) -> Iterator[str]:
     """Yield a line for each span of tokens: the fastest tile, its time, and the time of the table's tile."""
