@@ -372,7 +372,7 @@ def test_no_launch_is_promised_of_a_step_beyond_the_decode_limit(
     """Sixteen tokens, or the captured size that they are padded to."""
     card["plan"] |= {"limit": limit}
     inside, outside = ([size for size in captured if (size <= limit) is within] for within in (True, False))
-    card["plan"]["captures"] |= {"inside": inside, "outside": outside, "full": inside}
+    card["plan"]["captures"] |= {"within_limit": inside, "above_limit": outside, "full": inside}
     an_extra_launch(card)
     assert outcomes()["launches"].status == status
 

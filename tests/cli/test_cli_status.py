@@ -68,7 +68,7 @@ def test_each_data_parallel_engine_of_a_server_has_its_line(folder):
 
 def test_layer_prints_what_was_decided_and_why_each_other_kernel_does_not_run(folder):
     offers = {"aiter": Offer(), "triton": Offer(), "vllm": Offer(needs_check=False)}
-    figures = Figures({64: {"aiter": [4.0] * 4, "triton": [5.0] * 4, "vllm": [9.0] * 4}})
+    figures = Figures({512: {"aiter": [4.0] * 4, "triton": [5.0] * 4, "vllm": [9.0] * 4}})
     checks = {"aiter": Checked("aiter: self-check FAILED: q nope"), "triton": PASSED}
     found = decide(LayerFacts(None, offers, (512,)), checks, figures, Settings())
     record = files.read_record(RankStatus, path := write(folder, "7-a", "0", 0))
@@ -121,7 +121,7 @@ def test_an_engine_whose_number_of_ranks_is_unknown_is_no_all_clear(folder):
     write(folder, "7-a", "0", 0, ranks=0)
     found = CliRunner().invoke(app, ["status", "--json", "-"])
     assert (found.exit_code, "; ranks unknown" in found.stderr) == (3, True)
-    assert json.loads(found.stdout)["engines"][0]["silent"] is None
+    assert json.loads(found.stdout)["engines"][0]["num_ranks_without_file"] is None
     write(folder, "7-a", "0", 1, ranks=2)
     assert (run().exit_code, "2 of 2 ranks" in run().output) == (0, True), "one rank knows it"
 
@@ -198,7 +198,7 @@ def test_a_server_whose_locks_somebody_removed_has_not_ended(folder, removed):
     for lock in folder.glob(removed):
         lock.unlink()
     found = run()
-    assert (found.exit_code, "cannot be told" in found.stdout, "ended" in found.stdout) == (3, True, False)
+    assert (found.exit_code, "cannot tell" in found.stdout, "ended" in found.stdout) == (3, True, False)
 
 
 def test_a_rank_that_an_earlier_engine_left_behind_completes_no_other(folder):

@@ -90,7 +90,7 @@ def test_check_whose_aiter_aborts_fails_that_step_and_keeps_the_others(made):
     passed = {result["backend"] for result in results if result["status"] == "passed"}
     assert ("triton" in passed, failed) == (True, {"aiter", "aiter-opt"})
     assert faults.PLANTED in " ".join(steps["kernels"]["lines"])
-    assert ("SIGABRT" in steps["timing"]["data"]["wrong"]["aiter"], bool(steps["timing"]["data"]["rows"])) == (
+    assert ("SIGABRT" in steps["timing"]["data"]["failed_kernels"]["aiter"], bool(steps["timing"]["data"]["rows"])) == (
         True,
         True,
     )

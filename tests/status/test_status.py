@@ -704,7 +704,7 @@ PART = "MLA layers engaged on 1 of 2 ranks (aiter, fp8 KV, decode limit 512)"
         (engage_all, [], logging.INFO, f"2/2 {ALONE}"),
         (engage_one, [], logging.INFO, f"1/2 {ALONE}; 1 skipped: no_rope: why -> {REMEDIES['no_rope']}"),
         (lambda: skip(LAYERS[0], "impl", "a b\n\x1b[2J"), [], logging.WARNING,
-         f"0/2: impl: a b  [2J -> {REMEDIES['impl']}"),
+         f"0/2: impl: a b  [2J; 1 skipped: {NOT_RUN.reason} -> {REMEDIES['impl']}"),
         (engage_all, [other(LAYERS)], logging.INFO, f"2/2 {WHOLE}"),
         (engage_all, [other("c", {"d": Skip("dtype", "x")})], logging.INFO,
          f"3/4 {WHOLE}; 1 skipped: dtype: x"),

@@ -278,7 +278,7 @@ def test_a_rival_in_whose_check_the_process_ended_is_not_timed_and_not_wrong(car
 def test_mutation_an_abort_that_names_no_rival_is_caught(card, monkeypatch, tmp_path):
     check_rivals = rivals.check_rivals
     monkeypatch.setattr(rivals, "check_rivals", lambda *given: check_rivals(*given[:-1]))
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="an abort of a rival costs the rows"):
         a_rival_that_ends_the_process(card, monkeypatch, tmp_path)
 
 

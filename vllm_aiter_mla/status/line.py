@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from vllm_aiter_mla.admission import ABORTED, OVERFLOW, REMEDIES, Skip
+from vllm_aiter_mla.admission import ABORTED, OVERFLOW, REMEDIES, VLLM_FASTER, Skip
 from vllm_aiter_mla.decided import VLLM, kernel_at
 from vllm_aiter_mla.status.record import MergedStatus, RankStatus, merge_ranks
 
@@ -28,18 +28,21 @@ def status_line(*records: RankStatus | None, dp_index: int | None = None) -> str
 
 
 def _skipped_line(merged: MergedStatus, aborted: Sequence[str]) -> str:
-    """Return the line of an engine that engages no layer. A reason that names the aborted kernels says it alone."""
-    reason = first_reason(merged.skipped)
-    aborted_text = "" if ABORTED in reason else _aborted_text(aborted)
-    return f"0/{merged.num_layers}: {reason}{_missing_ranks_text(merged)}{aborted_text}"
+    """Return the line of an engine that engages no layer. If a reason names the aborted kernels, do not repeat them."""
+    (first_reason, _), *others = [*_count_reasons(merged.skipped).items()] or [("no MLA layer was found", 0)]
+    others_text = "".join(f"; {count} skipped: {reason}" for reason, count in others)
+    reasons_text = f"{first_reason}{others_text}"
+    aborted_text = "" if ABORTED in reasons_text else _aborted_text(aborted)
+    return f"0/{merged.num_layers}: {reasons_text}{_missing_ranks_text(merged)}{aborted_text}"
 
 
 def _engaged_line(merged: MergedStatus, aborted: Sequence[str]) -> str:
     """Return the line of an engine that engages some layer."""
-    num_engaged, num_skipped = len(merged.engaged), merged.num_layers - len(merged.engaged)
+    num_engaged = len(merged.engaged)
     has_ranks = merged.num_ranks > 1 and merged.is_num_ranks_known
     ranks_text = f" on {merged.num_agreeing} of {merged.num_ranks} ranks" if has_ranks else ""
-    skipped_text = f"; {num_skipped} skipped: {first_reason(merged.skipped)}" if num_skipped else ""
+    counted_reasons = _count_reasons(merged.skipped)
+    skipped_text = "".join(f"; {count} skipped: {reason}" for reason, count in counted_reasons.items())
     nan_text = "".join(f"; {kernel} {OVERFLOW}" for kernel in merged.nan_kernels)
     return (
         f"{num_engaged}/{merged.num_layers} MLA layers engaged{ranks_text} ({_engaged_text(merged)})"
@@ -61,11 +64,11 @@ def remedies(records: Sequence[RankStatus | None]) -> dict[str, str]:
     """Return the remedy of each code in the records of an engine's ranks, except codes of another version.
 
     Remedies come in this order: for kernels in whose first call an earlier start ended, for ranks that fell back, for
-    other skipped layers.
+    other skipped layers, and last for layers for which vLLM's own kernels are faster.
     """
     fallback_skips = merge_ranks(records).fallback_skips_by_rank.values()
     skips = [*fallback_skips, *(skip for record in records if record is not None for skip in record.skipped.values())]
-    codes = [ABORTED] * bool(aborted_kernels(records)) + [skip.code for skip in skips]
+    codes = [ABORTED] * bool(aborted_kernels(records)) + [skip.code for skip in sorted(skips, key=_is_no_fault)]
     return {code: REMEDIES[code] for code in codes if code in REMEDIES}
 
 
@@ -76,9 +79,19 @@ def aborted_kernels(records: Sequence[RankStatus | None]) -> list[str]:
     return list(dict.fromkeys(kernel.kernel for kernel in rejected if kernel.aborted))
 
 
-def first_reason(skipped: Mapping[str, Skip]) -> str:
-    """Return code and message of the first skipped layer, on one line without control characters."""
-    return next((_printable_reason(skip) for skip in skipped.values()), "no MLA layer was found")
+def _count_reasons(skipped: Mapping[str, Skip]) -> dict[str, int]:
+    """Return how many layers are skipped for each code, by the code and the first message of it on one line.
+
+    Codes that are no fault come last.
+    """
+    skips_by_code: dict[str, list[Skip]] = {}
+    for skip in sorted(skipped.values(), key=_is_no_fault):
+        skips_by_code.setdefault(skip.code, []).append(skip)
+    return {_printable_reason(skips[0]): len(skips) for skips in skips_by_code.values()}
+
+
+def _is_no_fault(skip: Skip) -> bool:
+    return skip.code == VLLM_FASTER
 
 
 def not_measured_note(card: str) -> str:

@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, TypeVar
 
 from pydantic import Field
@@ -98,7 +98,7 @@ class MergedStatus:
     engaged: dict[str, str]  # layers that some rank engages, with the kernel
     engaged_everywhere: frozenset[str]  # layers that every rank engages that has them
     skipped: dict[str, Skip]  # layers that no rank engages, and ``WHOLE_ENGINE``
-    # Of the first rank that has timed kernels. Each stage of a pipeline has layers of its own
+    # One for each shape: the figures and the choice of the first rank that has timed it, the layers of all ranks
     shape_timings: tuple[ShapeTiming, ...]
     nan_kernels: tuple[str, ...]  # of all ranks
     tuned: dict[str, str]  # of all ranks
@@ -137,7 +137,7 @@ def merge_ranks(records: Sequence[RankStatus | None]) -> MergedStatus:
         engaged=engaged,
         engaged_everywhere=frozenset(engaged.keys() - skipped.keys()),
         skipped={layer: skip for layer, skip in skipped.items() if layer not in engaged},
-        shape_timings=next((record.shape_timings for record in present if record.shape_timings), ()),
+        shape_timings=_merge_timings(present),
         nan_kernels=tuple(dict.fromkeys(kernel for record in present for kernel in record.nan_kernels)),
         tuned=_first_values(item for record in present for item in record.tuned.items()),
         num_ranks=len(records),
@@ -146,6 +146,16 @@ def merge_ranks(records: Sequence[RankStatus | None]) -> MergedStatus:
         other_kernels_by_rank=_other_kernels(present, engaged),
         num_silent=len(records) - len(present),
     )
+
+
+def _merge_timings(records: Sequence[RankStatus]) -> tuple[ShapeTiming, ...]:
+    """Return one timing for each layer shape. Each stage of a pipeline has layers, and perhaps shapes, of its own."""
+    timings: dict[str, ShapeTiming] = {}
+    for record in records:
+        for timing in record.shape_timings:
+            first = timings.setdefault(timing.shape, timing)
+            timings[timing.shape] = replace(first, layers=tuple(dict.fromkeys((*first.layers, *timing.layers))))
+    return tuple(timings.values())
 
 
 def _fallback_skips(records: Sequence[RankStatus], engaged: Mapping[str, str]) -> dict[int, Skip]:
