@@ -134,7 +134,9 @@ def test_a_plan_names_only_ranges_that_its_integration_rewrites(
 ) -> None:
     """The module integration rewrites none, also where a range ends at the decode limit."""
     read = json.loads(files["plan"].read_text())
-    data_of(read).update(limit=16, compile_ranges={"ranges": [[1, 16], [17, 32]], "num_within_limit": inside, "note": ""})
+    data_of(read).update(
+        limit=16, compile_ranges={"ranges": [[1, 16], [17, 32]], "num_within_limit": inside, "note": ""}
+    )
     assert ranges_of(render_page([written("plan.json", read)])) == [shown]
 
 
