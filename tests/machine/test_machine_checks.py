@@ -157,21 +157,21 @@ def install_entry_points(monkeypatch: pytest.MonkeyPatch, *installed: EntryPoint
 
 
 def test_atom_is_a_problem_unless_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_entry_points(monkeypatch, EntryPoint("atom", "atom.plugin.register:register", checks.PLATFORM))
+    install_entry_points(monkeypatch, EntryPoint("atom", "atom.plugin.register:register", checks.PLATFORM_PLUGINS_GROUP))
     assert (status("atom"), status("atom", ATOM_DISABLE_VLLM_PLUGIN="1")) == ("problem", "ok")
     install_entry_points(monkeypatch)
     assert status("atom") == "ok"
 
 
 def test_the_plugins_entry_point_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = EntryPoint("aiter_mla", "vllm_aiter_mla.plugin:register", checks.GENERAL)
-    other = EntryPoint("else", "someone.else:register", checks.GENERAL)
+    ours = EntryPoint("aiter_mla", "vllm_aiter_mla.plugin:register", checks.GENERAL_PLUGINS_GROUP)
+    other = EntryPoint("else", "someone.else:register", checks.GENERAL_PLUGINS_GROUP)
     install_entry_points(monkeypatch, other)
     assert status("plugin") == "problem"
     install_entry_points(monkeypatch, ours, other)
     plugin = run_check("plugin")
     assert (plugin.status, plugin.detail.endswith(": else")) == ("ok", True)
-    install_entry_points(monkeypatch, ours, EntryPoint("aiter_mla", "copy:register", checks.GENERAL))
+    install_entry_points(monkeypatch, ours, EntryPoint("aiter_mla", "copy:register", checks.GENERAL_PLUGINS_GROUP))
     assert status("plugin") == "warning"
 
 
