@@ -78,7 +78,7 @@ def on_rocm(patch: pytest.MonkeyPatch) -> None:
 
 
 def atom(patch: pytest.MonkeyPatch) -> None:
-    points = [EntryPoint("atom", "atom.plugin.register:register", looks.PLATFORM)]
+    points = [EntryPoint("atom", "atom.plugin.register:register", looks.PLATFORM_PLUGINS_GROUP)]
     patch.setattr(importlib.metadata, "entry_points", lambda group: [one for one in points if one.group == group])
 
 

@@ -157,7 +157,8 @@ def install_entry_points(monkeypatch: pytest.MonkeyPatch, *installed: EntryPoint
 
 
 def test_atom_is_a_problem_unless_it_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_entry_points(monkeypatch, EntryPoint("atom", "atom.plugin.register:register", checks.PLATFORM_PLUGINS_GROUP))
+    group = checks.PLATFORM_PLUGINS_GROUP
+    install_entry_points(monkeypatch, EntryPoint("atom", "atom.plugin.register:register", group))
     assert (status("atom"), status("atom", ATOM_DISABLE_VLLM_PLUGIN="1")) == ("problem", "ok")
     install_entry_points(monkeypatch)
     assert status("atom") == "ok"
