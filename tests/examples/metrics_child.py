@@ -1,7 +1,7 @@
 """A server as far as its /metrics go: vLLM's own metrics and the plugin's in one process.
 
-``python -m tests.examples.metrics_child FOLDER PORT`` prints what /metrics says in each of ``SCENARIOS``, as JSON. Then
-it serves /metrics, with all that the alerts are for at once, until it is ended.
+``python -m tests.examples.metrics_child FOLDER`` prints its port and what /metrics says in each of ``SCENARIOS``, as JSON.
+Then it serves /metrics, with all that the alerts are for at once, until it is ended.
 """
 
 import json
@@ -92,8 +92,8 @@ if __name__ == "__main__":
     told = {one: said(folder, one) for one in SCENARIOS if one not in ("corrupted", "all at once")}
     step(logger, corrupted=1)
     told |= {one: said(folder, one) for one in ("corrupted", "all at once")}
-    start_http_server(int(sys.argv[2]), "127.0.0.1")
-    print(json.dumps(told), flush=True)
+    server, _ = start_http_server(0, "127.0.0.1")
+    print(json.dumps({"port": server.server_port, "scrapes": told}), flush=True)
     while True:
         step(logger)
         time.sleep(0.1)

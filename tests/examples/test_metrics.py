@@ -44,14 +44,14 @@ class Served(NamedTuple):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    port, folder = free_port(), tmp_path_factory.mktemp("metrics")
+    folder = tmp_path_factory.mktemp("metrics")
     with (folder / "log").open("w") as log:
-        child = subprocess.Popen([*CHILD, str(folder), str(port)], cwd=ROOT, text=True, stdout=PIPE, stderr=log)
+        child = subprocess.Popen([*CHILD, str(folder)], cwd=ROOT, text=True, stdout=PIPE, stderr=log)
     try:
         assert child.stdout
         line = next((line for line in child.stdout if line.startswith("{")), "")  # vLLM logs there too
         assert line, (folder / "log").read_text()[-3000:]
-        yield Served(json.loads(line), port)
+        yield Served(**json.loads(line))
     finally:
         child.kill()
         child.communicate()

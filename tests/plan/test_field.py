@@ -369,7 +369,8 @@ def test_field_a_misspelt_variable_is_said_on_top() -> None:
 @pytest.mark.parametrize("option", serve_options.OLD_OPTIONS)
 def test_field_42_an_option_of_an_earlier_vllm_is_answered_with_what_to_do(option: str) -> None:
     assert option not in serve_options.vllm_option_names(), "this release has it"
-    if option.startswith("--disable-") and serve_options._vllm_release() >= serve_options.MIN_RELEASE_OF_DISABLE:
+    is_opposite = option.replace("--disable-", "--enable-", 1) in serve_options.vllm_option_names()
+    if is_opposite and serve_options._vllm_release() >= serve_options.MIN_RELEASE_OF_DISABLE:
         serve_options.check_names([option])
         return
     with pytest.raises(ValueError, match="no such option: ") as raised:
