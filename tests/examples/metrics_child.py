@@ -1,7 +1,7 @@
 """A server as far as its /metrics go: vLLM's own metrics and the plugin's in one process.
 
-``python -m tests.examples.metrics_child FOLDER`` prints its port and what /metrics says in each of ``SCENARIOS``, as JSON.
-Then it serves /metrics, with all that the alerts are for at once, until it is ended.
+``python -m tests.examples.metrics_child FOLDER`` prints its port, and what /metrics says in each of ``SCENARIOS``, as
+JSON. Then it serves /metrics, with all that the alerts are for at once, until it is ended.
 """
 
 import json
