@@ -159,6 +159,7 @@ def test_the_outcome_of_a_plan_is_in_the_json_and_the_exit_status_is_its(monkeyp
         (("--only", "machine,kernels", "--limit", "8193"), "--limit 8193: "),
         (("--only", "timing", "--weights", "mxfp4", "--nope", "48"), "--nope 48: "),
         (("deepseek-r1", "--model", "other"), "--model other "),
+        (("deepseek-r1", "--checkpoint"), "--checkpoint: deepseek-r1 "),
     ],
 )
 def test_an_option_in_the_wrong_place_or_with_a_wrong_value_is_named_and_nothing_runs(monkeypatch, typed, named):

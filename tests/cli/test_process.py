@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -358,3 +359,32 @@ def test_a_process_that_prints_may_go_on(tmp_path, monkeypatch):
         words = ("time:sleep", str(arguments), str(tmp_path / "none"), str(tmp_path / "told"))
         how = process._run_process(words, str(tmp_path), os.environ, output.fileno(), hear, outcome)
     assert (how, clock.seconds) == ("was silent for 20 s", 36)  # the print is seen at the next look
+
+
+def test_what_others_print_on_standard_error_keeps_no_silent_process_alive(tmp_path, monkeypatch):
+    """With --verbose its log goes there, and so do the heartbeats of the command itself."""
+    clock, outcome, arguments = Clock(monkeypatch), tmp_path / "outcome", tmp_path / "arguments"
+    monkeypatch.setattr(process, "POLL_SECONDS", 0.001)
+    arguments.write_bytes(pickle.dumps(((600,), ())))
+    with (tmp_path / "stderr").open("w") as log, redirected_stderr(log):
+
+        def beat():
+            clock.pass_by(1)
+            os.write(2, b"plan, 30 s\n")
+            assert clock.seconds <= 60, "nobody ends it"
+            return False
+
+        words = ("time:sleep", str(arguments), str(tmp_path / "none"), str(tmp_path / "told"))
+        assert process._run_process(words, str(tmp_path), os.environ, 2, beat, outcome) == "was silent for 20 s"
+
+
+@contextmanager
+def redirected_stderr(log):
+    """Standard error is a file, as after ``2>log`` in a shell."""
+    saved = os.dup(2)
+    os.dup2(log.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)

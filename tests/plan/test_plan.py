@@ -405,6 +405,15 @@ def test_a_vllm_that_is_missing_or_ends_is_a_message(broken, monkeypatch, tmp_pa
     assert "no vllm here" in out or "status 3" in out
 
 
+def test_an_allow_list_without_the_plugin_is_no_promise(monkeypatch):
+    """A server with it starts without a line, and the flag does nothing."""
+    monkeypatch.setenv("VLLM_PLUGINS", "lora_filesystem_resolver")
+    assert "VLLM_PLUGINS='lora_filesystem_resolver'" in refused("deepseek-r1")
+    assert "VLLM_PLUGINS=''" in refused("deepseek-r1", "--env", "VLLM_PLUGINS=")
+    allowed = {"VLLM_PLUGINS": ("other,aiter_mla", "--env")}
+    assert planner.child_environment(allowed, "folder")["VLLM_PLUGINS"] == "other,aiter_mla"
+
+
 def refused(*arguments, status=outputs.EXIT_USAGE):
     """The one line that the command prints, besides what it is at."""
     ended, out, err = invoke(*arguments)

@@ -118,6 +118,14 @@ def twins(files: dict[str, Path]) -> dict[str, tuple[Any, Any]]:
     return found | {"check": (one, two)}
 
 
+def test_a_link_that_the_user_names_is_read_and_one_in_a_folder_is_not(files: dict[str, Path], tmp_path: Path) -> None:
+    """A mounted config map has nothing but links; another user may have put one into the plugin's folder."""
+    (tmp_path / "latest.json").symlink_to(files["plan"])
+    assert "latest.json" in render_page([tmp_path / "latest.json"])
+    with pytest.raises(OSError, match="symbolic links"):
+        render_page([tmp_path])
+
+
 @pytest.mark.parametrize("kind", ["status", "kernels", "timing", "plan", "check", "serving"])
 def test_two_inputs_of_a_kind_are_shown_as_each_is_alone(files: dict[str, Path], tmp_path: Path, kind: str) -> None:
     paths = [tmp_path / folder / "v.json" for folder in "ab"]

@@ -27,6 +27,8 @@ TIMEOUT_SECONDS = 3600
 """A process that is silent for so long is ended: it sent no value, and wrote no output to a file."""
 GRACE_SECONDS = 60
 """A process that has written its outcome may run for so long."""
+STDERR = 2
+"""The descriptor of standard error."""
 POLL_SECONDS = 0.5
 """Interval at which ``call`` reads the values that its process sends."""
 MAX_LAST_LINES = 12
@@ -212,8 +214,8 @@ def _run_process(
     deadline, has_outcome, output_bytes = time.monotonic() + TIMEOUT_SECONDS, False, 0
     try:
         while (exit_status := _wait_for_exit_status(child, _poll_seconds(deadline))) is None:
-            previous_bytes, output_bytes = output_bytes, 0 if log < 0 else os.fstat(log).st_size
-            # Output counts as well as values: vLLM logs while it loads and compiles.
+            # Output counts as well as values: vLLM logs while it loads and compiles. Others write to stderr, too.
+            previous_bytes, output_bytes = output_bytes, os.fstat(log).st_size if log > STDERR else 0
             if (deliver_values() or output_bytes > previous_bytes) and not has_outcome:
                 deadline = time.monotonic() + TIMEOUT_SECONDS
             if not has_outcome and outcome_file.is_file():

@@ -35,6 +35,9 @@ from vllm_aiter_mla.commands.check.run import Run, exit_status_of
 from vllm_aiter_mla.commands.plan.config_source import examples, find_config
 from vllm_aiter_mla.commands.report import load_renderer
 
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
+"""Suffixes of the files of weights that vLLM's default load format reads."""
+
 
 class ForwardingCommand(TyperCommand):
     """A command that passes every option it does not know to vLLM's own parser.
@@ -180,6 +183,8 @@ def check(
             kernels=build_options(KernelOptions, step_options),
             timing=build_options(TimingOptions, step_options),
         )
+        if check_options.checkpoint and "engine" in step_names:
+            _check_for_weights(check_options)
         _check_option_values(check_options, step_names)
     except (LookupError, ValueError) as error:
         outputs.fail(f"check: {error}")
@@ -250,6 +255,21 @@ def _check_step_options(ctx: typer.Context, step_names: Sequence[str], model: st
             raise WrongOptionError(f"{option_text}: only the step {' or '.join(group.steps)} takes this option")
         if group.excludes_model and model is not None:
             raise WrongOptionError(f"{option_text}: the sizes are those of MODEL {model}; leave one out")
+
+
+def _check_for_weights(check_options: CheckOptions) -> None:
+    """Check that the engine finds weights next to MODEL's config, unless vLLM has an option of where they come from.
+
+    Raises:
+        ValueError: there are none.
+    """
+    source = check_options.source
+    if source is None or any(word.startswith("--load-format") for word in check_options.serve_arguments):
+        return
+    if not isinstance(source.config, Path):
+        raise WrongOptionError(f"--checkpoint: {source.name} is a {source.config_location}, which has no weights")
+    if not any(path.suffix in WEIGHT_SUFFIXES for path in source.config.parent.iterdir()):
+        raise WrongOptionError(f"--checkpoint: no weights in {source.config.parent}")
 
 
 def _check_option_values(check_options: CheckOptions, step_names: Sequence[str]) -> None:

@@ -4,14 +4,16 @@
 import argparse
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 from vllm_aiter_mla.compat import release
+from vllm_aiter_mla.settings import NAMESPACE
 
+PLUGIN_REMEDY = f"add {NAMESPACE} to VLLM_PLUGINS, names separated by commas without blanks, or unset it"
 # Modules with the parser of `vllm serve`: from 0.33 on, in 0.32, and before.
 SERVE_PARSERS = (
     "vllm.entrypoints.common.cli_args",
@@ -33,6 +35,14 @@ VARIABLES = (USE_AITER, USE_AITER_MLA, FP8_BMM, FP4_BMM, BREAKABLE_GRAPHS, BATCH
 def allowed_plugins(variable: str) -> list[str]:
     """Return the plugins that ``VLLM_PLUGINS`` allows, as vLLM reads it. A blank is a part of a name."""
     return variable.split(",")
+
+
+def unloaded_plugin_reason(environment: Mapping[str, str]) -> str | None:
+    """Return why a server with these variables does not load the plugin, or None. ``VLLM_PLUGINS`` is an allow-list."""
+    variable = environment.get("VLLM_PLUGINS")
+    if variable is None or NAMESPACE in allowed_plugins(variable):
+        return None
+    return f"VLLM_PLUGINS={variable!r} leaves {NAMESPACE} out: the flag will be unknown"
 
 
 def load_plugins() -> None:

@@ -152,12 +152,8 @@ def check_plugin(env: Env) -> CheckResult:
         )
     if len(own_targets) > 1:
         return CheckResult("warning", f"{NAMESPACE} is registered more than once", "remove all but one installation")
-    variable = env.get("VLLM_PLUGINS")
-    if variable is not None and NAMESPACE not in vllm_options.allowed_plugins(variable):
-        remedy = f"add {NAMESPACE} to VLLM_PLUGINS, names separated by commas without blanks, or unset it"
-        return CheckResult(
-            "problem", f"VLLM_PLUGINS={variable!r} leaves {NAMESPACE} out: the flag will be unknown", remedy
-        )
+    if (reason := vllm_options.unloaded_plugin_reason(env)) is not None:
+        return CheckResult("problem", reason, vllm_options.PLUGIN_REMEDY)
     return CheckResult("ok", f"entry point {NAMESPACE} = {own_targets.pop()}{others_text}")
 
 

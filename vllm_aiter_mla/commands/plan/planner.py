@@ -10,10 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from vllm_aiter_mla.commands import process
+from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.commands.plan import issues
 from vllm_aiter_mla.commands.plan.config_source import Source
 from vllm_aiter_mla.commands.plan.record import FORWARDED_ERRORS, Plan, Variables
-from vllm_aiter_mla.settings import NAMESPACE
 
 # The child makes no connection and leaves no file.
 CHILD_VARIABLES = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -29,10 +29,13 @@ def make_plans(
 
     Raises:
         ModuleNotFoundError: torch or vLLM is not installed.
-        ValueError: the source is not a config, or vLLM rejects the model or an option.
+        ValueError: the source is not a config, vLLM rejects the model or an option, or a server with these variables
+            does not load the plugin.
         NotKnownError: vLLM fails on this machine, with no wrong option.
         RuntimeError: vLLM ended, or raised something else.
     """
+    if (reason := vllm_options.unloaded_plugin_reason(_server_environment(variables))) is not None:
+        raise ValueError(f"{reason}; {vllm_options.PLUGIN_REMEDY}")
     for package in ("torch", "vllm"):
         if find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
@@ -41,7 +44,7 @@ def make_plans(
             plans = process.call(
                 make_plans_in_child, folder, deployments, arch, variables,
                 environment=child_environment(variables, cache),
-                log=2 if verbose else subprocess.DEVNULL,  # 2 is stderr
+                log=process.STDERR if verbose else subprocess.DEVNULL,
                 expected_errors=FORWARDED_ERRORS,
             )  # fmt: skip
         except process.EndedError as error:
@@ -68,7 +71,8 @@ def make_plans_in_child(
 
 def child_environment(variables: Variables, cache: str) -> dict[str, str]:
     """Return the child's environment, with the plan's variables, and with ``cache`` as the folder of vLLM's cache."""
-    environ = {**os.environ, **{name: value for name, (value, _) in variables.items()}, **CHILD_VARIABLES}
-    if "VLLM_PLUGINS" in environ:  # an allow-list, which may not name the plugin
-        environ["VLLM_PLUGINS"] += f",{NAMESPACE}"
-    return environ | {"VLLM_CACHE_ROOT": cache}
+    return {**_server_environment(variables), **CHILD_VARIABLES, "VLLM_CACHE_ROOT": cache}
+
+
+def _server_environment(variables: Variables) -> dict[str, str]:
+    return {**os.environ, **{name: value for name, (value, _) in variables.items()}}

@@ -100,7 +100,8 @@ def _load_files(paths: Sequence[Path]) -> Iterator[tuple[Path, str, str, Any]]:
     """
     for path in paths:
         if not path.is_dir():
-            yield path, escape_unprintable(path.name), *_read_file(path)
+            # The user may name a link. ``files.load`` follows none, because others may write to the plugin's folder.
+            yield path, escape_unprintable(path.name), *_read_file(path.resolve())
             continue
         all_files = [
             (file, escape_unprintable(f"{path.name}/{file.stem}"), *_read_file(file))
