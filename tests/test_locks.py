@@ -13,7 +13,7 @@ from vllm_aiter_mla import locks
 
 def test_a_lock_in_a_folder_that_takes_no_file_is_an_error_and_held_by_nobody():
     with pytest.raises(FileNotFoundError, match="lock-x"):
-        locks.hold(Path("/proc/self/fdinfo/lock-x"))
+        locks.try_hold(Path("/proc/self/fdinfo/lock-x"))
 
 
 @pytest.mark.parametrize("left", ["nothing", "a file that nobody holds"])
@@ -91,7 +91,7 @@ def test_a_lock_that_another_process_looks_at_to_remove_it_is_held_by_nobody(tmp
 def test_many_locks_are_asked_about_with_one_wait(tmp_path, monkeypatch):
     names, waits = [tmp_path / f"lock-{number}" for number in range(4)], []
     for lock in names[:2]:
-        locks.hold(lock)
+        locks.try_hold(lock)
     names[2].touch()
     monkeypatch.setattr(locks.time, "sleep", waits.append)
     assert list(locks.held_states(names).values()) == [True, True, False, False]

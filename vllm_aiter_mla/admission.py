@@ -21,7 +21,7 @@ ATTENTION_OPS = ("vllm_aiter_mla::mla_attention_with_prepared_q", "vllm_aiter_ml
 OVERFLOW = "turns a rotated value beyond fp8's range into NaN, where vLLM's own kernels store the largest value"
 """Why ``kernel=auto`` leaves out a kernel. The text follows the kernel's name."""
 ABORTED = "aborted_before"
-"""Code of a kernel in whose first call an earlier start ended."""
+"""Code of a kernel in whose first call, or while it was timed, an earlier start ended."""
 VLLM_FASTER = "vllm_faster"
 """Code of a layer for which vLLM's own kernels were the fastest."""
 INTEGRATIONS = ("passes", "module")

@@ -53,7 +53,7 @@ class RejectedKernel:
 
     kernel: str
     reason: str
-    aborted: bool = False  # whether the reason is that an earlier start ended in the kernel's first call
+    aborted: bool = False  # whether the reason is that an earlier start ended in a marked call of it
 
 
 @dataclass(frozen=True)

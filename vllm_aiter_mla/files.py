@@ -28,8 +28,8 @@ Record = TypeVar("Record")
 
 STAMP_KEY = "evidence"
 """The stamp's key in a record."""
-MAX_BYTES = 2**25
-"""Size of the largest file that is read. The answers of two runs of GSM8K take 5.3 MB, a status file some 10 kB."""
+MAX_BYTES = 2**22
+"""Size of the largest file that is read, unless the reader says otherwise; a status file takes some 10 kB."""
 UNFINISHED_PATTERN = ".aiter-mla-*.new"
 """Pattern of the names of unfinished files: their writer still writes, or was killed before it could rename them."""
 MAX_UNUSED_SECONDS = 90 * 24 * 3600
@@ -191,15 +191,19 @@ def read_record(cls: type[Record], path: Path) -> Record:
     return parse(cls, path, load(path))
 
 
-def load(path: Path) -> Any:
-    """Return the JSON in ``path``, for a caller that does not know the kind of record; raise as ``read_record``."""
+def load(path: Path, max_bytes: int | None = None) -> Any:
+    """Return the JSON in ``path``, with the errors of ``read_record``; for callers that do not know the kind of record.
+
+    ``max_bytes`` is the size of the largest file that is read; None for ``MAX_BYTES``.
+    """
+    max_bytes = max_bytes or MAX_BYTES
     # With O_NONBLOCK, opening a pipe does not wait for its writer.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError(f"{path}: not a regular file")
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"{path}: larger than {MAX_BYTES} bytes")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"{path}: larger than {max_bytes} bytes")
     try:
         return json.loads(content, parse_constant=_raise_for_constant)
     except (ValueError, RecursionError) as error:  # nested thousands of levels deep

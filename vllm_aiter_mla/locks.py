@@ -22,15 +22,6 @@ PROBE_INTERVAL_SECONDS = 0.01
 _file_locks: dict[tuple[int, Path], FileLock] = {}
 
 
-def hold(lock: Path) -> None:
-    """Hold a lock file until ``release`` or the end of this process, unless another process holds the lock.
-
-    Raises:
-        OSError: the file cannot be made or locked.
-    """
-    try_hold(lock)
-
-
 def try_hold(lock: Path) -> bool:
     """Hold a lock file until ``release`` or the end of this process; return False if another process holds the lock.
 

@@ -69,8 +69,9 @@ def test_only_what_was_asked_for_by_name_gives_3_where_it_could_not_look():
 def test_a_step_that_was_asked_for_and_skipped_is_said_and_no_option_that_was_given_is_advised(device):
     done = CliRunner().invoke(app, ["check", "--only", "timing", *device])
     assert done.exit_code == outputs.EXIT_INCOMPLETE
-    assert "1 of the steps were skipped" in done.output
+    assert "skipped: 1" in done.output.splitlines()[-1]
     assert "--device cpu" not in done.output.splitlines()[-1]
+    assert ("--device cpu is given" in done.output) is bool(device), "the reason is not the machine's"
 
 
 @pytest.mark.parametrize("status", get_args(StepStatus))
@@ -429,7 +430,7 @@ def test_a_step_is_kept_before_it_is_printed(tmp_path, monkeypatch):
 def test_a_torch_that_does_not_load_sees_no_card_and_costs_no_record(monkeypatch):
     device = "vllm_aiter_mla.kernels.device"
     monkeypatch.setitem(sys.modules, device, None)
-    assert CheckOptions().can_use_gpu is False
+    assert (CheckOptions().can_use_gpu, "ModuleNotFoundError" in CheckOptions().no_gpu_reason) == (False, True)
     monkeypatch.delitem(sys.modules, device)
     monkeypatch.delattr("vllm_aiter_mla.kernels.device", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)

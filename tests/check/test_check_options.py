@@ -109,12 +109,12 @@ class Scheduling:
     def __init__(self, seqs: int, budget: int, width: int) -> None:
         self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=seqs))
         self.seqs, self.budget, self.width = seqs, budget, width
-        self.prompt_logprobs: dict[str, int] = {}  # tokens that are left of each prompt
+        self.prompt_tokens_left: dict[str, int] = {}  # tokens that are left of each prompt
         self.left: dict[str, int] = {}  # tokens that are left to generate
         self.kinds: list[str] = []  # of the rows of the last step
 
     def add_request(self, name: str, prompt: dict[str, list[int]], params: Any) -> None:
-        self.prompt_logprobs[name], self.left[name] = len(prompt["prompt_token_ids"]), params.max_tokens
+        self.prompt_tokens_left[name], self.left[name] = len(prompt["prompt_token_ids"]), params.max_tokens
 
     def abort_request(self, names: list[str]) -> None:
         for name in names:
@@ -126,13 +126,13 @@ class Scheduling:
     def step(self) -> list[Any]:
         self.kinds, room, outputs = [], self.budget, []
         for name in [*self.left][: self.seqs]:
-            prompt, tokens = self.prompt_logprobs[name], min(self.prompt_logprobs[name] or self.width, room)
+            prompt, tokens = self.prompt_tokens_left[name], min(self.prompt_tokens_left[name] or self.width, room)
             if not tokens:
                 break
             room -= tokens
             self.kinds.append("prefill" if prompt else "decode")
-            self.prompt_logprobs[name] = max(prompt - tokens, 0)
-            if self.prompt_logprobs[name]:
+            self.prompt_tokens_left[name] = max(prompt - tokens, 0)
+            if self.prompt_tokens_left[name]:
                 continue
             self.left[name] -= 1 if prompt else tokens
             finished = self.left[name] <= 0

@@ -46,7 +46,7 @@ def write(folder, run, engine, rank, engaged=NAMES, names=NAMES, ranks=1, ended=
         lock.touch()
         (folder / f"lock-status-{run}").touch()
     else:
-        locks.hold(lock)
+        locks.try_hold(lock)
     return path
 
 

@@ -16,13 +16,14 @@ from tests.support import in_process, plans
 from tests.support.planted import raising
 from tests.support.progress import without_progress
 from tests.support.statuses import record_of
-from vllm_aiter_mla import __version__, admission, files
+from vllm_aiter_mla import __version__, admission
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands import machine, outputs
 from vllm_aiter_mla.commands.cards import ARCHITECTURES, CardName, product_names
 from vllm_aiter_mla.commands.check.run import Run
 from vllm_aiter_mla.commands.main import COMMANDS, app
 from vllm_aiter_mla.commands.plan import planner, simulated_card
+from vllm_aiter_mla.commands.report import page
 from vllm_aiter_mla.kernels import device
 from vllm_aiter_mla.status import status_files
 
@@ -176,7 +177,7 @@ def folder_gone(monkeypatch, folder):
 
 
 def record_too_large(monkeypatch, folder):
-    monkeypatch.setattr(files, "MAX_BYTES", 10)
+    monkeypatch.setattr(page, "MAX_INPUT_BYTES", 10)
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ FIRES = {
     "a skipped engine": {"AiterMlaLayersSkipped"},
     "an aborted kernel": {"AiterMlaKernelAborted"},
     "a rank that fell back": {"AiterMlaLayersSkipped", "AiterMlaRankFellBack"},
-    "a rank with another kernel": set(),
+    "a rank with another kernel": {"AiterMlaRankFellBack"},
     "corrupted": {"VllmCorruptedRequests"},
     "all at once": {"AiterMlaLayersSkipped", "AiterMlaKernelAborted", "AiterMlaRankFellBack", "VllmCorruptedRequests"},
 }

@@ -116,3 +116,4 @@ def test_every_layer_of_the_offline_script_would_engage_by_plan(variables: dict[
     switches = tuple(f"{switch}={value}" for switch, value in variables.items())
     plan, _ = plans.plan_of("gfx942", switches, config_source.find_config(name), tuple(options))
     assert (plan.outcome, plan.reasons, plan.layers.engaged, plan.layers.mla) == ("engaged", (), 61, 61)
+    assert plan.options.settings.enabled

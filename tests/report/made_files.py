@@ -43,14 +43,14 @@ def ended(folder: Path, run: str = "1-a") -> None:
 def front_end(folder: Path, run: str = "1-a") -> None:
     """Hold the lock of a run, and none of its ranks, as a script does that has shut its engine down."""
     ended(folder, run)
-    locks.hold(folder / f"{status_files.LOCK_PREFIX}{run}")
+    locks.try_hold(folder / f"{status_files.LOCK_PREFIX}{run}")
 
 
 def living(folder: Path, run: str = "1-a") -> None:
     """Hold the locks of a run and of its ranks, as its front end and its workers do."""
     front_end(folder, run)
     for rank in range(3):
-        locks.hold(folder / f"{status_files.LOCK_PREFIX}{run}-0-{rank}")
+        locks.try_hold(folder / f"{status_files.LOCK_PREFIX}{run}-0-{rank}")
 
 
 def measured() -> ShapeTiming:

@@ -325,10 +325,10 @@ class UsersPass(InductorPass):
     """A pass of the user's for graphs of up to 32 tokens, which notes each graph that it is given."""
 
     def __init__(self, ran):
-        self.ran_kernel = ran
+        self.ran = ran
 
     def __call__(self, graph):
-        self.ran_kernel.append("theirs")
+        self.ran.append("theirs")
 
     def is_applicable_for_range(self, compile_range):
         return compile_range.end <= 32

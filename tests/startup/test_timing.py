@@ -477,7 +477,7 @@ def test_a_start_that_dies_while_it_times_leaves_the_marker_of_a_first_call(made
 
 
 def test_only_families_that_are_timed_now_are_marked_while_they_are_timed(made_up, monkeypatch):
-    """What dies in one family's kernels is no reason to leave the other one out."""
+    """What dies in a family that is not timed is no reason to leave the other one out."""
     marked = []
 
     def mark_all(markers, names):
@@ -530,6 +530,16 @@ def test_a_start_that_waits_for_another_rank_has_no_marker_and_one_that_cannot_b
     made_up.start(measure="again")
     assert answers == [(True, [])] * 2
     assert any("planted" in line for line in made_up.said.at(logging.WARNING))
+
+
+def test_kernels_whose_marker_cannot_be_written_are_not_timed_and_the_other_ranks_are_answered(made_up, monkeypatch):
+    """A crash there would repeat at each start."""
+    answers = []
+    monkeypatch.setattr(timing.ranks, "exchange", lambda mine: (0, [answers.append(mine) or mine]))
+    monkeypatch.setattr(first_call.FirstCallMarkers, "mark_all", raising(OSError(28, "planted")))
+    one = made_up.start()
+    assert (len(answers), layer_in(one).decision.skip.code, made_up.clock.given_back) == (1, "not_timed", 1)
+    assert any("OSError" in line for line in made_up.said.at(logging.WARNING))
 
 
 @pytest.mark.mutation

@@ -202,7 +202,7 @@ def test_files_that_somebody_removed_come_back_with_the_next_correction(tmp_path
 @pytest.mark.mutation
 @pytest.mark.parametrize("plant", ["no file", "its lock is not held", "the front end's lock is not held"])
 def test_mutation_files_that_stay_away_are_caught(tmp_path, monkeypatch, plant):
-    remove_ended, hold, held = status_files._remove_files_of_ended_servers, locks.hold, list[Path]()
+    remove_ended, hold, held = status_files._remove_files_of_ended_servers, locks.try_hold, list[Path]()
 
     def hold_once(lock):
         if lock not in held:
@@ -212,7 +212,7 @@ def test_mutation_files_that_stay_away_are_caught(tmp_path, monkeypatch, plant):
     if plant == "the front end's lock is not held":
         monkeypatch.setattr(metrics, "renew_run_lock", lambda folder: None)
     else:
-        monkeypatch.setattr(locks, "hold", hold_once)
+        monkeypatch.setattr(locks, "try_hold", hold_once)
     if plant == "no file":
         monkeypatch.setattr(status_files, "_has_ended", lambda lock_paths: True)
         monkeypatch.setattr(
@@ -229,7 +229,7 @@ def is_tried_again(folder, monkeypatch):
     monkeypatch.setattr(engine_status, "REWRITE_DELAY_SECONDS", 0.0)
     status = status_of(a=RAN)
     with monkeypatch.context() as patching:
-        patching.setattr(locks, "hold", raising(OSError("No space left on device")))
+        patching.setattr(locks, "try_hold", raising(OSError("No space left on device")))
         with pytest.raises(OSError, match="No space left"):
             status.write(folder)
     status.update({"a": FELL})

@@ -39,6 +39,24 @@ def test_the_line_gives_the_times_of_the_shape_that_most_layers_have(shape_timin
     assert f"{TIMES}; 1 more layer shape in the status file)" in said
 
 
+def test_a_fault_comes_before_what_is_only_slower_with_its_layers_and_its_remedy():
+    slow, broken = Skip("vllm_faster", "slow"), Skip("kernel_shape", "broken")
+    said = status_line(replace(RECORD, engaged={}, skipped={"a": slow, "b": broken, "c": broken}, num_layers=3))
+    assert said == f"0/3: 2 skipped: kernel_shape: broken; 1 skipped: vllm_faster: slow -> {REMEDIES['kernel_shape']}"
+    said = status_line(replace(RECORD, engaged={"d": "triton"}, skipped={"a": slow, "b": broken}, num_layers=3))
+    assert f"; 1 skipped: kernel_shape: broken; 1 skipped: vllm_faster: slow -> {REMEDIES['kernel_shape']}" in said
+
+
+def test_the_line_of_a_pipeline_gives_the_times_of_the_shape_that_most_layers_of_all_its_ranks_have():
+    stages = [
+        replace(RECORD, rank=0, ranks=2, engaged={"c": "aiter"}, num_layers=1, shape_timings=(FEW,)),
+        replace(RECORD, rank=1, ranks=2, shape_timings=(MOST,)),
+    ]
+    assert f"{TIMES}; 1 more layer shape in the status file)" in status_line(*stages)
+    same = [replace(stages[0], shape_timings=(replace(MOST, layers=("c",)),)), stages[1]]
+    assert "more layer shape" not in status_line(*same), "one shape with the layers of both stages"
+
+
 @pytest.mark.parametrize(("since", "said"), [("", ")"), ("2026-11-26T10:00:00+00:00", " on 2026-11-26)")])
 def test_the_line_says_since_when_kept_figures_hold(since, said):
     assert f"{TIMES}{said}" in status_line(replace(RECORD, shape_timings=(replace(MOST, since=since),)))

@@ -185,7 +185,7 @@ def test_layers_are_told_of_in_the_models_order(said, tmp_path):
     skip(names[0], "no_rope", "of layer 2")
     skip(names[1], "geometry", "of layer 10")
     after_warm_up()
-    assert said[-1][1].startswith("0/2: no_rope: of layer 2")
+    assert said[-1][1].startswith("0/2: 1 skipped: no_rope: of layer 2; 1 skipped: geometry: of layer 10")
     assert list(written(tmp_path)["skipped"]) == [*names]
 
 
@@ -245,7 +245,7 @@ def test_a_warm_start_knows_the_reasons_of_the_cold_one_even_if_that_failed_in_i
     end()
     another_engine()
     after_warm_up()
-    assert said[-1][1].startswith("0/2: no_rope: why"), "the line tells of this start only"
+    assert said[-1][1].startswith("0/2: 1 skipped: no_rope: why"), "the line tells of this start only"
     assert written(tmp_path)["skipped"][LAYERS[0]] == {"code": "no_rope", "message": "why"}
     another_engine()
     after_warm_up(key="j" * 64)
@@ -588,6 +588,9 @@ def ended_servers_leave_no_files(tmp_path, monkeypatch):
 
     half = tmp_path / f"status-{status_files.host_hash()}-7-a-0-0.json"  # a crash of this host has left it
     half.write_text("half a fi")
+    old_half = tmp_path / f"status-{status_files.host_hash()}-7-b-0-0.json"  # and somebody has removed its lock
+    old_half.write_text("half a fi")
+    aged(old_half)
     before = f"{os.getpid()}-before"
     names_that_go = (f"{status_files.host_hash()}-7-a", "8-b", "8-b-0-0-w", "1-a", before, "..", "4-a")
     locks_that_go = [tmp_path / f"lock-status-{name}" for name in names_that_go]
@@ -602,6 +605,7 @@ def ended_servers_leave_no_files(tmp_path, monkeypatch):
         of_another_version(left_by("4-a")),
         aged(of_another_version(left_by("8-b", host="a pod that is gone"))),
         half,
+        old_half,
     ]
     stays = [
         left_by("2-a", host="another"),
@@ -612,10 +616,13 @@ def ended_servers_leave_no_files(tmp_path, monkeypatch):
         of_another_version(left_by("6-a")),
         tmp_path / "status-1-1-1.json",
     ]
+    free_elsewhere = ["lock-status-2-a", "lock-status-2-b"]  # here they look free, whatever holds them there
+    for name in free_elsewhere:
+        (tmp_path / name).touch()
     (tmp_path / "lock-status-3-a").symlink_to("nowhere")  # nobody can tell
     living = ["lock-status-5-a", "lock-status-6-a-0-0-w"]  # a front end, and an engine that outlives its own
     for name in living:
-        locks.hold(tmp_path / name)
+        locks.try_hold(tmp_path / name)
     other = tmp_path / "lock-status-0a1b2c3d-4-a"  # of another machine, where a lock may mean nothing here
     ended = tmp_path / f"lock-status-{status_files.host_hash()}-5-a"
     other.touch()
@@ -626,7 +633,8 @@ def ended_servers_leave_no_files(tmp_path, monkeypatch):
     assert [path.name for path in stays if not path.exists()] == []
     found = {path.name for path in tmp_path.glob("lock-*")}
     mine = f"lock-status-{os.environ[status_files.RUN_VARIABLE]}"
-    assert found == {mine, f"{mine}-0-0-{the_status().engine_id}", "lock-status-3-a", other.name, *living}
+    engine = f"{mine}-0-0-{the_status().engine_id}"
+    assert found == {mine, engine, "lock-status-3-a", other.name, *living, *free_elsewhere}
 
 
 def test_files_of_this_machines_ended_servers_are_removed_also_those_of_another_version(said, tmp_path, monkeypatch):
@@ -639,7 +647,7 @@ def test_a_file_that_cannot_be_read_is_reported_unless_its_server_has_ended(tmp_
     (tmp_path / "status-1-a-0-0.json").write_text("half a fi")
     lock = tmp_path / "lock-status-1-a"
     if left != "no lock":
-        locks.hold(lock) if left == "a lock" else lock.touch()
+        locks.try_hold(lock) if left == "a lock" else lock.touch()
     unreadable = []
     assert status_files.read_records(tmp_path, "*", unreadable.append) == []
     assert bool(unreadable) is reported
@@ -656,7 +664,7 @@ def test_mutation_a_file_of_another_version_that_stays_for_ever_is_caught(said, 
 @pytest.mark.parametrize("error", [PermissionError("read-only"), OSError("No space left on device")])
 @both_modes
 def test_a_folder_that_takes_no_lock_is_one_warning_and_serving_goes_on(said, monkeypatch, tmp_path, error, strict):
-    monkeypatch.setattr(locks, "hold", raising(error))
+    monkeypatch.setattr(locks, "try_hold", raising(error))
     engage_all()
     metrics.read_samples(tmp_path)
     after_warm_up(strict=strict)
@@ -704,7 +712,7 @@ PART = "MLA layers engaged on 1 of 2 ranks (aiter, fp8 KV, decode limit 512)"
         (engage_all, [], logging.INFO, f"2/2 {ALONE}"),
         (engage_one, [], logging.INFO, f"1/2 {ALONE}; 1 skipped: no_rope: why -> {REMEDIES['no_rope']}"),
         (lambda: skip(LAYERS[0], "impl", "a b\n\x1b[2J"), [], logging.WARNING,
-         f"0/2: impl: a b  [2J; 1 skipped: {NOT_RUN.reason} -> {REMEDIES['impl']}"),
+         f"0/2: 1 skipped: impl: a b  [2J; 1 skipped: {NOT_RUN.reason} -> {REMEDIES['impl']}"),
         (engage_all, [other(LAYERS)], logging.INFO, f"2/2 {WHOLE}"),
         (engage_all, [other("c", {"d": Skip("dtype", "x")})], logging.INFO,
          f"3/4 {WHOLE}; 1 skipped: dtype: x"),

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from tests.sandbox.simulated_aiter import ROCM
+from tests.support.planted import raising
+from vllm_aiter_mla.commands.check.timing import rivals
 from vllm_aiter_mla.commands.check.timing.record import RIVALS, VLLM
 from vllm_aiter_mla.commands.check.timing.rivals import DecodeTileBackend, OneLaunchBackend, decode_tile
 from vllm_aiter_mla.commands.check.timing.stand_in import StandInBackend
@@ -110,6 +112,13 @@ def test_the_tile_reaches_vllms_product_and_changes_no_byte(monkeypatch):
     bound = DecodeTileBackend(MI300X, 304)
     assert "takes a tile" in str(bound.refuse(synthetic_inputs(replace(SHAPE, weight=("plain",)))))
     assert "up to 256 rows" in str(bound.refuse(synthetic_inputs(SHAPE, 257)))
+
+
+def test_a_rival_that_memory_does_not_suffice_for_costs_the_others_nothing(monkeypatch):
+    monkeypatch.setattr(rivals, "_one_launch_backend", raising(torch.OutOfMemoryError("planted")))
+    monkeypatch.setattr(rivals, "_decode_tile_backend", lambda *_: DecodeTileBackend(MI300X, 304, op=Mock()))
+    runnable, untimed_reasons = rivals.check_rivals(MI300X, SHAPE, 8, True, {}, lambda name: None)
+    assert (set(runnable), untimed_reasons) == ({"aiter-decode-tile"}, {"aiter-one-launch": "planted"})
 
 
 def test_rivals_are_named_by_no_option_and_never_serve():

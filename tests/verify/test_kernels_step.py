@@ -16,11 +16,11 @@ from tests.support import in_process
 from tests.support.planted import raising
 from tests.support.waiting import happened
 from tests.verify.faults import stale
-from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check import show
 from vllm_aiter_mla.commands.check.kernels import child, step
 from vllm_aiter_mla.commands.main import app
+from vllm_aiter_mla.commands.report import page as page_module
 from vllm_aiter_mla.verify import results, runner, session
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,7 +101,7 @@ def test_small_runs_the_quick_cases_at_deepseeks_widths_and_two_runs_give_the_sa
 
 def test_rounds_that_end_alike_are_one_result_so_that_report_reads_however_many(monkeypatch, tmp_path):
     """Two hundred rounds of a full run would fill 20 MB, which no reader takes."""
-    monkeypatch.setattr(files, "MAX_BYTES", 4096)
+    monkeypatch.setattr(page_module, "MAX_INPUT_BYTES", 4096)
     path, page = tmp_path / "out.json", tmp_path / "page.html"
     done = cli(*ONE, "--small", "--repeat", "12", "--json", str(path), "--html", str(page))
     assert (done.exit_code, "12 passed, 0 failed" in done.stdout) == (0, True), done.output

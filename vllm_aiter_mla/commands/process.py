@@ -213,7 +213,10 @@ def _run_process(
     _running_groups.add(child.pid)
     deadline, has_outcome, output_bytes = time.monotonic() + TIMEOUT_SECONDS, False, 0
     try:
-        while (exit_status := _wait_for_exit_status(child, _poll_seconds(deadline))) is None:
+        while True:
+            seconds = min(POLL_SECONDS, max(deadline - time.monotonic(), 0))
+            if (exit_status := _wait_for_exit_status(child, seconds)) is not None:
+                break
             # Output counts as well as values: vLLM logs while it loads and compiles. Others write to stderr, too.
             previous_bytes, output_bytes = output_bytes, os.fstat(log).st_size if log > STDERR else 0
             if (deliver_values() or output_bytes > previous_bytes) and not has_outcome:
@@ -231,10 +234,6 @@ def _run_process(
     if exit_status >= 0:
         return f"ended with status {exit_status}"
     return f"was ended by {signal.Signals(-exit_status).name}"
-
-
-def _poll_seconds(deadline: float) -> float:
-    return min(POLL_SECONDS, max(deadline - time.monotonic(), 0))
 
 
 def _wait_for_exit_status(child: subprocess.Popen[bytes], timeout: float) -> int | None:

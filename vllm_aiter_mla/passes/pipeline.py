@@ -60,9 +60,8 @@ class AiterMLAPipeline(VllmInductorPass):
         self.chained = chained
         # What the layers of this worker run on. No graph is rewritten while it is None: the kernels are not checked.
         self.key: tuple[str, ...] | None = None
-        self.run = (
-            ensure_run_name()
-        )  # of the process that has read the options: a worker of Ray inherits no variable of ours
+        # Of the process that has read the options: a worker of Ray inherits no variable of ours.
+        self.run = ensure_run_name()
 
     def uuid(self) -> str:
         """Return the key for vLLM's and Inductor's caches: a hash of everything that decides which graph comes out.

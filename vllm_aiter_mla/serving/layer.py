@@ -51,7 +51,7 @@ class Layer:
         limit: the decode limit, the most tokens that a kernel is given.
         engine_status: the status of its engine, which the layer corrects when it falls back.
         graph_skip: why the layer's graph, or its wrapper, does not call the op for it; None if it does, or if unknown.
-        ran: the kernel of ours that the layer counts as engaged with; "" before its op has run. Where vLLM's own
+        ran_kernel: the kernel of ours that the layer counts as engaged with; "" before its op has run. Where vLLM's own
             kernel ran, it is the first of ours that runs at other token counts.
         possible_kernels: the kernels that may run it, once its op was called without a batch; None before.
         rotary_emb: vLLM's module that rotates for it, if the layer's wrapper calls the op; else None.

@@ -86,7 +86,7 @@ def check_kernel(
 ) -> Comparison:
     """Compare a kernel with the reference under both rotary styles, and compile what its graphs need.
 
-    An error while the kernel is compiled or launched is a failure, like a wrong result. Out of memory is none.
+    An error while the kernel is compiled or launched is a failure, like a wrong result. Running out of memory raises.
 
     Args:
         name: the kernel's name, for the message.

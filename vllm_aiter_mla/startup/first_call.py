@@ -18,7 +18,7 @@ import secrets
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,12 +120,12 @@ class FirstCallMarkers:
     def mark_all(self, names: Iterable[str]) -> Iterator[None]:
         """Keep the markers of several back ends during the block, which calls them in turn. No line is logged.
 
-        If a marker can no longer be written, the family is called without a marker, because other ranks wait.
+        Raises:
+            OSError: a marker can no longer be written, so none of these calls may be made.
         """
         with ExitStack() as markers:
             for prefix in dict.fromkeys(self._markers[name].prefix for name in names if name in self._markers):
-                with suppress(Exception):
-                    markers.enter_context(first_call_marker(self._folder, prefix))
+                markers.enter_context(first_call_marker(self._folder, prefix))
             yield
 
 

@@ -20,7 +20,7 @@ The figures of a layer shape pass through these types:
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ from vllm_aiter_mla.status.record import ShapeTiming
 
 VLLM_KERNELS_RUN = "vLLM's own kernels run"
 NO_BASELINE = "vLLM's own kernels cannot be timed here"
-NOT_REQUESTED = "no kernel of ours was left to time"
+NOTHING_TO_TIME = "no kernel of ours was left to time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def time_kernels(
     layers: Sequence[Layer],
     limit: int | None,
     rank: int,
-    mark_calls: Callable[[Iterable[str]], AbstractContextManager[None]] = lambda names: nullcontext(),
+    mark_calls: Callable[[Iterable[str]], AbstractContextManager[None]],
 ) -> None:
     """Time the kernels of this rank's layers, and let each layer run the kernels that all ranks have chosen.
 
@@ -132,7 +132,7 @@ def time_kernels(
         layers: the MLA layers of this rank.
         limit: the decode limit in tokens; None if this rank's kernels could not be checked.
         rank: the rank of this worker.
-        mark_calls: returns the context in which the named kernels are called. Entering the context does not raise. The
+        mark_calls: returns the context in which the named kernels are called. If it raises, they are not timed. The
             wait for other ranks is outside: a kernel is not the cause if the process is ended during that wait.
     """
     layers = [layer for layer in layers if VLLM in layer.backends.names]  # on a CPU only the reference runs
@@ -384,7 +384,7 @@ def _give_reasons(
         if own_reasons:
             layer.timed(Figures(why=own_reasons[0]))
         elif not layer.is_timed:
-            layer.timed(Figures(why=NOT_REQUESTED))
+            layer.timed(Figures(why=NOTHING_TO_TIME))
 
 
 def _log_untimed(reasons: Sequence[RankReason], num_timed_shapes: int) -> None:

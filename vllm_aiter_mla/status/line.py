@@ -29,9 +29,11 @@ def status_line(*records: RankStatus | None, dp_index: int | None = None) -> str
 
 def _skipped_line(merged: MergedStatus, aborted: Sequence[str]) -> str:
     """Return the line of an engine that engages no layer. If a reason names the aborted kernels, do not repeat them."""
-    (first_reason, _), *others = [*_count_reasons(merged.skipped).items()] or [("no MLA layer was found", 0)]
-    others_text = "".join(f"; {count} skipped: {reason}" for reason, count in others)
-    reasons_text = f"{first_reason}{others_text}"
+    counted_reasons = _count_reasons(merged.skipped)
+    if len(counted_reasons) > 1:
+        reasons_text = "; ".join(f"{count} skipped: {reason}" for reason, count in counted_reasons.items())
+    else:
+        reasons_text = next(iter(counted_reasons), "no MLA layer was found")
     aborted_text = "" if ABORTED in reasons_text else _aborted_text(aborted)
     return f"0/{merged.num_layers}: {reasons_text}{_missing_ranks_text(merged)}{aborted_text}"
 
@@ -68,7 +70,7 @@ def remedies(records: Sequence[RankStatus | None]) -> dict[str, str]:
     """
     fallback_skips = merge_ranks(records).fallback_skips_by_rank.values()
     skips = [*fallback_skips, *(skip for record in records if record is not None for skip in record.skipped.values())]
-    codes = [ABORTED] * bool(aborted_kernels(records)) + [skip.code for skip in sorted(skips, key=_is_no_fault)]
+    codes = [ABORTED] * bool(aborted_kernels(records)) + [skip.code for skip in sorted(skips, key=_is_only_slower)]
     return {code: REMEDIES[code] for code in codes if code in REMEDIES}
 
 
@@ -82,15 +84,15 @@ def aborted_kernels(records: Sequence[RankStatus | None]) -> list[str]:
 def _count_reasons(skipped: Mapping[str, Skip]) -> dict[str, int]:
     """Return how many layers are skipped for each code, by the code and the first message of it on one line.
 
-    Codes that are no fault come last.
+    Layers for which vLLM's own kernels are faster come last: nothing is wrong with them.
     """
     skips_by_code: dict[str, list[Skip]] = {}
-    for skip in sorted(skipped.values(), key=_is_no_fault):
+    for skip in sorted(skipped.values(), key=_is_only_slower):
         skips_by_code.setdefault(skip.code, []).append(skip)
     return {_printable_reason(skips[0]): len(skips) for skips in skips_by_code.values()}
 
 
-def _is_no_fault(skip: Skip) -> bool:
+def _is_only_slower(skip: Skip) -> bool:
     return skip.code == VLLM_FASTER
 
 

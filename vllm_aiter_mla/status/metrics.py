@@ -56,7 +56,7 @@ METRICS: Mapping[str, Metric] = {
         "another kernel than the first rank), silent (has no file).",
         ("state",),
     ),
-    ABORTED_BEFORE: Metric("1 if an earlier start ended in this kernel's first call.", ("kernel",)),
+    ABORTED_BEFORE: Metric("1 if an earlier start ended in a first call or a timing of it.", ("kernel",)),
     INFO: Metric("1; its labels say what runs.", ("version", "integration")),
 }
 

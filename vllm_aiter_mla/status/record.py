@@ -59,8 +59,8 @@ class RankStatus:
     """What the MLA layers of one rank run on: the status file.
 
     A worker knows the first fields before any layer runs, and these never change. ``EngineStatus`` fills the fields
-    after ``run``. An engine that is skipped as a whole has one record for all ranks, with rank 0. In that record,
-    fields that only a worker can fill are empty or 0.
+    after ``run``, but for ``ranks``, which is 0 until the ranks have counted themselves. An engine that is skipped as a
+    whole has one record for all ranks, with rank 0. In that record, fields that only a worker can fill are empty or 0.
     """
 
     rank: Count  # number of the worker in its engine

@@ -48,7 +48,7 @@ def ensure_run_lock(folder: Path) -> None:
         OSError: the lock cannot be taken.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    locks.hold(_run_lock_path(folder, ensure_run_name()))
+    locks.try_hold(_run_lock_path(folder, ensure_run_name()))
 
 
 def renew_run_lock(folder: Path) -> None:
@@ -85,7 +85,7 @@ def write_status(folder: Path, record: RankStatus) -> None:
         ensure_run_lock(folder)
     # Only this process has an engine of this ``engine_id``. An engine that is skipped as a whole has no ``engine_id``:
     # each process of the run that reads its config writes the same record, and the lock of one process is enough.
-    locks.hold(_engine_lock_path(folder, record))
+    locks.try_hold(_engine_lock_path(folder, record))
     files.write_record(status_path(folder, record), record)
     _remove_files_of_ended_servers(folder, record)
     files.remove_old_files(folder, files.UNFINISHED_PATTERN, MAX_UNFINISHED_SECONDS)
@@ -140,11 +140,11 @@ def _remove_files_of_run(lock_paths: Sequence[Path], paths: Sequence[Path], host
 
 def _is_removable(path: Path, host: str | None) -> bool:
     """Return whether a file is an old status file, or a status file of ``host`` if that is not None."""
+    is_old = time.time() - path.lstat().st_mtime > files.MAX_UNUSED_SECONDS
     try:
         data = files.load(path)
     except ValueError:  # a crash of the host has left half a file; the run's name contains the host
-        return host is not None and path.name.startswith(f"status-{host_hash()}-")
-    is_old = time.time() - path.lstat().st_mtime > files.MAX_UNUSED_SECONDS
+        return is_old or (host is not None and path.name.startswith(f"status-{host_hash()}-"))
     return files.layout_of(data)[0] == "status" and (is_old or data[files.STAMP_KEY]["host"] == host)
 
 

@@ -108,4 +108,4 @@ def test_triton_gpu_measure_finds_no_wrong_kernel_and_finishes():
 
     found = child.time_layers(child.TimingRequest((1, 8, 64, 256), (16,), ("fp8",)), {})
     printout.print_record(found, Console())
-    assert (found.wrong, found.stopped) == ({}, "")
+    assert (found.failed_kernels, found.stop_reason) == ({}, "")

@@ -32,7 +32,7 @@ from vllm_aiter_mla.commands.check.options import (
     split_deployments,
 )
 from vllm_aiter_mla.commands.check.run import Run, exit_status_of
-from vllm_aiter_mla.commands.plan.config_source import examples, find_config
+from vllm_aiter_mla.commands.plan.config_source import CONFIG_NAMES, examples, find_config
 from vllm_aiter_mla.commands.report import load_renderer
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
@@ -258,18 +258,28 @@ def _check_step_options(ctx: typer.Context, step_names: Sequence[str], model: st
 
 
 def _check_for_weights(check_options: CheckOptions) -> None:
-    """Check that the engine finds weights next to MODEL's config, unless vLLM has an option of where they come from.
+    """Check that the engine finds weights next to MODEL's config, unless options may say where they come from.
 
     Raises:
         ValueError: there are none.
     """
-    source = check_options.source
-    if source is None or any(word.startswith("--load-format") for word in check_options.serve_arguments):
+    source, options = (
+        check_options.source,
+        {word.partition("=")[0].replace("_", "-") for word in check_options.serve_arguments},
+    )
+    if source is None or options & {"--load-format", "--config"}:
         return
     if not isinstance(source.config, Path):
         raise WrongOptionError(f"--checkpoint: {source.name} is a {source.config_location}, which has no weights")
-    if not any(path.suffix in WEIGHT_SUFFIXES for path in source.config.parent.iterdir()):
-        raise WrongOptionError(f"--checkpoint: no weights in {source.config.parent}")
+    if source.config.name not in CONFIG_NAMES:
+        raise WrongOptionError(f"--checkpoint: {source.name} is one file; name its folder, with {CONFIG_NAMES[0]}")
+    folder = source.config.parent
+    try:
+        has_weights = any(path.suffix in WEIGHT_SUFFIXES for path in folder.iterdir())
+    except OSError as error:
+        raise WrongOptionError(f"--checkpoint: {folder}: {error.strerror}") from error
+    if not has_weights:
+        raise WrongOptionError(f"--checkpoint: no weights in {folder}")
 
 
 def _check_option_values(check_options: CheckOptions, step_names: Sequence[str]) -> None:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The context of a step of ``check``: the options, the results of earlier steps, and the progress callbacks."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.check.engine.record import EngineAnswer, Side
 from vllm_aiter_mla.commands.check.options import KernelOptions, LayerOptions, TimingOptions
 from vllm_aiter_mla.commands.check.record import StepResult
 from vllm_aiter_mla.commands.plan.config_source import Source
-from vllm_aiter_mla.commands.plan.record import Plan, Variables
+from vllm_aiter_mla.commands.plan.record import Plan, Variables, server_environment
 
 NO_GPU = "no GPU"
 
@@ -50,7 +50,7 @@ class CheckOptions:
         except Exception as error:
             if isinstance(error, ModuleNotFoundError) and error.name == "torch":
                 raise
-            return "torch cannot be imported: the step machine says why"
+            return f"torch cannot be used: {outputs.one_line(f'{type(error).__name__}: {error}')}"
         return None if card().is_there() else NO_GPU
 
     def environment(self, with_assumed: bool = True) -> dict[str, str]:
@@ -58,10 +58,9 @@ class CheckOptions:
 
         ``with_assumed`` adds the variables that the plan assumes where nobody set them.
         """
-        overrides = {
-            name: value for name, (value, origin) in self.variables.items() if with_assumed or origin != "default"
-        }
-        return {**os.environ, **overrides}
+        return server_environment(
+            {name: pair for name, pair in self.variables.items() if with_assumed or pair[1] != "default"}
+        )
 
 
 @dataclass(slots=True)

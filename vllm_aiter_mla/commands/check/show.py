@@ -121,7 +121,7 @@ def summary_line(ended_steps: Sequence[StepResult], exit_status: int, require_al
         if any(step.status == "unknown" for step in ended_steps):
             return "some steps gave no result; they say why above"
         if require_all:
-            return f"{num_skipped} of the steps were skipped"
+            return f"steps that were skipped: {num_skipped}"
         return "nothing ran on a card: run this where vLLM serves (--device cpu runs what a CPU can run)"
     num_warnings = sum(step.status == "warning" for step in ended_steps)
     warnings_text = f", {num_warnings} with a warning" if num_warnings else ""

@@ -117,8 +117,10 @@ def _check_config_option(action: argparse.Action, value: Any, arguments: Sequenc
         return
     dotted_options = {word.partition(".")[0].replace("_", "-") for word in arguments if "." in word.partition("=")[0]}
     # vLLM's parser appends the JSON from NAME=VALUE, so that is the last of its spelling.
-    spelling_texts = [f"{name}{'.NAME=VALUE' * (name in dotted_options and name not in spellings[number:])}"
-            for number, name in enumerate(spellings, 1)]  # fmt: skip
+    spelling_texts = [
+        f"{name}.NAME=VALUE" if name in dotted_options and name not in spellings[number:] else name
+        for number, name in enumerate(spellings, 1)
+    ]
     file = " (the file of --config counts too)" * ("--config" in arguments)
     _raise_value_error(
         f"{action.option_strings[0]}: given as {' and as '.join(spelling_texts)}{file}; vLLM would use only the last"

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the plans of a model with vLLM, in a separate process."""
 
-import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.commands.plan import issues
 from vllm_aiter_mla.commands.plan.config_source import Source
-from vllm_aiter_mla.commands.plan.record import FORWARDED_ERRORS, Plan, Variables
+from vllm_aiter_mla.commands.plan.record import FORWARDED_ERRORS, Plan, Variables, server_environment
 
 # The child makes no connection and leaves no file.
 CHILD_VARIABLES = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -34,7 +33,7 @@ def make_plans(
         NotKnownError: vLLM fails on this machine, with no wrong option.
         RuntimeError: vLLM ended, or raised something else.
     """
-    if (reason := vllm_options.unloaded_plugin_reason(_server_environment(variables))) is not None:
+    if (reason := vllm_options.unloaded_plugin_reason(server_environment(variables))) is not None:
         raise ValueError(f"{reason}; {vllm_options.PLUGIN_REMEDY}")
     for package in ("torch", "vllm"):
         if find_spec(package) is None:
@@ -71,8 +70,4 @@ def make_plans_in_child(
 
 def child_environment(variables: Variables, cache: str) -> dict[str, str]:
     """Return the child's environment, with the plan's variables, and with ``cache`` as the folder of vLLM's cache."""
-    return {**_server_environment(variables), **CHILD_VARIABLES, "VLLM_CACHE_ROOT": cache}
-
-
-def _server_environment(variables: Variables) -> dict[str, str]:
-    return {**os.environ, **{name: value for name, (value, _) in variables.items()}}
+    return {**server_environment(variables), **CHILD_VARIABLES, "VLLM_CACHE_ROOT": cache}

@@ -4,6 +4,7 @@
 This module imports no torch. ``schemas.json`` describes the fields.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,11 @@ from vllm_aiter_mla.settings import Settings
 
 Variables = Mapping[str, tuple[str, str]]
 """Value and origin ("--env", "environment" or "default") of each environment variable that is set for the plan."""
+
+
+def server_environment(variables: Variables) -> dict[str, str]:
+    """Return the environment of a server with these variables: that of this process, overridden by them."""
+    return {**os.environ, **{name: value for name, (value, _) in variables.items()}}
 
 
 class NotKnownError(RuntimeError):
@@ -90,7 +96,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Ranges:
-    """Compile ranges, (first, last) in tokens; the passes would rewrite the first ``inside`` ones."""
+    """Compile ranges, (first, last) in tokens; the passes would rewrite the first ``num_within_limit`` ones."""
 
     ranges: tuple[tuple[int, int], ...]
     num_within_limit: int

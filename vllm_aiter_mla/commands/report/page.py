@@ -6,6 +6,7 @@ anything.
 """
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ READERS: dict[str, tuple[type[Any], Callable[[Page, PageInput, Any], InputSummar
     "serving": (Serving, add_serving),
 }
 """The record type and its reader, by the schema in the stamp of a file."""
+MAX_INPUT_BYTES = 2**25
+"""Size of the largest file that the page shows: the answers of two runs of GSM8K take 5.3 MB."""
 MIN_DIGITS, MAX_DIGITS = 4, 17
 """Significant digits of a number on the page, and those of a float."""
 
@@ -65,8 +68,8 @@ def _cell_text(value: Any) -> Any:
 
 def _float_text(value: float) -> str:
     """Return a number with ``MIN_DIGITS`` significant digits, and with more where it would look like 0 or 1."""
-    if abs(value) >= 10**MIN_DIGITS and math.isfinite(value):
-        return f"{value:.0f}"
+    if math.isfinite(value) and abs(float(f"{value:.{MIN_DIGITS}g}")) >= 10**MIN_DIGITS:
+        return f"{value:.0f}"  # not 1e+04
     texts = (f"{value:.{num_digits}g}" for num_digits in range(MIN_DIGITS, MAX_DIGITS))
     return next((text for text in texts if abs(float(text)) not in (0, 1)), f"{value:.{MAX_DIGITS}g}")
 
@@ -101,7 +104,8 @@ def _load_files(paths: Sequence[Path]) -> Iterator[tuple[Path, str, str, Any]]:
     for path in paths:
         if not path.is_dir():
             # The user may name a link. ``files.load`` follows none, because others may write to the plugin's folder.
-            yield path, escape_unprintable(path.name), *_read_file(path.resolve())
+            target = Path(os.path.realpath(path)) if path.is_symlink() else path
+            yield path, escape_unprintable(path.name), *_read_file(target)
             continue
         all_files = [
             (file, escape_unprintable(f"{path.name}/{file.stem}"), *_read_file(file))
@@ -115,7 +119,7 @@ def _load_files(paths: Sequence[Path]) -> Iterator[tuple[Path, str, str, Any]]:
 
 def _read_file(path: Path) -> tuple[str, Any]:
     """Return the schema in the stamp of a file, and its content."""
-    data = _escape_strings(files.load(path))
+    data = _escape_strings(files.load(path, MAX_INPUT_BYTES))
     return files.layout_of(data)[0], data
 
 

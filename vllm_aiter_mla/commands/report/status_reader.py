@@ -32,10 +32,8 @@ def add_status(page: Page, page_input: PageInput, record: RankStatus) -> InputSu
             (tokens, *map(us_by_kernel.get, names), kernel_at(shape.chosen, tokens))
             for tokens, us_by_kernel in by_tokens
         ]
-        columns, draw = (
-            ("tokens", *(f"{kernel}, us" for kernel in names), "runs"),
-            charts.chart_over_tokens(names, rows),
-        )
+        columns = ("tokens", *(f"{kernel}, us" for kernel in names), "runs")
+        draw = charts.chart_over_tokens(names, rows)
         notes = [f"{name}: {len(shape.layers)} layers"]
         page.add_block(page_input, "Status", f"Timed at start-up, {shape.shape}, per layer", columns, rows, draw, notes)
     outcome, meaning = _status_outcome(page_input.folder, record, max(record.ranks - page_input.num_ranks, 0))

@@ -19,8 +19,9 @@ def add_layers(
     for layer, skip in skipped_layers:
         layers_by_reason[skip.reason].append(layer)
     reasons = [f"{reason} ({len(layers)}): {join_values(layers)}" for reason, layers in layers_by_reason.items()]
-    columns = ("input", "would engage" if section == PLAN else "engaged", "kernels", "KV cache", "decode limit",
-             "rewritten ranges", "captured sizes", "skipped")  # fmt: skip
+    engaged_title = "would engage" if section == PLAN else "engaged"
+    size_titles = ("decode limit", "rewritten ranges", "captured sizes")
+    columns = ("input", engaged_title, "kernels", "KV cache", *size_titles, "skipped")
     page.add_block(page_input, section, "MLA layers", columns, [(*cells, reasons or "none")])
 
 

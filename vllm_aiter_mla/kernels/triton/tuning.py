@@ -10,7 +10,7 @@ from pathlib import Path
 from vllm_aiter_mla import files
 from vllm_aiter_mla.decided import Spans
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
-from vllm_aiter_mla.kernels.triton.tiles import allowed
+from vllm_aiter_mla.kernels.triton.tiles import TUNED_SCHEMA, allowed
 
 SHIPPED = Path(__file__).parent / "tuned"
 """Files that users have sent; the machine's own comes first."""
@@ -28,7 +28,7 @@ class TunedTiles:
     triton: str  # the release
     chosen: dict[str, Spans]  # by ``key_of``: the tiles, as far as was timed
     us: dict[str, dict[int, dict[str, float]]]  # median microseconds by ``key_of``, token count and tile
-    evidence: files.Stamp = files.stamp_field("tuned")
+    evidence: files.Stamp = files.stamp_field(TUNED_SCHEMA)
 
     def __post_init__(self) -> None:
         for spans in self.chosen.values():

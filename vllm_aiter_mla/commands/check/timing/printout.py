@@ -25,7 +25,7 @@ def print_record(record: Measurement, console: Console) -> None:
         table.add_row(str(row.tokens), str(row.heads), row.cache_type, *us, ratio)
     console.print(table)
     if STAND_IN in names:
-        print_line(f"{STAND_IN}: replaces vLLM's kernels, which are not installed; it makes as many launches")
+        print_line(f"{STAND_IN}: replaces vLLM's kernels, which cannot run here; it makes as many launches")
     for name, reason in dict.fromkeys(untimed for row in rows for untimed in row.untimed_reasons.items()):
         if name not in failed_kernels:
             print_line(f"{name}: not timed: {reason}")

@@ -25,9 +25,8 @@ class Row:
     heads: int
     cache_type: str  # "fp8", "bf16" or "fp16": the type of the query and the cache
     us: dict[str, float]  # median microseconds per call in a replayed graph, by kernel; includes ``RIVALS``
-    untimed_reasons: dict[
-        str, str
-    ]  # why a kernel was not timed: it does not take the call, cannot run here, or is wrong
+    # Why each other kernel was not timed: it does not take the call, cannot run here, or is wrong
+    untimed_reasons: dict[str, str]
     # The fastest rival's time over our fastest kernel's time: above 1 ours is faster. If a stand-in for vLLM's kernels
     # was timed, the ratio is to a kernel that never serves.
     ratio: float | None
@@ -59,10 +58,8 @@ def make_row(
 ) -> Row:  # fmt: skip
     """Return the figures of one size. The ratio is None without a kernel of ours, or without vLLM's or a stand-in."""
     overflowing_and_timed = tuple(name for name in overflowing_kernels if name in us)
-    our_times, rival_times = (
-        _times_of_ours(us, overflowing_and_timed),
-        [time for name, time in us.items() if name in RIVALS],
-    )
+    our_times = _times_of_ours(us, overflowing_and_timed)
+    rival_times = [time for name, time in us.items() if name in RIVALS]
     ratio = min(rival_times) / min(our_times) if our_times and {VLLM, STAND_IN} & us.keys() else None
     return Row(tokens, heads, cache_type, dict(us), dict(untimed_reasons), ratio, overflowing_and_timed)
 

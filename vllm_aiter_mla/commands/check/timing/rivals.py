@@ -86,7 +86,7 @@ def check_rivals(
         on_check(name)
         try:
             runnable[name] = make()
-        except (AiterUnavailableError, NotTimedError) as error:
+        except (AiterUnavailableError, NotTimedError, torch.OutOfMemoryError) as error:
             untimed_reasons[name] = str(error)
     return runnable, untimed_reasons
 
