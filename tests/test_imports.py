@@ -1,6 +1,7 @@
 """Imports: who may ask a GPU, who runs without vLLM, no cycle, and what the contracts of pyproject.toml catch."""
 
 import ast
+import functools
 import graphlib
 import json
 import os
@@ -211,6 +212,7 @@ def test_mutation_a_question_past_the_seam_is_seen(source):
     assert past_the_seam(source)
 
 
+@functools.cache
 def defined_in(path):
     """Names that a file defines or imports at its top level, also under a condition."""
     names, statements = set(), [*ast.parse(path.read_text()).body]
@@ -229,7 +231,7 @@ def defined_in(path):
     return names
 
 
-def missing_names(source, known={}):  # noqa: B006  what each file of the package defines, read once
+def missing_names(source):
     """Names of this package that a file imports, inside functions too, and that are not there."""
     root = ROOT.parent
     for node in ast.walk(ast.parse(source)):
@@ -237,11 +239,9 @@ def missing_names(source, known={}):  # noqa: B006  what each file of the packag
             continue
         folder = root.joinpath(*node.module.split("."))
         path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
-        if path not in known:
-            known[path] = defined_in(path) if path.exists() else set()
         for alias in node.names:
             is_file = folder.joinpath(alias.name).is_dir() or folder.joinpath(f"{alias.name}.py").exists()
-            if not is_file and alias.name not in known[path]:
+            if not is_file and alias.name not in (defined_in(path) if path.exists() else ()):
                 yield f"{node.module}.{alias.name}"
 
 
