@@ -83,9 +83,9 @@ test: lint quick
 test-all: test test-rest test-wide
 
 # What `make test` leaves out, two at a time, the longest first: engines, slow tests, servers, which wait more than they
-# compute, bit-exact tests without AVX-512, and configs with and without AMX.
+# compute, bit-exact tests without AVX-512, configs with and without AMX, and the site, whose links must lead somewhere.
 test-rest: extras
-	$(MAKE) -j 2 engines slow rehearsals avx2-quick types amx-quick
+	$(MAKE) -j 2 engines slow rehearsals avx2-quick types amx-quick site
 
 engines: extras
 	$(BIN)/python -m pytest --durations=10 -m "engine and not wide" tests/engine
@@ -221,7 +221,7 @@ $(SITE_STAMP): pyproject.toml
 
 site: $(SITE_STAMP)
 	rm -rf build/pages && mkdir -p build/pages
-	git ls-files '*.md' '*.png' docker | tar -cT - | tar -xC build/pages
+	git ls-files '*.md' '*.png' docker examples | tar -cT - | tar -xC build/pages
 	$(SITE)/bin/mkdocs build --strict
 
 quick: setup

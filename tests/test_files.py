@@ -19,7 +19,7 @@ from tests.support.statuses import record_of
 from vllm_aiter_mla import __version__, files, packages
 from vllm_aiter_mla.kernels.triton.tiles import TUNED_SCHEMA
 from vllm_aiter_mla.status import status_files
-from vllm_aiter_mla.status.record import RankStatus
+from vllm_aiter_mla.status.record import RankRecord
 from vllm_aiter_mla.status.skips import KeptSkips
 
 PACKAGE = Path(files.__file__).parent
@@ -28,7 +28,7 @@ PACKAGE = Path(files.__file__).parent
 def test_a_stamp_names_schema_versions_time_and_host():
     stamp = files.stamp("status")
     assert set(vars(stamp)) == {"schema", "schema_version", "plugin", "vllm", "aiter", "time", "host"}
-    assert (stamp.schema, stamp.schema_version) == ("vllm-aiter-mla/status", 6)
+    assert (stamp.schema, stamp.schema_version) == ("vllm-aiter-mla/status", 7)
     assert (stamp.plugin, stamp.host) == (__version__, os.uname().nodename)
     now = datetime.now(UTC)
     assert timedelta(0) <= now - datetime.fromisoformat(stamp.time) < timedelta(minutes=1)
@@ -223,7 +223,7 @@ def test_a_field_that_is_wrong_is_named_by_its_place_in_the_file(tmp_path):
     record = files.to_plain(record_of(["a", "b"]))
     record["skipped"]["b"] = {"code": "a code", "message": 3}
     with pytest.raises(ValueError, match=r"in\.json: skipped\.b\.message: [^\n]+$"):
-        files.parse_unstamped(RankStatus, tmp_path / "in.json", record)
+        files.parse_unstamped(RankRecord, tmp_path / "in.json", record)
 
 
 def test_the_first_distribution_that_is_installed_is_named_with_its_version():

@@ -21,13 +21,13 @@ from vllm_aiter_mla.commands.check.timing.record import Measurement, Row
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.commands.report.serving_record import Serving
 from vllm_aiter_mla.commands.status import Engines
-from vllm_aiter_mla.decided import Span
+from vllm_aiter_mla.decided import ShapeTiming, Span
 from vllm_aiter_mla.kernels.triton.tuning import TunedTiles
 from vllm_aiter_mla.settings import KERNELS, Settings
 from vllm_aiter_mla.startup import first_call
 from vllm_aiter_mla.startup.kept_figures import KeptFigures
 from vllm_aiter_mla.status.line import status_line
-from vllm_aiter_mla.status.record import RankStatus, ShapeTiming
+from vllm_aiter_mla.status.record import RankRecord
 from vllm_aiter_mla.status.skips import KeptSkips
 from vllm_aiter_mla.verify.results import Verification
 
@@ -92,7 +92,7 @@ def records(cls, **made):
 
 JSON_BY_NAME = st.dictionaries(TEXT, JSON, max_size=3)
 RECORDS = {
-    "status": records(RankStatus, rank=st.integers(0, 99), ranks=st.integers(0, 99)),
+    "status": records(RankRecord, rank=st.integers(0, 99), num_ranks=st.integers(0, 99)),
     "skips": records(KeptSkips),
     "measured": records(KeptFigures, key=JSON_BY_NAME, rounds=rounds()),
     "tuned": records(
@@ -145,7 +145,7 @@ def keys_stay_strings(cls, path, data, part=files.parse_unstamped):
     """What ``json.load`` makes of token counts."""
     found = part(cls, path, data)
     for one in getattr(found, "shape_timings", ()):
-        object.__setattr__(one, "us", {str(tokens): by for tokens, by in one.us.items()})
+        object.__setattr__(one, "medians_us", {str(tokens): by for tokens, by in one.medians_us.items()})
     return found
 
 
@@ -155,8 +155,8 @@ def keys_stay_strings(cls, path, data, part=files.parse_unstamped):
     [
         ("parse_unstamped", keys_stay_strings, r"Differing attributes:\s+\['shape_timings'\]"),
         ("to_plain", lambda value, plain=files.to_plain: json.loads(json.dumps(plain(value)), parse_int=str),
-         ": status 6; this version reads status 6"),
-        ("schema_of", lambda cls: "skips", ": status 6; this version reads skips "),
+         ": status 7; this version reads status 6"),
+        ("schema_of", lambda cls: "skips", ": status 7; this version reads skips "),
     ],
 )  # fmt: skip
 def test_mutation_i16_records_that_change_on_the_way_are_caught(tmp_path, monkeypatch, name, plant, seen):
@@ -203,11 +203,16 @@ def test_bad_records_are_one_line_that_names_the_file(tmp_path, record, spoil):
 
 @pytest.mark.parametrize(
     "timed",
-    [{"us": {}}, {"us": {8: {"vllm": 1.0}}}, {"us": {8: {"triton": 1.0}}}, {"chosen": ()}],
+    [
+        {"medians_us": {}},
+        {"medians_us": {8: {"vllm": 1.0}}},
+        {"medians_us": {8: {"triton": 1.0}}},
+        {"chosen_spans": ()},
+    ],
     ids=["nothing timed", "the chosen one", "vllm", "nothing chosen"],
 )
 def test_records_that_lack_a_figure_are_not_made(timed):
-    whole = {"us": {8: {"vllm": 2.0, "triton": 1.0}}, "chosen": spans((1, 8, "triton"))}
+    whole = {"medians_us": {8: {"vllm": 2.0, "triton": 1.0}}, "chosen_spans": spans((1, 8, "triton"))}
     ShapeTiming("s", (), **whole)
     with pytest.raises(ValueError):
         ShapeTiming("s", (), **whole | timed)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was decided for a layer: which kernel runs at how many tokens, or why no kernel of ours runs.
+"""What was decided for a layer and why: its timing, which kernel runs at how many tokens, and what it has run so far.
 
 ``serving.decision`` decides. Kernels, start-up, status files and plans share these values. Imports no torch.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from vllm_aiter_mla.admission import Skip
 
@@ -77,3 +78,34 @@ class Decision:
     def our_first_kernel(self) -> str:
         """The first of ``our_kernels``, or ""."""
         return next(iter(self.our_kernels), "")
+
+
+class LayerState(NamedTuple):
+    """What has become of one layer so far, as ``serving.layer.Layer.state`` returns it."""
+
+    decision: Decision
+    ran_kernel: str = ""  # the kernel that its fused op has run; "" if the op has run none
+    # Kernels that may run the layer, if its op was called without a batch. vLLM runs no batch of a draft model while
+    # it starts, so a draft's layer counts as engaged if one of these kernels has run for another layer.
+    possible_kernels: tuple[str, ...] = ()
+    skip: Skip | None = None  # why the layer runs vLLM's own code: by its decision, its graph or its last batch
+
+
+@dataclass(frozen=True)
+class ShapeTiming:
+    """What was timed for one layer shape at start-up, and which kernels were chosen.
+
+    Raises:
+        ValueError: nothing was timed, or a count lacks the figure of vLLM's own kernels or of the chosen kernel.
+    """
+
+    shape: str  # in words
+    layers: tuple[str, ...]
+    chosen_spans: Spans
+    medians_us: dict[int, dict[str, float]]  # microseconds per layer by token count and kernel, on this rank
+    kept_since: str = ""  # when an earlier start took the figures; empty if this start did
+
+    def __post_init__(self) -> None:
+        required = {tokens: {VLLM, kernel_at(self.chosen_spans, tokens)} for tokens in self.medians_us}
+        if not self.medians_us or any(required[tokens] - figures.keys() for tokens, figures in self.medians_us.items()):
+            raise ValueError("a figure is missing")

@@ -21,17 +21,17 @@ from typing import Any
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, patches, ranks
-from vllm_aiter_mla.decided import Decision
+from vllm_aiter_mla.decided import Decision, LayerState
 from vllm_aiter_mla.kernels.inputs import LayerShape
 from vllm_aiter_mla.serving import ops
 from vllm_aiter_mla.serving.backends import Backends, current_platform
 from vllm_aiter_mla.serving.layer import GRAPHS_KEEP, Layer
 from vllm_aiter_mla.settings import STRICT_OPTION, SettingsError
 from vllm_aiter_mla.startup import checks, first_call, prefill, timing
-from vllm_aiter_mla.status import skips, status_files
-from vllm_aiter_mla.status.engine_status import EngagementChanges, EngineStatus, LayerState
+from vllm_aiter_mla.status import liveness, skips
+from vllm_aiter_mla.status.engine_status import EngagementChanges, EngineStatus
 from vllm_aiter_mla.status.line import status_line
-from vllm_aiter_mla.status.record import RankStatus, merge_ranks
+from vllm_aiter_mla.status.record import RankRecord, merge_ranks
 
 RELOAD_METHODS = ("reload_weights", "update_weights", "finish_weight_update")
 """Methods by which vLLM's workers take new weights while they serve."""
@@ -96,7 +96,7 @@ class Engine:
         A compiled artifact holds these ops, and a worker that starts from it runs no pass that would define them.
         """
         ops.register()
-        os.environ.setdefault(status_files.RUN_VARIABLE, self.our_pass.run)
+        os.environ.setdefault(liveness.RUN_VARIABLE, self.our_pass.run)
         if self.our_pass.integration == "module":
             from vllm_aiter_mla.serving import module  # imported here because the passes do not need it
 
@@ -277,8 +277,8 @@ class Engine:
         Raises:
             SettingsError: no layer engaged, or no status line can be made, in strict mode.
         """
-        record: RankStatus | None = None
-        records: list[RankStatus | None] = []
+        record: RankRecord | None = None
+        records: list[RankRecord | None] = []
 
         def gather() -> None:
             with self.guard_decision("the status of the other ranks could not be gathered", ()):
@@ -292,8 +292,8 @@ class Engine:
                     record = self._make_record()
             if record is not None:
                 num_ranks = len(records)  # 0 if they could not be gathered
-                record = replace(record, ranks=num_ranks)
-                records = [None if each is None else replace(each, ranks=num_ranks) for each in records]
+                record = replace(record, num_ranks=num_ranks)
+                records = [None if each is None else replace(each, num_ranks=num_ranks) for each in records]
                 self._write_record(record)
                 with self.guard_decision("no status line could be said", ()):
                     self._require_engaged_layer(records, record)
@@ -313,14 +313,14 @@ class Engine:
         if compat_config.mla_modules(self.config) and not sizes:
             compat_config.run_decode_step(self.worker)
 
-    def _make_record(self) -> RankStatus:
+    def _make_record(self) -> RankRecord:
         labels, sizes = compat_config.metric_labels(self.config), compat_config.GraphSizes([], [])
         with log.warned("the captured sizes could not be read"):
             sizes = compat_config.graph_sizes(self.config)
         states = self._layer_states()
         with log.warned("the reasons of skipped layers could not be kept or read"):
             self.status.add_kept_skips(self._keep_skips(self.worker.rank))
-        base = RankStatus(
+        base = RankRecord(
             rank=self.worker.rank,
             integration=self.our_pass.integration,
             card=current_platform().arch,
@@ -330,11 +330,12 @@ class Engine:
             full_graphs=tuple(sizes.full),
             model_name=labels["model_name"],
             dp_index=labels["engine"],
-            run=status_files.ensure_run_name(),
+            run=liveness.ensure_run_name(),
+            engine_id=compat_config.engine_id(self.config),
         )
         return self.status.make_record(states, base)
 
-    def _require_engaged_layer(self, records: Sequence[RankStatus | None], record: RankStatus) -> None:
+    def _require_engaged_layer(self, records: Sequence[RankRecord | None], record: RankRecord) -> None:
         """End the start if all layers of this rank are skipped, or if it has no layer and no other rank engages one.
 
         Raises:
@@ -344,7 +345,7 @@ class Engine:
         if not record.engaged and (record.num_layers or not is_any_rank_engaged):
             self.end_strict_start(status_line(record))
 
-    def _say_status_line(self, records: Sequence[RankStatus | None], record: RankStatus) -> None:
+    def _say_status_line(self, records: Sequence[RankRecord | None], record: RankRecord) -> None:
         """Log the status line on rank 0, for all ranks of the engine."""
         if record.rank == 0:
             merged = merge_ranks(records)
@@ -352,7 +353,7 @@ class Engine:
             # Each engine of a process gets a line, even if the line equals that of the last engine.
             log.say(level, status_line(*records, dp_index=compat_config.replica(self.config)))
 
-    def _write_record(self, record: RankStatus) -> None:
+    def _write_record(self, record: RankRecord) -> None:
         """Set the record, which later failures correct, and write its file; a failed write costs only a warning."""
         self.status.set_record(record)
         with log.warned("the status file could not be written"):
@@ -364,7 +365,7 @@ class Engine:
         Only reasons of graphs are kept, because each start finds the reasons of the layers again.
         """
         folder, key = compat_config.cache_folder(), str(self.config.compute_hash())
-        if not self.status.compiled:
+        if not self.status.pass_counts:
             return skips.read(folder, key, rank)
         called_layers = [layer.name for layer in self.layers if layer.ran_kernel or layer.possible_kernels]
         graph_skips = {layer.name: layer.graph_skip for layer in self.layers if layer.decision.skip is None}

@@ -28,7 +28,7 @@ from vllm_aiter_mla.settings import (
     near_misses,
     non_default_options,
 )
-from vllm_aiter_mla.status import metrics, status_files
+from vllm_aiter_mla.status import liveness, metrics, status_files
 from vllm_aiter_mla.status.engine_status import record_of_skipped_engine
 
 
@@ -93,7 +93,7 @@ def _make_pass(vllm_config: Any, engagement: Engagement, settings: Settings) -> 
 
     with log.warned("the metrics are not available"):
         with suppress(OSError):  # the workers warn if they cannot write their status there
-            status_files.ensure_run_lock(compat_config.cache_folder())
+            liveness.ensure_run_lock(compat_config.cache_folder())
         metrics.register_metrics(compat_config.cache_folder())
     chained = compat_config.wrapped_pass(vllm_config.compilation_config)
     return AiterMLAPipeline(
@@ -114,10 +114,10 @@ def _report_skip(facts: ConfigView, skip: Skip, settings: Settings) -> None:
     # The workers then run none of our code, so the process that built the config writes one record for all ranks.
     with log.warned("the status file could not be written"):
         folder = compat_config.cache_folder()
-        status_files.ensure_run_lock(folder)
+        liveness.ensure_run_lock(folder)
         record = record_of_skipped_engine(
             skip, facts.layers, kv_cache_dtype=facts.kv_cache_dtype, model_name=facts.model_name, dp_index=facts.engine,
-            run=status_files.ensure_run_name(),
+            run=liveness.ensure_run_name(),
         )  # fmt: skip
         metrics.register_metrics(folder)
         status_files.write_status(folder, record)

@@ -254,7 +254,7 @@ def a_draft_that_is_not_engaged(card: dict[str, Any]) -> None:
 
 
 def a_rank_without_a_status(card: dict[str, Any]) -> None:
-    let_answer(card, "on", rank_statuses=(replace(ANSWER.rank_statuses[0], ranks=2),))
+    let_answer(card, "on", rank_statuses=(replace(ANSWER.rank_statuses[0], num_ranks=2),))
 
 
 def a_draft(card: dict[str, Any], *skips: Skip) -> None:

@@ -16,10 +16,11 @@ from vllm_aiter_mla import files, locks
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.decided import ShapeTiming
 from vllm_aiter_mla.serving.decision import PASSED, Checked, Figures, LayerFacts, Offer, decide
 from vllm_aiter_mla.settings import Settings
-from vllm_aiter_mla.status import status_files
-from vllm_aiter_mla.status.record import DecisionGroup, RankStatus, ShapeTiming
+from vllm_aiter_mla.status import liveness, status_files
+from vllm_aiter_mla.status.record import DecisionGroup, RankRecord
 
 NAMES = ("model.layers.0.attn", "model.layers.1.attn")
 TIMED = (ShapeTiming("16 heads", NAMES, spans((1, 64, "triton")), {64: {"triton": 5.0, "vllm": 10.0}}),)
@@ -30,8 +31,8 @@ def folder(tmp_path, monkeypatch):
     """The folder of the plugin's files, in which this process is the front end of every server that lives."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     for run in ("7-a", "8-b"):
-        monkeypatch.setenv(status_files.RUN_VARIABLE, run)
-        status_files.ensure_run_lock(tmp_path / "aiter_mla")
+        monkeypatch.setenv(liveness.RUN_VARIABLE, run)
+        liveness.ensure_run_lock(tmp_path / "aiter_mla")
     return tmp_path / "aiter_mla"
 
 
@@ -39,9 +40,12 @@ def write(folder, run, engine, rank, engaged=NAMES, names=NAMES, ranks=1, ended=
     """Write a rank's file; this process holds its lock, or the lock of an engine that has ended is free."""
     skipped = {name: Skip("kernel_shape", "wrong") for name in names if name not in engaged}
     record = replace(record_of(names, 512, "fp8", rank), run=run, dp_index=engine, model_name="r1", shape_timings=TIMED)
-    path = folder / f"status-{run}-{engine}-{rank}.json"
-    files.write_record(path, replace(record, engaged=dict.fromkeys(engaged, "triton"), skipped=skipped, ranks=ranks))
-    lock = folder / f"lock-{path.stem}-{record.engine_id}"
+    record = replace(record, engine_id="1" if not ended else "0")
+    path = folder / f"status-{run}-{record.engine_id}-{engine}-{rank}.json"
+    files.write_record(
+        path, replace(record, engaged=dict.fromkeys(engaged, "triton"), skipped=skipped, num_ranks=ranks)
+    )
+    lock = folder / f"lock-{path.stem}"
     if ended:
         lock.touch()
         (folder / f"lock-status-{run}").touch()
@@ -71,7 +75,7 @@ def test_layer_prints_what_was_decided_and_why_each_other_kernel_does_not_run(fo
     figures = Figures({512: {"aiter": [4.0] * 4, "triton": [5.0] * 4, "vllm": [9.0] * 4}})
     checks = {"aiter": Checked("aiter: self-check FAILED: q nope"), "triton": PASSED}
     found = decide(LayerFacts(None, offers, (512,)), checks, figures, Settings())
-    record = files.read_record(RankStatus, path := write(folder, "7-a", "0", 0))
+    record = files.read_record(RankRecord, path := write(folder, "7-a", "0", 0))
     decided = (DecisionGroup(NAMES, found),)
     files.write_record(path, replace(record, decision_groups=decided))
     printed = CliRunner().invoke(app, ["status", "--layer", "layers.1"]).output
@@ -132,7 +136,7 @@ def test_a_node_with_a_stage_without_mla_layers_speaks_for_itself(folder):
     assert (found.exit_code, "; 1 without a status" in found.output, "the model" in found.output) == (3, True, False)
 
 
-@pytest.mark.parametrize(("field", "wrong"), [("ranks", -1), ("rank", -1), ("ranks", 10**12)])
+@pytest.mark.parametrize(("field", "wrong"), [("num_ranks", -1), ("rank", -1), ("num_ranks", 10**12)])
 def test_a_count_of_ranks_that_cannot_be_makes_a_bad_file(folder, field, wrong):
     path = write(folder, "7-a", "0", 0)
     files.write_record(path, json.loads(path.read_text()) | {field: wrong})
@@ -162,7 +166,7 @@ def test_layer_of_an_engine_that_has_ended_is_not_here(folder):
     decided = (DecisionGroup(other, decide(LayerFacts(None, {}, (512,)), {}, None, Settings())),)
     for run_of_it, names in (("7-a", NAMES), ("8-b", other)):
         path = write(folder, run_of_it, "0", 0, names, names, ended=run_of_it == "8-b")
-        record = files.read_record(RankStatus, path)
+        record = files.read_record(RankRecord, path)
         groups = tuple(replace(group, layers=names) for group in decided)
         files.write_record(path, replace(record, decision_groups=groups))
     found = run("--layer", "layers.7")
@@ -187,12 +191,12 @@ def test_an_engine_that_has_ended_is_said_so_and_is_not_engaged(folder, run_of_i
 
 @pytest.mark.mutation
 def test_mutation_an_engine_that_ends_before_its_front_end_and_counts_as_living_is_caught(folder, monkeypatch):
-    monkeypatch.setattr(status_files.ServerLocks, "is_engine_alive", lambda self, ranks: True)
+    monkeypatch.setattr(liveness.ServerLocks, "is_engine_alive", lambda self, ranks: True)
     with pytest.raises(AssertionError, match="its end is not told"):
         is_said_to_have_ended(folder, "8-b")
 
 
-@pytest.mark.parametrize("removed", ["lock-status-7-a", "lock-status-7-a-0-0-*", "lock-*"])
+@pytest.mark.parametrize("removed", ["lock-status-7-a", "lock-status-7-a-1-0-0", "lock-*"])
 def test_a_server_whose_locks_somebody_removed_has_not_ended(folder, removed):
     write(folder, "7-a", "0", 0)
     for lock in folder.glob(removed):

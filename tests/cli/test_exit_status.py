@@ -25,7 +25,7 @@ from vllm_aiter_mla.commands.main import COMMANDS, app
 from vllm_aiter_mla.commands.plan import planner, simulated_card
 from vllm_aiter_mla.commands.report import page
 from vllm_aiter_mla.kernels import device
-from vllm_aiter_mla.status import status_files
+from vllm_aiter_mla.status import liveness, status_files
 
 KERNELS = ("--only", "kernels", "--device", "cpu")
 ONE_CASE = (*KERNELS, "--quick", "--backend", "reference", "--case", "fresh-data", "--variant", "bf16")
@@ -50,8 +50,8 @@ def plan_says(outcome):
 def a_server(engaged):
     def plant(monkeypatch, folder):
         monkeypatch.setenv("VLLM_CACHE_ROOT", str(folder))
-        monkeypatch.setenv(status_files.RUN_VARIABLE, "7-a")
-        status_files.ensure_run_lock(folder / "aiter_mla")
+        monkeypatch.setenv(liveness.RUN_VARIABLE, "7-a")
+        liveness.ensure_run_lock(folder / "aiter_mla")
         record = replace(record_of(["layer"], 16, "auto", 0), run="7-a", engaged={"layer": "triton"}, skipped={})
         left = replace(record, engaged={}, skipped={"layer": Skip("dcp", "made up")})
         status_files.write_status(folder / "aiter_mla", record if engaged else left)

@@ -20,7 +20,7 @@ from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import printout
 from vllm_aiter_mla.compat import release
 from vllm_aiter_mla.kernels.aiter import op
-from vllm_aiter_mla.status import line, status_files
+from vllm_aiter_mla.status import line, liveness, status_files
 from vllm_aiter_mla.status.line import status_line
 
 CODES = sorted(admission.REASON_CODES)
@@ -54,8 +54,8 @@ def test_remedy_line_and_log_and_plan_say_the_same(code: str) -> None:
 @pytest.mark.parametrize("message", ["why", "why " * 60], ids=["short", "long"])
 def test_remedy_is_what_status_prints_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, message: str) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    monkeypatch.setenv(status_files.RUN_VARIABLE, "7-a")
-    status_files.ensure_run_lock(tmp_path / "aiter_mla")
+    monkeypatch.setenv(liveness.RUN_VARIABLE, "7-a")
+    liveness.ensure_run_lock(tmp_path / "aiter_mla")
     status_files.write_status(tmp_path / "aiter_mla", skipped("impl", message))
     said = CliRunner().invoke(app, ["status"]).stdout
     assert one_line(said).count(REMEDIES["impl"]) == 1

@@ -21,7 +21,7 @@ from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.check.engine import steps as engine_steps
 from vllm_aiter_mla.commands.check.engine.record import EngineAnswer
 from vllm_aiter_mla.commands.plan import planner
-from vllm_aiter_mla.status import status_files
+from vllm_aiter_mla.status import liveness
 
 GROUP = "vllm.general_plugins"
 
@@ -79,9 +79,9 @@ def test_no_installed_package_lists_the_sandbox():
 )
 def test_an_engine_finds_the_sandboxs_plugin_and_inherits_the_path_but_not_the_gauge(spec, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", "given")
-    monkeypatch.setenv(status_files.RUN_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(liveness.RUN_VARIABLE, str(tmp_path))
     environment = engine.environment_for(spec, tmp_path, tmp_path)
-    assert status_files.RUN_VARIABLE not in environment
+    assert liveness.RUN_VARIABLE not in environment
     first, *rest = environment["PYTHONPATH"].split(os.pathsep)
     assert rest == [str(plugin.CHECKOUT), "given"]
     (found,) = distributions(path=[first])

@@ -22,10 +22,10 @@ from vllm_aiter_mla.commands import check, main
 from vllm_aiter_mla.commands.check import steps
 from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.commands.plan import issues
+from vllm_aiter_mla.decided import ShapeTiming
 from vllm_aiter_mla.kernels import formulas
 from vllm_aiter_mla.kernels.triton import tiles
 from vllm_aiter_mla.status.line import status_line
-from vllm_aiter_mla.status.record import ShapeTiming
 
 COMMANDS = typer.main.get_command(main.app).commands
 SHARED = {"--help", "--version"}

@@ -29,7 +29,7 @@ def test_layers_that_vllms_pass_has_fused_are_taken_over(engines):
     on = engines("vllms-pass-on")
     assert_all_engaged(on)
     assert on.status[0]["integration"] == "passes", "the default over graph partition"
-    counts = on.status[0]["compiled"]["1-16"]
+    counts = on.status[0]["pass_counts"]["1-16"]
     assert counts["vllm_fused"] == counts["aiter_fusion"] == 2
     assert_parity(engines("vllms-pass-off"), on)
 
@@ -38,7 +38,7 @@ def test_layers_that_vllms_pass_has_fused_are_taken_over(engines):
 @pytest.mark.engine("bf16-off", "stop-rope-kv", "stop-q-prep")
 @pytest.mark.parametrize(("name", "ran"), [("stop-rope-kv", 1), ("stop-q-prep", 2)])
 def test_the_chain_is_right_after_each_of_its_passes(engines, name, ran):
-    counts = engines(name).status[0]["compiled"]["1-16"]
+    counts = engines(name).status[0]["pass_counts"]["1-16"]
     assert [counts[p] for p in ("rope_kv_cache", "q_prep_lift", "aiter_fusion")] == [2] * ran + [0] * (3 - ran)
     assert_parity(engines("bf16-off"), engines(name))
 
@@ -91,5 +91,5 @@ def test_graphs_compiled_for_one_size_each_beside_those_of_a_range(engines):
 def test_fp8_scales_drafts_and_padded_heads_by_the_passes(engines):
     on = engines("class-gfx942-passes-on")
     assert_all_engaged(on)
-    assert on.status[0]["compiled"]["1-48"]["aiter_fusion"] == 2, "one layer of the target, one of the draft"
+    assert on.status[0]["pass_counts"]["1-48"]["aiter_fusion"] == 2, "one layer of the target, one of the draft"
     assert_parity(engines("class-gfx942-passes-off"), on)

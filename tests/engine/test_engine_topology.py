@@ -4,8 +4,8 @@ import pytest
 
 from tests.engine.engine_checks import assert_all_engaged, assert_parity
 from vllm_aiter_mla import files
-from vllm_aiter_mla.status import metrics, status_files
-from vllm_aiter_mla.status.record import RankStatus
+from vllm_aiter_mla.status import liveness, metrics, status_files
+from vllm_aiter_mla.status.record import RankRecord
 
 
 @pytest.mark.engine("schedule-off", "schedule-on")
@@ -91,10 +91,10 @@ def test_ranks_that_fell_back_are_in_the_line_the_files_and_the_gauge(engines, t
     assert "rank 1 fell back: kernel_shape: " in line
     engaged = {record["rank"]: len(record["engaged"]) for record in found.status}
     assert engaged == {0: 1, 1: 0}
-    monkeypatch.setenv(status_files.RUN_VARIABLE, found.status[0]["run"])
-    status_files.ensure_run_lock(tmp_path)  # this process is the front end and the workers
+    monkeypatch.setenv(liveness.RUN_VARIABLE, found.status[0]["run"])
+    liveness.ensure_run_lock(tmp_path)  # this process is the front end and the workers
     for record in found.status:
-        status_files.write_status(tmp_path, files.parse_unstamped(RankStatus, tmp_path, record))
+        status_files.write_status(tmp_path, files.parse_unstamped(RankRecord, tmp_path, record))
     samples = metrics.read_samples(tmp_path)
     assert {labels[-1]: layers for labels, layers in samples[metrics.LAYERS].items()} == {"engaged": 0, "skipped": 1}
     ranks = {labels[-1]: count for labels, count in samples["aiter_mla_ranks"].items()}

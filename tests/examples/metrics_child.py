@@ -25,9 +25,9 @@ from tests.sandbox.model import TinyDeepseek, save_config
 from tests.support.decisions import decision
 from tests.support.statuses import skipped_engine, with_layers
 from vllm_aiter_mla.admission import Skip
-from vllm_aiter_mla.decided import RejectedKernel
-from vllm_aiter_mla.status import metrics, status_files
-from vllm_aiter_mla.status.engine_status import EngineStatus, LayerState
+from vllm_aiter_mla.decided import LayerState, RejectedKernel
+from vllm_aiter_mla.status import liveness, metrics, status_files
+from vllm_aiter_mla.status.engine_status import EngineStatus
 
 MODEL = "tiny"
 DECISION = decision((1, 32, "triton"), (33, 512, "vllm"))
@@ -44,7 +44,7 @@ def write(folder: Path, *ranks: Sequence[LayerState]) -> None:
     for rank, states in enumerate(ranks):
         layers = {f"layers.{place}": state for place, state in enumerate(states)}
         record = with_layers(EngineStatus(), layers, rank=rank, card="gfx942")
-        status_files.write_status(folder, replace(record, model_name=MODEL, dp_index="0", ranks=len(ranks)))
+        status_files.write_status(folder, replace(record, model_name=MODEL, dp_index="0", num_ranks=len(ranks)))
 
 
 def write_skipped_engine(folder: Path) -> None:
@@ -76,7 +76,7 @@ def step(logger: PrometheusStatLogger, corrupted: int = 0) -> None:
 
 def said(folder: Path, scenario: str) -> str:
     """Return what /metrics says; each scenario is a run of its own."""
-    os.environ[status_files.RUN_VARIABLE] = f"{os.getpid()}-{scenario.replace(' ', '-')}"
+    os.environ[liveness.RUN_VARIABLE] = f"{os.getpid()}-{scenario.replace(' ', '-')}"
     SCENARIOS[scenario](folder)
     return generate_latest(REGISTRY).decode()
 
@@ -86,7 +86,7 @@ if __name__ == "__main__":
     model = save_config(TinyDeepseek().config(), folder / "model")
     arguments = EngineArgs(model=str(model), served_model_name=MODEL, skip_tokenizer_init=True, load_format="dummy")
     logger = PrometheusStatLogger(arguments.create_engine_config())
-    status_files.ensure_run_lock(folder)
+    liveness.ensure_run_lock(folder)
     metrics.register_metrics(folder)
     step(logger)
     told = {one: said(folder, one) for one in SCENARIOS if one not in ("corrupted", "all at once")}

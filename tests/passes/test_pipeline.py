@@ -77,7 +77,7 @@ def compile_with_vllm(folder, stop_after=None):
         with forward(stubs, DECODE), pass_context(Range(1, 16)), monitor_torch_compile(config), stopped:
             compiled(module, torch.bfloat16, manager)
         logger.setLevel(logging.NOTSET)
-    counted = Layer.of(stubs[0]).engine_status.compiled
+    counted = Layer.of(stubs[0]).engine_status.pass_counts
     return Compilation({path.name: path.read_text() for path in folder.rglob("*post_grad*")}, lines, final[0], counted)
 
 

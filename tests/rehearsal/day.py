@@ -26,7 +26,7 @@ from tests.sandbox.simulated_aiter import write_tree
 from tests.support.signals import heard
 from tests.support.waiting import happened
 from tests.tools import serving_model
-from vllm_aiter_mla.status import metrics, status_files
+from vllm_aiter_mla.status import liveness, metrics
 
 PATH = Path(rehearsal_card.__file__).parent / "rehearsal_path"
 COMMAND = Path(sys.executable).with_name("vllm-aiter-mla")
@@ -64,7 +64,7 @@ class Day:
         """The variables of each process."""
         path = (PATH, plugin.FOLDER, self.aiter, plugin.CHECKOUT)
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "AITER_"))}
-        kept.pop(status_files.RUN_VARIABLE, None)
+        kept.pop(liveness.RUN_VARIABLE, None)
         return kept | {
             "PYTHONPATH": os.pathsep.join(map(str, path)),
             rehearsal_card.VARIABLE: json.dumps(asdict(self.scenario)),

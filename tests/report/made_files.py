@@ -17,8 +17,9 @@ from vllm_aiter_mla.commands.check.record import CheckRun, StepResult
 from vllm_aiter_mla.commands.check.timing.record import Measurement, make_row
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.report.serving_record import METRICS, Estimate, PointResult, Serving
-from vllm_aiter_mla.status import status_files
-from vllm_aiter_mla.status.record import DecisionGroup, ShapeTiming
+from vllm_aiter_mla.decided import ShapeTiming
+from vllm_aiter_mla.status import liveness
+from vllm_aiter_mla.status.record import DecisionGroup
 
 LAYERS = [f"model.layers.{n}.self_attn.attn" for n in range(4)]
 
@@ -27,30 +28,30 @@ def status(**changes: Any) -> dict[str, Any]:
     """A worker's status as JSON: four layers engaged."""
     engaged: dict[str, Any] = {"engaged": dict.fromkeys(LAYERS, "reference"), "skipped": {}}
     groups = (DecisionGroup(tuple(LAYERS), decision((1, 64, "triton"), (65, 256, "vllm"))),)
-    made = {"card": "gfx942", "run": "1-a", "engine_id": "", "decision_groups": groups}
+    made = {"card": "gfx942", "run": "1-a", "engine_id": "1", "decision_groups": groups}
     found = replace(
-        record_of(LAYERS, 16, "bfloat16", 0), **engaged | made | {"compiled": {"1-16": {"matched": 4}}} | changes
+        record_of(LAYERS, 16, "bfloat16", 0), **engaged | made | {"pass_counts": {"1-16": {"matched": 4}}} | changes
     )
     return dict(json.loads(files.to_json(found)))
 
 
 def ended(folder: Path, run: str = "1-a") -> None:
     """Leave the locks of a run and of its ranks behind, as a server does that has ended."""
-    for name in (run, *(f"{run}-0-{rank}" for rank in range(3))):
-        (folder / f"{status_files.LOCK_PREFIX}{name}").touch()
+    for name in (run, *(f"{run}-1-0-{rank}" for rank in range(3))):
+        (folder / f"{liveness.LOCK_PREFIX}{name}").touch()
 
 
 def front_end(folder: Path, run: str = "1-a") -> None:
     """Hold the lock of a run, and none of its ranks, as a script does that has shut its engine down."""
     ended(folder, run)
-    locks.try_hold(folder / f"{status_files.LOCK_PREFIX}{run}")
+    locks.try_hold(folder / f"{liveness.LOCK_PREFIX}{run}")
 
 
 def living(folder: Path, run: str = "1-a") -> None:
     """Hold the locks of a run and of its ranks, as its front end and its workers do."""
     front_end(folder, run)
     for rank in range(3):
-        locks.try_hold(folder / f"{status_files.LOCK_PREFIX}{run}-0-{rank}")
+        locks.try_hold(folder / f"{liveness.LOCK_PREFIX}{run}-1-0-{rank}")
 
 
 def measured() -> ShapeTiming:

@@ -111,7 +111,7 @@ def test_a_server_is_engaged_only_if_each_of_its_ranks_says_so(
     written: Write, tmp_path: Path, given: list[int], word: str
 ) -> None:
     made_files.living(tmp_path)
-    data = [made_files.status(rank=rank, ranks=3, model_name="r1", dp_index="0") for rank in given]
+    data = [made_files.status(rank=rank, num_ranks=3, model_name="r1", dp_index="0") for rank in given]
     page = render_page([written(f"{number}.json", one) for number, one in enumerate(data)])
     assert {said for said, *_ in summaries(page)} == {word}
     assert ('class="input-summary good' in page) is (word == "engaged")
@@ -124,8 +124,10 @@ def ranges_of(page: str) -> list[str]:
 
 
 def test_a_range_counts_as_rewritten_only_where_a_layer_matched(written: Write) -> None:
-    compiled = {"1-8": {"matched": 0, "skipped": 4}, "9-16": {"matched": 4}, "17-32": {"matched": 1}}
-    assert ranges_of(render_page([written("status.json", made_files.status(compiled=compiled))])) == ["9-16, 17-32"]
+    pass_counts = {"1-8": {"matched": 0, "skipped": 4}, "9-16": {"matched": 4}, "17-32": {"matched": 1}}
+    assert ranges_of(render_page([written("status.json", made_files.status(pass_counts=pass_counts))])) == [
+        "9-16, 17-32"
+    ]
 
 
 @pytest.mark.parametrize(("inside", "shown"), [(0, "-"), (1, "1-16")])

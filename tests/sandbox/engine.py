@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.sandbox import cuda_graphs, platform, plugin, worker
 from tests.sandbox.spec import EngineResult, EngineSpec, load, save
-from vllm_aiter_mla.status import status_files
+from vllm_aiter_mla.status import liveness
 
 # An engine of a minute takes twenty on a machine that does other work.
 TIMEOUT_S = 1800
@@ -149,7 +149,7 @@ def environment_for(spec: EngineSpec, cache: Path, inductor: Path) -> dict[str, 
         # Compiled C++ is found again by its source. Whole graphs must not be, or a planted bug is not compiled in.
         environment |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
     # This process may have built a config itself; the engine must not write into this process's run.
-    environment.pop(status_files.RUN_VARIABLE, None)
+    environment.pop(liveness.RUN_VARIABLE, None)
     return environment
 
 

@@ -27,7 +27,7 @@ from vllm_aiter_mla.serving import backends
 from vllm_aiter_mla.settings import SettingsError
 from vllm_aiter_mla.status import engine_status
 from vllm_aiter_mla.status.engine_status import EngagementChanges, EngineStatus
-from vllm_aiter_mla.status.record import RankStatus
+from vllm_aiter_mla.status.record import RankRecord
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def skipped(one):
     """What the status file says of the layers that are left to vLLM."""
     wait_for_the_file()
     held = layer_in(one).engine_status
-    assert files.read_record(RankStatus, held.path) == held.record
+    assert files.read_record(RankRecord, held.path) == held.record
     assert set(held.record.engaged) | set(held.record.skipped) == {NAME}
     return {name: skip.code for name, skip in held.record.skipped.items()}
 

@@ -28,7 +28,7 @@ from vllm_aiter_mla.serving import backends, module, ops
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.startup import checks, timing
-from vllm_aiter_mla.status import status_files
+from vllm_aiter_mla.status import liveness
 from vllm_aiter_mla.status.engine_status import EngineStatus
 
 
@@ -45,11 +45,11 @@ def test_a_worker_whose_fast_path_is_off_is_left_as_it_is(pass_):
 
 def test_a_worker_that_inherits_no_variable_of_ours_joins_its_servers_run(monkeypatch):
     """As Ray starts workers: with the pickled config, and the variables whose names vLLM knows."""
-    monkeypatch.setenv(status_files.RUN_VARIABLE, "front")
+    monkeypatch.setenv(liveness.RUN_VARIABLE, "front")
     sent = pickle.dumps(ours())
-    monkeypatch.delenv(status_files.RUN_VARIABLE)
+    monkeypatch.delenv(liveness.RUN_VARIABLE)
     Worker(pickle.loads(sent))
-    assert status_files.ensure_run_name() == "front"
+    assert liveness.ensure_run_name() == "front"
 
 
 def test_loading_starts_a_status_checks_the_kernels_and_keys_the_cache(said, monkeypatch):

@@ -23,7 +23,7 @@ from tests.support.worker import Worker, layer_in, ours
 from vllm_aiter_mla import files, packages
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
-from vllm_aiter_mla.decided import Span
+from vllm_aiter_mla.decided import ShapeTiming, Span
 from vllm_aiter_mla.engine import Engine
 from vllm_aiter_mla.kernels import absorb, device, reference, stopwatch
 from vllm_aiter_mla.kernels.backend import Binding
@@ -34,7 +34,7 @@ from vllm_aiter_mla.serving import backends, decision
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.startup import checks, first_call, kept_figures, timing
 from vllm_aiter_mla.status.line import status_line
-from vllm_aiter_mla.status.record import RankStatus, ShapeTiming
+from vllm_aiter_mla.status.record import RankRecord
 
 planted = raising(torch.OutOfMemoryError("planted: out of memory"))
 QUICK_TRITON = costs(aiter=8.0, triton=5.0, vllm=10.0)
@@ -90,7 +90,7 @@ def test_the_fastest_kernel_serves_and_the_status_line_and_the_status_say_so(mad
         "8.0 us a layer at 16 tokens against vLLM's own 10.0, measured here)"
     )
     assert found.shape_timings[0].layers == (NAME,)
-    assert found.shape_timings[0].us[4] == {"aiter": 8.0, "triton": 5.0, "vllm": 10.0}
+    assert found.shape_timings[0].medians_us[4] == {"aiter": 8.0, "triton": 5.0, "vllm": 10.0}
     assert "1 layer shape(s)" in made_up.said.at(logging.INFO)[-1]
     assert made_up.clock.given_back == 1
 
@@ -99,7 +99,7 @@ def test_the_status_file_holds_what_was_decided_for_each_layer(made_up, tmp_path
     one = made_up.start()
     one.compile_or_warm_up_model()
     (path,) = tmp_path.glob("status-*.json")
-    (group,) = files.read_record(RankStatus, path).decision_groups
+    (group,) = files.read_record(RankRecord, path).decision_groups
     assert (group.layers, group.decision) == ((NAME,), layer_in(one).decision)
     assert group.decision.kernel_spans == (Span(1, 16, "triton"),)
     assert {other.kernel for other in group.decision.rejected_kernels} == {"aiter", "aiter-opt", "vllm"}
@@ -112,10 +112,10 @@ def test_the_next_start_reads_the_figures_and_measures_nothing(made_up, tmp_path
     one = made_up.start()
     assert runs(one, 1) == "triton"
     assert made_up.clock.given_back == 0
-    assert measured(one)[0].since, "the line gives the day"
+    assert measured(one)[0].kept_since, "the line gives the day"
     one = made_up.start(measure="again")
     assert runs(one, 1) == "aiter"
-    assert not measured(one)[0].since
+    assert not measured(one)[0].kept_since
 
 
 def test_ranks_time_if_the_tensors_of_the_engine_are_on_the_installed_card(made_up, monkeypatch):
@@ -133,7 +133,7 @@ def test_partial_figures_are_kept_and_the_next_start_times_the_rest(made_up, tmp
     found = []
     for _ in range(3):
         one = made_up.start()
-        found.append((list(measured(one)[0].us), runs(one, 8), runs(one, 16)))
+        found.append((list(measured(one)[0].medians_us), runs(one, 8), runs(one, 16)))
     assert found == [
         ([1, 8], "triton", "vllm"),  # nothing shows yet that ours is not slower at 16
         ([1, 2, 4, 8], "triton", "vllm"),
@@ -147,7 +147,7 @@ def test_a_start_without_time_for_the_rest_serves_by_the_figures_that_were_kept(
     made_up.set_clock(MadeUpClock(QUICK_TRITON, replay_s=1.0))
     one = made_up.start()
     assert runs(one, 8) == "triton"
-    assert measured(one)[0].since, "the line gives the day"
+    assert measured(one)[0].kept_since, "the line gives the day"
     assert made_up.said.at(logging.WARNING) == []
 
 
@@ -155,7 +155,7 @@ def test_a_limit_that_no_batch_reaches_is_timed_up_to_the_largest_batch(made_up)
     one = Worker(ours(4 * LIMIT))
     one.vllm_config.scheduler_config.max_num_batched_tokens = LIMIT
     one.load_model()
-    assert list(measured(one)[0].us) == [1, 2, 4, 8, LIMIT]
+    assert list(measured(one)[0].medians_us) == [1, 2, 4, 8, LIMIT]
     assert (runs(one, LIMIT), runs(one, 4 * LIMIT)) == ("triton", "vllm")
 
 
@@ -170,8 +170,8 @@ def test_a_count_that_memory_does_not_suffice_for_costs_the_others_nothing(made_
     monkeypatch.setattr(stopwatch, "FIRST_TIMED", (1,))
     for since in (False, True):
         one = made_up.start()
-        assert (runs(one, 4), runs(one, 16), list(measured(one)[0].us)) == ("triton", "vllm", [1, 2, 4])
-        assert bool(measured(one)[0].since) is since
+        assert (runs(one, 4), runs(one, 16), list(measured(one)[0].medians_us)) == ("triton", "vllm", [1, 2, 4])
+        assert bool(measured(one)[0].kept_since) is since
         assert made_up.said.at(logging.WARNING) == []
 
 
@@ -233,8 +233,8 @@ def test_figures_hold_only_for_what_they_depend_on(made_up, monkeypatch, fact, c
 def test_figures_of_another_tile_at_one_count_are_not_taken(made_up):
     made_up.start()
     made_up.kernels["triton"].kernel_of = lambda call: "another" if call.num_tokens == 8 else None
-    assert not measured(made_up.start())[0].since
-    assert measured(made_up.start())[0].since
+    assert not measured(made_up.start())[0].kept_since
+    assert measured(made_up.start())[0].kept_since
 
 
 def test_without_vllms_own_kernels_as_a_rival_nothing_is_timed_and_they_serve(made_up, monkeypatch, tmp_path):
@@ -257,7 +257,7 @@ def test_a_query_that_vllm_pads_is_timed_with_that_copy_under_the_engines_config
     made_up.kernels["vllm"].bind = lambda _: Binding(dense)
     one = made_up.start()
     assert set(padded) == {(layer_in(one).module, heads)}
-    assert len(padded) == len(measured(one)[0].us), "vLLM's own at each count, and no kernel that leaves room"
+    assert len(padded) == len(measured(one)[0].medians_us), "vLLM's own at each count, and no kernel that leaves room"
     assert current == [one.vllm_config]
 
 
@@ -344,7 +344,7 @@ def test_figures_are_kept_although_the_ranks_cannot_agree(made_up, monkeypatch, 
     assert made_up.clock.given_back == 1
     one = made_up.start()
     assert (runs(one, 4), made_up.clock.given_back) == ("triton", 1), "timed a second time"
-    assert measured(one)[0].since
+    assert measured(one)[0].kept_since
 
 
 def test_where_the_engines_device_cannot_be_read_no_kernel_runs_that_nobody_timed(made_up):
@@ -494,10 +494,10 @@ def test_only_families_that_are_timed_now_are_marked_while_they_are_timed(made_u
 
 def test_timing_again_keeps_the_figures_of_counts_that_it_has_no_time_for(made_up):
     made_up.set_clock(MadeUpClock(QUICK_TRITON))
-    every = list(measured(made_up.start())[0].us)
+    every = list(measured(made_up.start())[0].medians_us)
     made_up.set_clock(MadeUpClock(QUICK_TRITON, replay_s=stopwatch.BUDGET_S / 2 / (13 * 3)))
     (again,) = measured(made_up.start(measure="again"))
-    assert (list(again.us), again.since) == (every, "")
+    assert (list(again.medians_us), again.kept_since) == (every, "")
 
 
 def test_memory_that_does_not_suffice_for_a_check_is_no_failure_of_the_kernel(made_up):
@@ -565,7 +565,7 @@ def test_a_contender_that_fails_its_check_is_not_timed_and_is_no_error(made_up):
     made_up.kernels["triton"].bind = lambda inputs: Binding(lambda inputs: -reference.prepare(inputs))
     one = made_up.start(strict=True)
     assert runs(one, 1) == "aiter"
-    assert set(measured(one)[0].us[1]) == {"aiter", "vllm"}
+    assert set(measured(one)[0].medians_us[1]) == {"aiter", "vllm"}
     assert [text for text in made_up.said.at(logging.WARNING) if "triton: self-check FAILED" in text]
 
 
@@ -585,7 +585,7 @@ def test_the_compile_cache_key_does_not_depend_on_which_of_ours_is_faster(made_u
 
 def test_where_vllms_own_kernels_are_the_fastest_the_status_says_so_for_all_counts(made_up):
     made_up.set_clock(MadeUpClock(costs(aiter=9.0, triton=9.0, vllm=5.0)))
-    assert measured(made_up.start())[0].chosen == (Span(1, LIMIT, "vllm"),)
+    assert measured(made_up.start())[0].chosen_spans == (Span(1, LIMIT, "vllm"),)
 
 
 OURS = (Span(1, LIMIT, "aiter"),)
@@ -623,7 +623,7 @@ def test_ranks_choose_by_their_own_figures_and_run_ours_where_all_have_chosen_it
         one = made_up.start()
     assert {runs(one, tokens) for tokens in (1, 4, 16)} == {"vllm"}, "one rank's kernel is slower than vLLM's own"
     assert layer_in(one).decision.skip.code == "vllm_faster"
-    assert measured(one)[0].us[16] == RANKS[0], "the status has this rank's own figures"
+    assert measured(one)[0].medians_us[16] == RANKS[0], "the status has this rank's own figures"
     kept = [json.loads(path.read_text()) for path in tmp_path.glob("measured-*.json")]
     assert {one["key"]["rank"]: one["rounds"]["16"]["aiter"][0] for one in kept} == {0: 5.0, 1: 9.5}
 
@@ -666,7 +666,7 @@ def runs_vllms_where_another_rank_does(made_up, monkeypatch, tmp_path, spoil):
     there, here = (layer.decision.skip for layer in layers)
     assert (there.code, here.code) == ("kernel_shape", "kernel_shape")
     assert here.message.endswith(f": rank 1: {there.message}")
-    assert list(measured(one)[0].us) == [1, 2, 4, 8, 16]
+    assert list(measured(one)[0].medians_us) == [1, 2, 4, 8, 16]
     assert len(list(tmp_path.glob("measured-*.json"))) == 1, "rank 0 times again at its next start"
     assert [text for text in made_up.said.at(logging.WARNING) if "could not be timed" in text] == []
 
@@ -767,7 +767,7 @@ state = types.SimpleNamespace(
     model_parallel_is_initialized=lambda: True, get_tp_group=lambda: group(2, rank), get_pp_group=lambda: group(1, 0))
 sys.modules["vllm"] = types.ModuleType("vllm")
 sys.modules["vllm.distributed"] = types.SimpleNamespace(parallel_state=state)
-from vllm_aiter_mla.decided import Span
+from vllm_aiter_mla.decided import ShapeTiming, Span
 from vllm_aiter_mla.startup import timing
 from vllm_aiter_mla import files, packages
 from vllm_aiter_mla.compat import ranks

@@ -112,7 +112,7 @@ def test_tune_keeps_the_fastest_tile_and_the_next_start_times_and_serves_it(card
     assert tile_of(one) == BEST
     assert "5.0 us a layer at 16 tokens against vLLM's own 10.0" in line(one)
     assert f"; tuned tiles {BEST} 1..16)" in line(one)
-    assert record(one).tuned.popitem()[1] == f"{BEST} 1..16"
+    assert record(one).tuned_tiles.popitem()[1] == f"{BEST} 1..16"
     assert said.at(logging.WARNING) == []
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tests.support.statuses import NOTHING, with_layers
 from vllm_aiter_mla.startup import first_call
-from vllm_aiter_mla.status import metrics, status_files
+from vllm_aiter_mla.status import liveness, metrics
 from vllm_aiter_mla.status.engine_status import EngineStatus
 
 FOLDER = Path()  # set by ``serve``, or from the command line
@@ -32,12 +32,12 @@ ENTERED = ExitStack()
 def write(rank: int = 0) -> None:
     status = EngineStatus()
     record = with_layers(status, {"a": NOTHING._replace(ran_kernel="aiter")}, 8, rank=rank, integration="passes")
-    status.set_record(replace(record, model_name="m"))
+    status.set_record(replace(record, model_name="m", engine_id=f"{os.getpid()}"))
     status.write(FOLDER)
 
 
 def front_end() -> None:
-    status_files.ensure_run_lock(FOLDER)
+    liveness.ensure_run_lock(FOLDER)
     metrics.register_metrics(FOLDER)
 
 
@@ -86,7 +86,7 @@ KNOWN = {command.__name__: command for command in COMMANDS}
 def serve(folder: Path, run: str, connection: Connection) -> None:
     """Do each command that arrives and answer with its result's text, until this process is killed."""
     global FOLDER
-    FOLDER, os.environ[status_files.RUN_VARIABLE] = folder, run
+    FOLDER, os.environ[liveness.RUN_VARIABLE] = folder, run
     while True:
         connection.send(str(KNOWN[connection.recv()]()))
 

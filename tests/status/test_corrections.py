@@ -11,10 +11,10 @@ from tests.support.planted import raising
 from tests.support.statuses import NOTHING, wait_for_the_file, with_layers
 from vllm_aiter_mla import files, locks
 from vllm_aiter_mla.admission import Skip
-from vllm_aiter_mla.decided import RejectedKernel
-from vllm_aiter_mla.status import engine_status, metrics, status_files
-from vllm_aiter_mla.status.engine_status import EngineStatus, LayerState
-from vllm_aiter_mla.status.record import NOT_RUN, DecisionGroup, RankStatus
+from vllm_aiter_mla.decided import LayerState, RejectedKernel
+from vllm_aiter_mla.status import engine_status, liveness, metrics, status_files
+from vllm_aiter_mla.status.engine_status import EngineStatus
+from vllm_aiter_mla.status.record import NOT_RUN, DecisionGroup, RankRecord
 
 WINDOW, ROPE = Skip("sliding_window", "the layer has a sliding window"), Skip("no_rope", "found in a graph")
 RUNS = decision((1, 512, "aiter"))
@@ -26,7 +26,7 @@ DRAFT = NOTHING._replace(possible_kernels=("aiter",))
 @pytest.fixture(autouse=True)
 def run(monkeypatch):
     """A run of this test's own."""
-    monkeypatch.setenv(status_files.RUN_VARIABLE, "1-a")
+    monkeypatch.setenv(liveness.RUN_VARIABLE, "1-a")
 
 
 def status_of(kept=(), /, **layers):
@@ -59,7 +59,7 @@ def test_a_correction_is_written_although_no_thread_could_be_started_for_an_earl
             status.update({"a": FELL})
     status.update({"b": FELL})
     wait_for_the_file()
-    assert files.read_record(RankStatus, status.path).skipped == {"a": WINDOW, "b": WINDOW}
+    assert files.read_record(RankRecord, status.path).skipped == {"a": WINDOW, "b": WINDOW}
 
 
 def test_a_layer_that_stays_engaged_has_neither_fallen_nor_come_again():
@@ -129,11 +129,11 @@ def forgets_what_holds_for_a_kernel_that_no_layer_runs():
     triton = LayerState(decision((1, 512, "triton")), "triton")
     status = status_of(a=triton, b=RAN)
     status.add_nan_kernel("triton")
-    status.add_tuned("16 heads", "a tile")
+    status.add_tuned_tiles("16 heads", "a tile")
     told = []
     for now in (triton, FELL, triton):
         status.update({"a": now})
-        told.append((status.record.nan_kernels, status.record.tuned))
+        told.append((status.record.nan_kernels, status.record.tuned_tiles))
     runs = (("triton",), {"16 heads": "a tile"})
     assert told == [runs, ((), {}), runs], "the record is stale"
 
@@ -148,37 +148,33 @@ def test_mutation_a_correction_of_the_layers_only_is_caught(monkeypatch):
 
     def stale(status, record):
         made, old = with_layers(status, record), status.record
-        return made if old is None else replace(made, nan_kernels=old.nan_kernels, tuned=old.tuned)
+        return made if old is None else replace(made, nan_kernels=old.nan_kernels, tuned_tiles=old.tuned_tiles)
 
     monkeypatch.setattr(EngineStatus, "_with_layers", stale)
     with pytest.raises(AssertionError, match="the record is stale"):
         forgets_what_holds_for_a_kernel_that_no_layer_runs()
 
 
-@pytest.mark.parametrize("found", ["mine", "missing", "no JSON", "another engine's"])
-def test_the_file_is_written_again_unless_it_is_another_engines(tmp_path, monkeypatch, found):
+@pytest.mark.parametrize("found", ["mine", "missing", "no JSON"])
+def test_the_file_is_written_again_whatever_has_become_of_it(tmp_path, monkeypatch, found):
     status = status_of(a=RAN)
     status.write(tmp_path)
-    path = status.path
     if found == "missing":
-        path.unlink()
+        status.path.unlink()
     elif found == "no JSON":
-        path.write_text("{")
-    else:
-        files.write_record(path, replace(status.record, engine_id=found if found != "mine" else status.engine_id))
+        status.path.write_text("{")
     monkeypatch.setattr(engine_status, "REWRITE_DELAY_SECONDS", 0.0)
     status.update({"a": FELL})
     wait_for_the_file()
-    told = files.read_record(RankStatus, path).skipped
-    assert told == ({} if found == "another engine's" else {"a": WINDOW})
+    assert files.read_record(RankRecord, status.path).skipped == {"a": WINDOW}
 
 
 def comes_back(folder, monkeypatch, removed):
     """Somebody removes the plugin's files while the server runs, for instance to force a new compilation."""
     monkeypatch.setattr(engine_status, "REWRITE_DELAY_SECONDS", 0.0)
-    monkeypatch.setenv(status_files.RUN_VARIABLE, f"{status_files.host_hash()}-1-a")  # its workers do not hold its lock
-    status_files.ensure_run_lock(folder)
-    run = status_files.ensure_run_name()
+    monkeypatch.setenv(liveness.RUN_VARIABLE, f"{liveness.host_hash()}-1-a")  # its workers do not hold its lock
+    liveness.ensure_run_lock(folder)
+    run = liveness.ensure_run_name()
     status = status_of(a=RAN)
     status.write(folder)
     for path in folder.glob(removed):
@@ -188,10 +184,10 @@ def comes_back(folder, monkeypatch, removed):
     status.update({"a": FELL})
     wait_for_the_file()
     assert [one.skipped for one in status_files.read_records(folder, run, pytest.fail)] == [{"a": WINDOW}], "no file"
-    is_engine_alive = status_files.ServerLocks(folder, [status.record]).is_engine_alive([status.record])
+    is_engine_alive = liveness.ServerLocks(folder, [status.record]).is_engine_alive([status.record])
     assert is_engine_alive, "its lock is not held"
     metrics.read_samples(folder)  # the front end is scraped
-    assert status_files.is_serving(folder, [status.record]), "the front end's lock is not held"
+    assert liveness.ServerLocks(folder, [status.record]).is_serving([status.record]), "the front end's lock is not held"
 
 
 @pytest.mark.parametrize("removed", ["*", "lock-*", "lock-*-1-a", "status-*"])
@@ -214,7 +210,7 @@ def test_mutation_files_that_stay_away_are_caught(tmp_path, monkeypatch, plant):
     else:
         monkeypatch.setattr(locks, "try_hold", hold_once)
     if plant == "no file":
-        monkeypatch.setattr(status_files, "_has_ended", lambda lock_paths: True)
+        monkeypatch.setattr(liveness, "have_ended", lambda lock_paths: True)
         monkeypatch.setattr(
             status_files,
             "_remove_files_of_ended_servers",
@@ -235,7 +231,7 @@ def is_tried_again(folder, monkeypatch):
     status.update({"a": FELL})
     wait_for_the_file()
     assert [one.skipped for one in status_files.read_records(folder, "1-a", pytest.fail)] == [{"a": WINDOW}], "no file"
-    assert status_files.is_serving(folder, [status.record]), "its locks are not held"
+    assert liveness.ServerLocks(folder, [status.record]).is_serving([status.record]), "its locks are not held"
 
 
 def test_a_first_write_that_failed_is_tried_again_at_the_next_correction(tmp_path, monkeypatch):

@@ -7,11 +7,11 @@ import pytest
 from tests.support.decisions import decision, spans
 from tests.support.statuses import NOTHING, with_layers
 from vllm_aiter_mla.admission import ABORTED, REMEDIES, Skip
-from vllm_aiter_mla.decided import RejectedKernel
+from vllm_aiter_mla.decided import RejectedKernel, ShapeTiming
 from vllm_aiter_mla.status import line
 from vllm_aiter_mla.status.engine_status import EngineStatus
 from vllm_aiter_mla.status.line import status_line
-from vllm_aiter_mla.status.record import DecisionGroup, ShapeTiming, group_by_engine, merge_ranks
+from vllm_aiter_mla.status.record import DecisionGroup, merge_ranks
 
 RECORD = with_layers(EngineStatus(), dict.fromkeys(("a", "b"), NOTHING._replace(ran_kernel="triton")))
 FEW = ShapeTiming("8 heads", ("c",), spans((1, 64, "aiter")), {64: {"aiter": 1.0, "vllm": 2.0}})
@@ -49,8 +49,8 @@ def test_a_fault_comes_before_what_is_only_slower_with_its_layers_and_its_remedy
 
 def test_the_line_of_a_pipeline_gives_the_times_of_the_shape_that_most_layers_of_all_its_ranks_have():
     stages = [
-        replace(RECORD, rank=0, ranks=2, engaged={"c": "aiter"}, num_layers=1, shape_timings=(FEW,)),
-        replace(RECORD, rank=1, ranks=2, shape_timings=(MOST,)),
+        replace(RECORD, rank=0, num_ranks=2, engaged={"c": "aiter"}, num_layers=1, shape_timings=(FEW,)),
+        replace(RECORD, rank=1, num_ranks=2, shape_timings=(MOST,)),
     ]
     assert f"{TIMES}; 1 more layer shape in the status file)" in status_line(*stages)
     same = [replace(stages[0], shape_timings=(replace(MOST, layers=("c",)),)), stages[1]]
@@ -59,7 +59,7 @@ def test_the_line_of_a_pipeline_gives_the_times_of_the_shape_that_most_layers_of
 
 @pytest.mark.parametrize(("since", "said"), [("", ")"), ("2026-11-26T10:00:00+00:00", " on 2026-11-26)")])
 def test_the_line_says_since_when_kept_figures_hold(since, said):
-    assert f"{TIMES}{said}" in status_line(replace(RECORD, shape_timings=(replace(MOST, since=since),)))
+    assert f"{TIMES}{said}" in status_line(replace(RECORD, shape_timings=(replace(MOST, kept_since=since),)))
 
 
 DIED = f"{ABORTED}: a start ended in its first call"
@@ -149,18 +149,8 @@ def test_mutation_a_line_that_forgets_what_was_left_out_is_caught(monkeypatch):
 @pytest.mark.parametrize("engaged", [RECORD.engaged, {}])
 def test_the_line_says_that_the_number_of_ranks_is_unknown(engaged):
     """The ranks could not be asked, so each has a record that knows of no other."""
-    unknown = [replace(RECORD, rank=rank, ranks=0, engaged=engaged) for rank in range(2)]
+    unknown = [replace(RECORD, rank=rank, num_ranks=0, engaged=engaged) for rank in range(2)]
     assert "; ranks unknown" in status_line(*unknown)
     assert " of 2 ranks" not in status_line(*unknown)
     assert not merge_ranks(unknown).ranks_agree
-    assert "unknown" not in status_line(unknown[0], replace(unknown[1], ranks=2))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "kept"), [((0, 8, 8), [0, 1, 2]), ((3, 3, 0), [0, 1, 2]), ((2, 2, 8), [0, 1])], ids=str
-)
-def test_ranks_of_an_engine_of_another_size_are_not_its_own(ranks, kept):
-    """Another size is that of an earlier engine; a rank that could not ask the others has none."""
-    records = [replace(RECORD, rank=number, ranks=size) for number, size in enumerate(ranks)]
-    ((_, together),) = group_by_engine(records).items()
-    assert [record.rank for record in together] == kept
+    assert "unknown" not in status_line(unknown[0], replace(unknown[1], num_ranks=2))

@@ -31,13 +31,12 @@ from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.decided import RejectedKernel
 from vllm_aiter_mla.engine import Engine
 from vllm_aiter_mla.serving.layer import Layer
-from vllm_aiter_mla.status import engine_status, line, metrics, status_files
-from vllm_aiter_mla.status import record as record_module
+from vllm_aiter_mla.status import engine_status, line, liveness, metrics, status_files
 from vllm_aiter_mla.status.engine_status import EngineStatus
 from vllm_aiter_mla.status.line import status_line
 from vllm_aiter_mla.status.record import (
     NOT_RUN,
-    RankStatus,
+    RankRecord,
     group_by_engine,
     merge_ranks,
 )
@@ -51,7 +50,7 @@ full = raising(OSError("No space left on device"))
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, said):
     """A run and an engine of this test's own."""
-    monkeypatch.setenv(status_files.RUN_VARIABLE, f"{os.getpid()}-mine")
+    monkeypatch.setenv(liveness.RUN_VARIABLE, f"{os.getpid()}-mine")
     monkeypatch.setattr(engine_status, "REWRITE_DELAY_SECONDS", 0.0)
     another_engine()
 
@@ -87,9 +86,10 @@ def the_status():
     return engine.engine.status
 
 
-def after_warm_up(*, strict=False, rank=0, key="k" * 64, capture_sizes=(), index=0, model="m"):
+def after_warm_up(*, strict=False, rank=0, key="k" * 64, capture_sizes=(), index=0, model="m", engine_id="1"):
     """The engine's moment after a warm-up whose decode step ran nothing."""
     config = engine.vllm_config
+    config.instance_id = engine_id
     config.compute_hash, config.compilation_config.cudagraph_capture_sizes = lambda: key, capture_sizes
     config.model_config.served_model_name = model
     config.parallel_config = SimpleNamespace(data_parallel_index=index, data_parallel_rank=0)
@@ -105,7 +105,7 @@ def fail(layer):
 
 
 def compiled():
-    the_status().count_graph("1-512", {"matched": 1})
+    the_status().add_pass_counts("1-512", {"matched": 1})
 
 
 def written(tmp_path, pattern="status-*.json"):
@@ -125,9 +125,9 @@ def engage_one():
 
 @pytest.mark.parametrize(("ran", "tuned"), [("triton", {"a shape": "a tile 1..16"}), ("aiter", {}), ("", {})])
 def test_tuned_tiles_are_told_if_triton_has_run(ran, tuned):
-    the_status().tuned["a shape"] = "a tile 1..16"
+    the_status().tuned_tiles["a shape"] = "a tile 1..16"
     layers()[LAYERS[0]].ran_kernel = ran
-    assert record_of().tuned == tuned
+    assert record_of().tuned_tiles == tuned
 
 
 def test_i8_only_rank_0_speaks_and_every_rank_writes(said, tmp_path):
@@ -203,7 +203,7 @@ def test_data_parallel_engines_are_told_of_in_the_order_of_their_numbers(said, t
         another_engine()
         after_warm_up(index=index)
     found = group_by_engine(status_files.read_records(tmp_path, "*", pytest.fail))
-    assert [engine for _, _, engine in found] == ["2", "10"]
+    assert [engine.dp_index for engine in found] == ["2", "10"]
 
 
 def forget_the_skipped(ranks, told=merge_ranks):
@@ -294,61 +294,91 @@ def test_mutation_a_failure_that_is_kept_for_later_starts_is_caught(tmp_path, mo
         keeps_what_graphs_left_out(tmp_path)
 
 
-def leaves_no_rank_behind(tmp_path, monkeypatch, first):
-    """A script tries tensor-parallel sizes or models, one after the other in one process."""
-    for ranks, model in ((2, first), (1, "m")):
-        monkeypatch.setattr(engines.ranks, "exchange", lambda mine, ranks=ranks: (0, [mine] * ranks))
-        for rank in range(ranks):
-            another_engine()
-            engage_all()
-            after_warm_up(rank=rank, model=model)
-    assert len(list(tmp_path.glob("status-*.json"))) == 2
+def start(monkeypatch, ranks, model="m", engine_id="1", engage=engage_all):
+    """Start an engine of so many ranks, and return the paths of their locks."""
+    monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [mine] * ranks))
+    for rank in range(ranks):
+        another_engine()
+        engage()
+        after_warm_up(rank=rank, model=model, engine_id=engine_id)
+    return [the_status().path.with_name(f"lock-status-{os.environ[liveness.RUN_VARIABLE]}-{engine_id}-0-{rank}")
+            for rank in range(ranks)]  # fmt: skip
+
+
+def end(lock_paths):
+    """Let a process end: the operating system releases its lock."""
+    for lock in lock_paths:
+        locks.release(lock)
+        lock.touch()
+
+
+def engines_of(tmp_path):
     found = group_by_engine(status_files.read_records(tmp_path, "*", pytest.fail))
-    ranks = [(model, one.rank, one.ranks) for (_, model, _), of_it in found.items() for one in of_it]
-    assert ranks == [("m", 0, 1)], "a rank is left behind"
+    return [(engine.engine_id, one[0].model_name, [record.rank for record in one]) for engine, one in found.items()]
+
+
+def leaves_no_rank_behind(tmp_path, monkeypatch, first):
+    """A script tries tensor-parallel sizes or models, one after the other."""
+    end(start(monkeypatch, 2, first, "8"))
+    start(monkeypatch, 1, "m", "9")
+    assert engines_of(tmp_path) == [("9", "m", [0])], "a rank is left behind"
+    assert len(list(tmp_path.glob("lock-status-*"))) == 2, "a lock of the front end and one of the rank"
 
 
 @pytest.mark.parametrize("first", ["m", "a", "z"])
-def test_ranks_that_a_larger_engine_left_behind_are_no_part_of_the_next(said, tmp_path, monkeypatch, first):
+def test_an_engine_that_has_ended_leaves_no_file_once_the_next_of_its_run_serves(said, tmp_path, monkeypatch, first):
+    liveness.ensure_run_lock(tmp_path)
     leaves_no_rank_behind(tmp_path, monkeypatch, first)
 
 
 @pytest.mark.mutation
-def test_mutation_ranks_that_another_model_left_behind_are_caught(said, tmp_path, monkeypatch):
-    monkeypatch.setattr(record_module, "_belong_to_one_engine", lambda first, other: True)
+def test_mutation_an_ended_engine_that_counts_as_long_as_its_run_lives_is_caught(said, tmp_path, monkeypatch):
+    liveness.ensure_run_lock(tmp_path)
+    monkeypatch.setattr(status_files, "_rank_of_file", lambda path: f"{os.getpid()}-mine-0-0-0-0")
     with pytest.raises(AssertionError, match="a rank is left behind"):
         leaves_no_rank_behind(tmp_path, monkeypatch, "a")
 
 
-def test_a_rank_of_another_model_is_no_part_of_an_engine_of_the_same_size(said, tmp_path, monkeypatch):
-    """The next engine has written its first rank, and not yet its second."""
+def two_engines_stay_apart(tmp_path, monkeypatch):
+    """A script has two engines at a time; the second has written its first rank, and not yet its second."""
+    start(monkeypatch, 2, "a", "8")
     monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [mine] * 2))
-    for rank, model in ((0, "a"), (1, "a"), (0, "b")):
-        another_engine()
-        engage_all()
-        after_warm_up(rank=rank, model=model)
-    ((name, found),) = group_by_engine(status_files.read_records(tmp_path, "*", pytest.fail)).items()
-    assert (name[1], [record.rank for record in found]) == ("b", [0])
+    another_engine()
+    engage_all()
+    after_warm_up(model="a", engine_id="9")
+    assert engines_of(tmp_path) == [("8", "a", [0, 1]), ("9", "a", [0])], "one engine has a rank of the other"
 
 
-def test_ranks_of_an_engine_before_one_that_is_skipped_whole_are_no_part_of_it(said, tmp_path, monkeypatch):
-    monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [mine] * 2))
-    for rank in range(2):
-        another_engine()
-        engage_all()
-        after_warm_up(rank=rank)
-    (before, _) = status_files.read_records(tmp_path, "*", pytest.fail)
-    whole = skipped_engine("dcp", "made up", (0, 1))
-    status_files.write_status(tmp_path, replace(whole, model_name=before.model_name, dp_index=before.dp_index))
-    (found,) = group_by_engine(status_files.read_records(tmp_path, "*", pytest.fail)).values()
-    assert [(record.rank, record.engaged) for record in found] == [(0, {})]
+def test_two_living_engines_of_a_run_have_their_own_files(said, tmp_path, monkeypatch):
+    two_engines_stay_apart(tmp_path, monkeypatch)
+
+
+@pytest.mark.mutation
+def test_mutation_two_engines_of_a_run_that_share_their_files_are_caught(said, tmp_path, monkeypatch):
+    monkeypatch.setattr(compat_config, "engine_id", lambda config: "the same")
+    with pytest.raises(AssertionError, match="one engine has a rank of the other"):
+        two_engines_stay_apart(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("is_engine_skipped_last", [True, False])
+def test_a_skipped_engine_and_the_one_before_or_after_it_are_two(said, tmp_path, monkeypatch, is_engine_skipped_last):
+    """Nothing tells when a skipped engine has ended, so the next one of its run takes its place."""
+    skipped = replace(skipped_engine("dcp", "made up", (0, 1)), model_name="a", dp_index="0")
+    if not is_engine_skipped_last:
+        status_files.write_status(tmp_path, skipped)
+    ended = start(monkeypatch, 2, "m", "8")
+    assert engines_of(tmp_path) == [("8", "m", [0, 1])]
+    if is_engine_skipped_last:
+        end(ended)
+        status_files.write_status(tmp_path, skipped)
+        assert engines_of(tmp_path) == [("skipped", "a", [0])]
 
 
 def test_what_a_later_rank_alone_has_is_in_the_engines_record():
     first, second = (replace(record_of(), rank=rank) for rank in range(2))
-    second = replace(second, nan_kernels=("aiter",), tuned={"16 heads": "1..16 32x64"})
+    second = replace(second, nan_kernels=("aiter",), tuned_tiles={"16 heads": "1..16 32x64"})
     found = merge_ranks([first, second])
-    assert (found.nan_kernels, found.tuned) == (("aiter",), {"16 heads": "1..16 32x64"})
+    assert (found.nan_kernels, found.tuned_tiles) == (("aiter",), {"16 heads": "1..16 32x64"})
 
 
 @pytest.mark.parametrize("signal", [SystemExit(143), KeyboardInterrupt()])
@@ -387,7 +417,7 @@ def fails_in_one_step(monkeypatch):
     in_the_step = len(written_files)
     wait_for_the_file()
     assert (in_the_step, len(written_files)) == (0, 1), "the file is written in the step, or more than once"
-    found = files.read_record(RankStatus, the_status().path)
+    found = files.read_record(RankRecord, the_status().path)
     assert (found.engaged, list(found.skipped)) == ({}, [*LAYERS])
 
 
@@ -424,7 +454,7 @@ def one_write_at_a_time(monkeypatch):
     layers()[LAYERS[1]].stop("planted")
     engine.engine.on_reloaded()
     wait_for_the_file()
-    assert files.read_record(RankStatus, the_status().path).engaged == {}, "an earlier record was written last"
+    assert files.read_record(RankRecord, the_status().path).engaged == {}, "an earlier record was written last"
 
 
 def test_a_status_file_is_never_left_with_an_earlier_record(monkeypatch):
@@ -439,17 +469,17 @@ def test_mutation_two_writers_at_a_time_are_caught(monkeypatch):
 
 
 def apart(index):
-    """Two engines live in one process; a kernel of the first raises. With one index both have one file."""
+    """Two engines live in one process; a kernel of the first raises."""
     engage_all()
     after_warm_up()
     first, raised = the_status(), layers()[LAYERS[0]]
     another_engine()
     engage_all()
-    after_warm_up(index=index)
+    after_warm_up(index=index, engine_id="2")
     fail(raised)
     engaged = [len(one.record.engaged) for one in (first, the_status())]
     assert engaged == [1, 2], "an engine has another one's failure"
-    found = files.read_record(RankStatus, the_status().path)
+    found = files.read_record(RankRecord, the_status().path)
     assert found == the_status().record, "the file has another one's failure"
 
 
@@ -469,7 +499,7 @@ def test_mutation_i15_one_status_for_the_whole_process_is_caught(monkeypatch):
 
 @pytest.mark.mutation("I15")
 def test_mutation_i15_a_correction_of_another_engines_file_is_caught(monkeypatch):
-    monkeypatch.setattr(engine_status, "_belongs_to_another_engine", lambda path, record: False)
+    monkeypatch.setattr(compat_config, "engine_id", lambda config: "the same")
     with pytest.raises(AssertionError, match="the file has another one's failure"):
         apart(0)
 
@@ -512,8 +542,8 @@ def test_mutation_a_status_line_that_is_not_the_last_one_is_caught(said, monkeyp
 def only_a_front_end_or_another_machine_holds_the_run(tmp_path, monkeypatch):
     """A worker of Ray's on another machine has a folder of its own, where no front end is."""
     held = {}
-    for machine in (status_files.host_hash(), "0a1b2c3d"):
-        monkeypatch.setenv(status_files.RUN_VARIABLE, f"{machine}-1-a")
+    for machine in (liveness.host_hash(), "0a1b2c3d"):
+        monkeypatch.setenv(liveness.RUN_VARIABLE, f"{machine}-1-a")
         another_engine()
         engage_all()
         after_warm_up()
@@ -530,7 +560,7 @@ def test_a_worker_holds_the_lock_of_its_run_only_away_from_its_front_end(said, t
     ("joins", "held"), [(True, r"\[True, True\]"), (False, r"\[False, False\]")], ids=["every worker", "no worker"]
 )
 def test_mutation_a_worker_that_takes_or_leaves_the_wrong_lock_is_caught(said, tmp_path, monkeypatch, joins, held):
-    write, join = status_files.write_status, status_files.ensure_run_lock
+    write, join = status_files.write_status, liveness.ensure_run_lock
 
     def plant(folder, record):
         if joins:
@@ -539,7 +569,7 @@ def test_mutation_a_worker_that_takes_or_leaves_the_wrong_lock_is_caught(said, t
 
     monkeypatch.setattr(status_files, "write_status", plant)
     if not joins:
-        monkeypatch.setattr(status_files, "ensure_run_lock", lambda folder: None)
+        monkeypatch.setattr(liveness, "ensure_run_lock", lambda folder: None)
     with pytest.raises(AssertionError, match=held):
         only_a_front_end_or_another_machine_holds_the_run(tmp_path, monkeypatch)
 
@@ -559,9 +589,9 @@ def test_files_are_never_seen_half_written(said, tmp_path, monkeypatch):
 
 def test_counts_every_graph_of_a_range(said):
     """A target and its draft are two graphs of the same compile range."""
-    the_status().count_graph("1-16", {"matched": 3, "skipped": 0})
-    the_status().count_graph("1-16", {"matched": 1, "skipped": 1})
-    assert the_status().compiled == {"1-16": {"matched": 4, "skipped": 1}}
+    the_status().add_pass_counts("1-16", {"matched": 3, "skipped": 0})
+    the_status().add_pass_counts("1-16", {"matched": 1, "skipped": 1})
+    assert the_status().pass_counts == {"1-16": {"matched": 4, "skipped": 1}}
 
 
 def ended_servers_leave_no_files(tmp_path, monkeypatch):
@@ -570,7 +600,7 @@ def ended_servers_leave_no_files(tmp_path, monkeypatch):
             if host:
                 patching.setattr(files.socket, "gethostname", lambda: host)
             record = replace(record_of(), run=run)
-        path = tmp_path / f"status-{run}-0-0.json"
+        path = tmp_path / f"status-{run}-1-0-0.json"
         files.write_record(path, record)
         return path
 
@@ -586,13 +616,13 @@ def ended_servers_leave_no_files(tmp_path, monkeypatch):
         os.utime(path, (long_ago, long_ago))
         return path
 
-    half = tmp_path / f"status-{status_files.host_hash()}-7-a-0-0.json"  # a crash of this host has left it
+    half = tmp_path / f"status-{liveness.host_hash()}-7-a-1-0-0.json"  # a crash of this host has left it
     half.write_text("half a fi")
-    old_half = tmp_path / f"status-{status_files.host_hash()}-7-b-0-0.json"  # and somebody has removed its lock
+    old_half = tmp_path / f"status-{liveness.host_hash()}-7-b-1-0-0.json"  # and somebody has removed its lock
     old_half.write_text("half a fi")
     aged(old_half)
     before = f"{os.getpid()}-before"
-    names_that_go = (f"{status_files.host_hash()}-7-a", "8-b", "8-b-0-0-w", "1-a", before, "..", "4-a")
+    names_that_go = (f"{liveness.host_hash()}-7-a", "8-b", "8-b-1-0-0", "1-a", before, "..", "4-a")
     locks_that_go = [tmp_path / f"lock-status-{name}" for name in names_that_go]
     old_without_lock = aged(left_by("9-a"))
     for lock in locks_that_go:
@@ -614,17 +644,17 @@ def ended_servers_leave_no_files(tmp_path, monkeypatch):
         left_by("9-b"),  # somebody has removed the locks of a server that may live
         of_another_version(left_by("5-a")),
         of_another_version(left_by("6-a")),
-        tmp_path / "status-1-1-1.json",
+        tmp_path / "status-1-1-1-1.json",
     ]
     free_elsewhere = ["lock-status-2-a", "lock-status-2-b"]  # here they look free, whatever holds them there
     for name in free_elsewhere:
         (tmp_path / name).touch()
     (tmp_path / "lock-status-3-a").symlink_to("nowhere")  # nobody can tell
-    living = ["lock-status-5-a", "lock-status-6-a-0-0-w"]  # a front end, and an engine that outlives its own
+    living = ["lock-status-5-a", "lock-status-6-a-1-0-0"]  # a front end, and an engine that outlives its own
     for name in living:
         locks.try_hold(tmp_path / name)
     other = tmp_path / "lock-status-0a1b2c3d-4-a"  # of another machine, where a lock may mean nothing here
-    ended = tmp_path / f"lock-status-{status_files.host_hash()}-5-a"
+    ended = tmp_path / f"lock-status-{liveness.host_hash()}-5-a"
     other.touch()
     ended.touch()
     stays[-1].write_text("half a fi")
@@ -632,8 +662,8 @@ def ended_servers_leave_no_files(tmp_path, monkeypatch):
     assert [path.name for path in gone if path.exists()] == [], "a file of an ended server stays"
     assert [path.name for path in stays if not path.exists()] == []
     found = {path.name for path in tmp_path.glob("lock-*")}
-    mine = f"lock-status-{os.environ[status_files.RUN_VARIABLE]}"
-    engine = f"{mine}-0-0-{the_status().engine_id}"
+    mine = f"lock-status-{os.environ[liveness.RUN_VARIABLE]}"
+    engine = f"{mine}-1-0-0"
     assert found == {mine, engine, "lock-status-3-a", other.name, *living, *free_elsewhere}
 
 
@@ -644,7 +674,7 @@ def test_files_of_this_machines_ended_servers_are_removed_also_those_of_another_
 @pytest.mark.parametrize(("left", "reported"), [("no lock", True), ("a lock that is free", False), ("a lock", True)])
 def test_a_file_that_cannot_be_read_is_reported_unless_its_server_has_ended(tmp_path, left, reported):
     """A file without a lock may be anything; a server of another version leaves its locks behind too."""
-    (tmp_path / "status-1-a-0-0.json").write_text("half a fi")
+    (tmp_path / "status-1-a-1-0-0.json").write_text("half a fi")
     lock = tmp_path / "lock-status-1-a"
     if left != "no lock":
         locks.try_hold(lock) if left == "a lock" else lock.touch()
@@ -656,7 +686,7 @@ def test_a_file_that_cannot_be_read_is_reported_unless_its_server_has_ended(tmp_
 @pytest.mark.mutation
 def test_mutation_a_file_of_another_version_that_stays_for_ever_is_caught(said, tmp_path, monkeypatch):
     load = files.load
-    monkeypatch.setattr(files, "load", lambda path: files.to_plain(files.parse(RankStatus, path, load(path))))
+    monkeypatch.setattr(files, "load", lambda path: files.to_plain(files.parse(RankRecord, path, load(path))))
     with pytest.raises(AssertionError, match=r"ended server stays\nassert \['status-4-a-"):
         ended_servers_leave_no_files(tmp_path, monkeypatch)
 
@@ -787,7 +817,7 @@ def gauge(said, tmp_path, monkeypatch):
     for other in others:
         REGISTRY.unregister(other)
     monkeypatch.setattr(metrics, "_is_registered", False)
-    status_files.ensure_run_lock(tmp_path)
+    liveness.ensure_run_lock(tmp_path)
     metrics.register_metrics(tmp_path)
     metrics.register_metrics(tmp_path)  # idempotent
 
@@ -838,7 +868,7 @@ def test_gauge_leaves_out_a_bad_file_of_its_run_and_names_it_once(gauge, said, t
     engage_all()
     after_warm_up()
     after_warm_up(rank=1)
-    path = tmp_path / f"status-{os.environ[status_files.RUN_VARIABLE]}-0-1.json"
+    path = tmp_path / f"status-{os.environ[liveness.RUN_VARIABLE]}-1-0-1.json"
     spoil(path)
     del said[:]
     assert [gauge() for _ in range(2)] == [{labels("engaged"): 2, labels("skipped"): 0}] * 2
@@ -857,7 +887,7 @@ def test_gauge_tells_engines_apart_and_ignores_other_servers(gauge, monkeypatch)
     engage_all()
     after_warm_up(index=1)
     with monkeypatch.context() as patching:
-        patching.setenv(status_files.RUN_VARIABLE, "1-other")
+        patching.setenv(liveness.RUN_VARIABLE, "1-other")
         after_warm_up()
     assert gauge() == {labels("engaged", "1"): 2, labels("skipped", "1"): 0}
     another_engine()
@@ -872,9 +902,7 @@ def test_gauge_of_an_engine_that_has_ended_has_no_sample(gauge, tmp_path):
     engage_all()
     after_warm_up()
     assert gauge() == {labels("engaged"): 2, labels("skipped"): 0}
-    lock = tmp_path / f"lock-{the_status().path.stem}-{the_status().engine_id}"
-    locks.release(lock)
-    lock.touch()
+    end([tmp_path / f"lock-{the_status().path.stem}"])
     assert gauge() == {}
 
 
@@ -886,7 +914,7 @@ def test_gauge_stays_if_somebody_removes_the_locks_of_an_engine_that_lives(gauge
     for lock in tmp_path.glob("lock-*"):
         lock.unlink()
     with monkeypatch.context() as patching:
-        patching.setenv(status_files.RUN_VARIABLE, "1-other")
+        patching.setenv(liveness.RUN_VARIABLE, "1-other")
         another_engine()
         after_warm_up()
     assert path.exists(), "another server has removed the file of a server that lives"
@@ -906,21 +934,25 @@ def test_a_scrape_of_many_ranks_waits_at_most_once(gauge, tmp_path, monkeypatch)
     assert len(waits) <= 1
 
 
-def test_gauge_does_not_count_a_rank_that_an_earlier_engine_left_behind(gauge, tmp_path, monkeypatch):
-    """The later engine, which engages one layer, has not written the status of its second rank yet."""
-    monkeypatch.setattr(engines.ranks, "exchange", lambda mine: (0, [mine] * 2))
-    engage_one()
-    after_warm_up(rank=1)
-    lock = tmp_path / f"lock-{the_status().path.stem}-{the_status().engine_id}"
-    locks.release(lock)
-    lock.touch()
+def test_gauge_does_not_count_a_rank_that_an_earlier_engine_left_behind(gauge, monkeypatch):
+    """The later engine, which engages all layers, has not written the status of its second rank yet."""
+    end(start(monkeypatch, 2, engine_id="8", engage=engage_one))
     another_engine()
     engage_all()
-    after_warm_up(rank=0)
+    after_warm_up(engine_id="9")
     assert gauge() == {labels("engaged"): 2, labels("skipped"): 0}
-    assert lock.exists(), "the lock tells that the rank has ended"
     ranks = {name.split('"')[-2]: count for name, count in gauge("aiter_mla_ranks").items()}
     assert ranks == {"agreeing": 1, "fell_back": 0, "differing": 0, "silent": 1}
+
+
+def test_gauge_of_two_engines_with_the_same_labels_has_the_kernels_of_the_later_one(gauge):
+    for engine_id, kernel in (("8", "triton"), ("9", "aiter")):
+        another_engine()
+        for layer in layers().values():
+            layer.ran_kernel = kernel
+        with decided((1, 512, kernel)):
+            after_warm_up(engine_id=engine_id)
+    assert gauge("aiter_mla_kernel_layers") == {'engine="0",kernel="aiter",model_name="m",tokens="1..512"': 2}
 
 
 def test_gauge_counts_a_layer_once_if_ranks_run_different_kernels(gauge, monkeypatch):
@@ -1055,10 +1087,10 @@ from dataclasses import replace
 from pathlib import Path
 from tests.support.decisions import decision
 from tests.support.statuses import NOTHING, with_layers
-from vllm_aiter_mla.status import metrics, status_files
+from vllm_aiter_mla.status import liveness, metrics, status_files
 from vllm_aiter_mla.status.engine_status import EngineStatus
 folder = Path(sys.argv[1])
-status_files.ensure_run_lock(folder)
+liveness.ensure_run_lock(folder)
 metrics.register_metrics(folder)
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 def serves(kernel, *parts):
@@ -1085,7 +1117,7 @@ def test_gauge_reaches_the_shared_files_of_several_api_servers(tmp_path):
     environment = {
         **os.environ,
         "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "shared"),
-        status_files.RUN_VARIABLE: f"{os.getpid()}-x",
+        liveness.RUN_VARIABLE: f"{os.getpid()}-x",
     }
     code = SEVERAL_SERVERS.replace(
         "metrics.register_metrics", "metrics.REFRESH_SECONDS = 0.1; metrics.register_metrics"

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -16,7 +17,7 @@ from tests.status import server_child
 from tests.support.waiting import LONG_S, happened, runs
 from vllm_aiter_mla import locks
 from vllm_aiter_mla.commands.main import app
-from vllm_aiter_mla.status import status_files
+from vllm_aiter_mla.status import liveness
 
 
 class Server:
@@ -68,8 +69,12 @@ def files_in(folder, pattern="status-*"):
     return sorted(path.name for path in (folder / "aiter_mla").glob(pattern))
 
 
-A, B = (f"{status_files.host_hash()}-1-{one}" for one in "ab")
-BOTH = [f"status-{run}-0-0.json" for run in (A, B)]
+def runs_in(folder):
+    """The run of each status file, which ``server_child`` names RUN-PID-0-0."""
+    return [name.removeprefix("status-").rsplit("-", 3)[0] for name in files_in(folder)]
+
+
+A, B = (f"{liveness.host_hash()}-1-{one}" for one in "ab")
 
 
 def test_two_containers_keep_their_status_files(server, tmp_path):
@@ -77,7 +82,7 @@ def test_two_containers_keep_their_status_files(server, tmp_path):
     first.does("front_end", "write")
     second.does("front_end", "write")
     first.does("write")
-    assert files_in(tmp_path) == BOTH
+    assert runs_in(tmp_path) == [A, B]
     assert all("1/1 MLA layers engaged" in status_of(run)[0] for run in (A, B))
     assert status_of(A)[1] == 0
 
@@ -90,11 +95,9 @@ def test_two_containers_of_which_one_is_killed(server, tmp_path):
     line, code = status_of(A)
     assert ("ended" in line, "engaged" in line, code) == (True, False, 0)
     second.does("write")
-    assert files_in(tmp_path) == BOTH[1:]
-    # One of the run, and one of each of its two engines.
-    locks = files_in(tmp_path, "lock-*")
-    assert locks[0] == f"lock-status-{B}"
-    assert [lock.startswith(f"lock-status-{B}-0-0-") for lock in locks[1:]] == [True, True]
+    assert runs_in(tmp_path) == [B]
+    (file,) = files_in(tmp_path)
+    assert files_in(tmp_path, "lock-*") == [f"lock-status-{B}", f"lock-{Path(file).stem}"]
     second.dies()
     assert status_of(B)[1] == 1, "no server lives"
 
@@ -104,10 +107,10 @@ def test_two_containers_a_worker_that_ends_ends_no_server(server, tmp_path, work
     first, second = server(A), server(B)
     first.does("front_end", worker)
     second.does("write")
-    assert [name.startswith(f"status-{A}") for name in files_in(tmp_path)] == [True, False]
+    assert runs_in(tmp_path) == [A, B]
     first.dies()
     second.does("write")
-    assert files_in(tmp_path) == BOTH[1:]
+    assert runs_in(tmp_path) == [B]
 
 
 def test_two_containers_a_server_whose_forked_child_lives_on_has_ended(server, tmp_path):
@@ -137,7 +140,7 @@ def is_told_until_it_ends(worker, server, tmp_path, seconds=LONG_S):
     line, code = status_of(A)
     assert ("front end has ended" in line, "engaged" in line, code) == (True, False, 1), "the engine is not named"
     server(B).does("front_end", "write")
-    assert files_in(tmp_path) == BOTH, "another server removes the file of an engine that runs"
+    assert runs_in(tmp_path) == [A, B], "another server removes the file of an engine that runs"
     worker.dies()
     told = happened(lambda: "the engine has ended" in status_of(A)[0], seconds)
     assert told, f"its end is not told: {status_of(A)}"
@@ -154,7 +157,7 @@ def test_two_containers_an_engine_that_outlives_its_front_end_is_told(outlived, 
 def test_mutation_two_containers_an_engine_of_which_the_locks_say_nothing_is_caught(
     outlived, server, tmp_path, monkeypatch, holds, seen
 ):
-    monkeypatch.setattr(status_files.ServerLocks, "is_engine_alive", lambda self, ranks: holds)
+    monkeypatch.setattr(liveness.ServerLocks, "is_engine_alive", lambda self, ranks: holds)
     with pytest.raises(AssertionError, match=seen):
         is_told_until_it_ends(outlived, server, tmp_path, seconds=0.1)
 
@@ -170,14 +173,16 @@ def test_two_containers_a_worker_that_writes_after_its_front_end_was_killed_take
 
 
 def second_engine_is_told(server):
-    """Two engines of a run have one status file. The second one wrote it, and outlives the first and the front end."""
+    """The second of two engines of a run outlives the first and the front end."""
     front, first, second = server(A), server(A), server(A)
     front.does("front_end")
     first.does("write")
     second.does("write")
     first.dies()
     front.dies()
-    assert "front end has ended" in status_of(A)[0], "the engine that runs is not told"
+    said = CliRunner().invoke(app, ["status"]).output
+    assert "front end has ended" in said, "the engine that runs is not told"
+    assert "the engine has ended" in said
 
 
 def test_two_containers_a_second_engine_of_one_run_is_told_after_the_first_has_ended(server):
@@ -187,7 +192,7 @@ def test_two_containers_a_second_engine_of_one_run_is_told_after_the_first_has_e
 @pytest.mark.mutation
 def test_mutation_two_containers_one_lock_for_both_engines_of_a_run_is_caught(server, monkeypatch):
     monkeypatch.setattr(
-        status_files, "_engine_lock_path", lambda folder, record: folder / f"lock-status-{record.run}-of-the-first"
+        liveness, "_rank_lock_path", lambda folder, record: folder / f"lock-status-{record.run}-of-the-first"
     )
     with pytest.raises(AssertionError, match="the engine that runs is not told"):
         second_engine_is_told(server)

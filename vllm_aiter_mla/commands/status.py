@@ -15,8 +15,16 @@ from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.decided import Decision
 from vllm_aiter_mla.status.line import remedies, status_line
-from vllm_aiter_mla.status.record import RankStatus, group_by_engine, merge_ranks, records_of_all_ranks
-from vllm_aiter_mla.status.status_files import ServerLocks, read_records
+from vllm_aiter_mla.status.liveness import ServerLocks
+from vllm_aiter_mla.status.record import (
+    EngineKey,
+    RankRecord,
+    engine_key,
+    group_by_engine,
+    merge_ranks,
+    records_of_all_ranks,
+)
+from vllm_aiter_mla.status.status_files import read_records
 
 
 @dataclass(frozen=True)
@@ -24,8 +32,9 @@ class EngineLine:
     """One engine, according to its status files."""
 
     run: str
-    model: str
-    engine: str
+    engine_id: str
+    dp_index: str  # data-parallel index
+    model_name: str
     line: str
     remedies: dict[str, str]  # by code of a skipped layer
     is_serving: bool | None  # whether the engine and its front end live; None if that is unknown
@@ -75,24 +84,31 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
             )
     records = read_records(folder, "*", unreadable_reasons.append)
     server_locks = ServerLocks(folder, records)
-    by_engine = group_by_engine(server_locks.without_ended_ranks(records))
+    records_by_engine = group_by_engine(records)
     engines = tuple(
-        _engine_line(folder, server_locks, engine_key, statuses) for engine_key, statuses in by_engine.items()
+        _engine_line(folder, server_locks, engine, engine_records)
+        for engine, engine_records in records_by_engine.items()
     )
     has_unknown_engine = any(engine.is_serving is None or engine.num_ranks_without_file != 0 for engine in engines)
     is_complete = engines and not unreadable_reasons and not has_unknown_engine
     exit_code = _exit_status(engines) if is_complete else outputs.EXIT_INCOMPLETE
-    served_keys = [(engine.run, engine.model, engine.engine) for engine in engines if engine.is_serving]
-    decision_texts = {key: list(_decision_texts(by_engine[key], layer)) if layer else [] for key in served_keys}
+    served_records = [
+        engine_records
+        for engine, engine_records in zip(engines, records_by_engine.values(), strict=True)
+        if engine.is_serving
+    ]
+    decision_texts = {
+        engine_key(records[0]): list(_decision_texts(records, layer)) if layer else [] for records in served_records
+    }
     # A fully skipped engine has no layer names in its record. If no engine serves, the lines above say so.
-    has_layer_names = bool(served_keys) and all(
-        rank.decision_groups or not rank.skipped for key in served_keys for rank in by_engine[key]
+    has_layer_names = bool(served_records) and all(
+        record.decision_groups or not record.skipped for records in served_records for record in records
     )
     if layer is not None and is_complete and has_layer_names and not any(decision_texts.values()):
         outputs.fail(f"status: --layer {layer}: no server here has a layer of that name")
     with outputs.text_on_stderr(json):
-        for engine in engines:
-            _print_engine(engine, decision_texts.get((engine.run, engine.model, engine.engine), ()))
+        for engine, line in zip(records_by_engine, engines, strict=True):
+            _print_engine(line, decision_texts.get(engine, ()))
     if json is not None:
         outputs.write_output("status", json, files.to_json(Engines(engines, tuple(unreadable_reasons), exit_code)))
     for reason in unreadable_reasons:
@@ -110,7 +126,7 @@ def _exit_status(engines: Sequence[EngineLine]) -> int:
 
 def _print_engine(engine: EngineLine, decision_texts: Sequence[str]) -> None:
     """Print an engine's line, the remedies that the line does not have, and the decisions for --layer."""
-    typer.echo(outputs.one_line(f"run {engine.run}, {engine.model}, engine {engine.engine}: {engine.line}"))
+    typer.echo(outputs.one_line(f"run {engine.run}, {engine.model_name}, engine {engine.dp_index}: {engine.line}"))
     for code, remedy in engine.remedies.items():
         if remedy not in engine.line:
             typer.echo(outputs.fold_text(f"  {code} -> {remedy}"))
@@ -119,41 +135,49 @@ def _print_engine(engine: EngineLine, decision_texts: Sequence[str]) -> None:
 
 
 def _engine_line(
-    folder: Path, server_locks: ServerLocks, engine_key: tuple[str, str, str], rank_statuses: Sequence[RankStatus]
+    folder: Path, server_locks: ServerLocks, engine: EngineKey, records: Sequence[RankRecord]
 ) -> EngineLine:
-    """Return the line of one engine from the status files of its ranks; ``engine_key`` is (run, model, engine)."""
-    is_alive = server_locks.is_serving(rank_statuses)
-    if not is_alive:
-        engine_is_alive = server_locks.is_engine_alive(rank_statuses) if is_alive is False else None
-        unknown_line = f"cannot tell whether the server is running from its locks in {folder}"
-        line = unknown_line if engine_is_alive is None else ENDED_LINES[engine_is_alive]
-        return EngineLine(
-            *engine_key, line, {}, is_serving=None if engine_is_alive is None else False, is_fully_engaged=False
-        )
-    all_statuses = records_of_all_ranks(rank_statuses)
-    merged = merge_ranks(all_statuses)
-    is_whole = merged.ranks_agree and bool(merged.engaged) and not merged.skipped
-    line = status_line(*all_statuses)
-    num_silent = merged.num_silent if merged.is_num_ranks_known else None
+    """Return the line of one engine from the records of its ranks."""
+    is_serving = server_locks.is_serving(records)
+    if is_serving:
+        return _serving_line(engine, records)
+    is_engine_alive = server_locks.is_engine_alive(records) if is_serving is False else None
+    is_unknown = is_engine_alive is None
+    unknown_line = f"cannot tell whether the server is running from its locks in {folder}"
     return EngineLine(
-        *engine_key,
-        line,
-        remedies(rank_statuses),
-        is_serving=True,
-        is_fully_engaged=is_whole,
-        num_ranks_without_file=num_silent,
+        *engine,
+        model_name=records[0].model_name or "",
+        line=unknown_line if is_engine_alive is None else ENDED_LINES[is_engine_alive],
+        remedies={},
+        is_serving=None if is_unknown else False,
+        is_fully_engaged=False,
     )
 
 
-def _decision_texts(rank_statuses: Sequence[RankStatus], layer: str) -> Iterator[str]:
+def _serving_line(engine: EngineKey, records: Sequence[RankRecord]) -> EngineLine:
+    """Return the line of an engine that serves."""
+    records_and_gaps = records_of_all_ranks(records)
+    merged = merge_ranks(records_and_gaps)
+    return EngineLine(
+        *engine,
+        model_name=records[0].model_name or "",
+        line=status_line(*records_and_gaps),
+        remedies=remedies(records),
+        is_serving=True,
+        is_fully_engaged=merged.ranks_agree and bool(merged.engaged) and not merged.skipped,
+        num_ranks_without_file=merged.num_silent if merged.is_num_ranks_known else None,
+    )
+
+
+def _decision_texts(records: Sequence[RankRecord], layer: str) -> Iterator[str]:
     """Yield the decision for each layer whose name contains the dotted part ``layer``, with the ranks that made it."""
     ranks_by_text: dict[str, list[str]] = {}
-    for rank_status in rank_statuses:
-        for group in rank_status.decision_groups:
+    for record in records:
+        for group in record.decision_groups:
             for name in group.layers:
                 if f".{layer}." in f".{name}.":
-                    text = "\n".join((f"  {name}", *_decision_lines(group.decision, rank_status.skipped.get(name))))
-                    ranks_by_text.setdefault(text, []).append(str(rank_status.rank))
+                    text = "\n".join((f"  {name}", *_decision_lines(group.decision, record.skipped.get(name))))
+                    ranks_by_text.setdefault(text, []).append(str(record.rank))
     for text, rank_numbers in ranks_by_text.items():
         first_line, _, other_lines = text.partition("\n")
         yield f"{first_line}, rank {', '.join(rank_numbers)}\n{other_lines}"

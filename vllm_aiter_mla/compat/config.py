@@ -271,6 +271,11 @@ def metric_labels(vllm_config: Any) -> dict[str, str | None]:
     return {"model_name": None if name is None else str(name), "engine": None if index is None else str(index)}
 
 
+def engine_id(vllm_config: Any) -> str:
+    """Return vLLM's ``instance_id`` without hyphens. All workers of an engine have the same."""
+    return str(vllm_config.instance_id).replace("-", "_")
+
+
 def replica(vllm_config: Any) -> int | None:
     """Return the index of this data-parallel engine, counted from 0; None if it is known to be the only one.
 

@@ -23,7 +23,7 @@ from vllm_aiter_mla.passes.rope_kv import fuse_rope_and_kv_write
 from vllm_aiter_mla.passes.rope_probe import real_tensors
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import STRICT_OPTION, Settings, SettingsError
-from vllm_aiter_mla.status.status_files import ensure_run_name
+from vllm_aiter_mla.status.liveness import ensure_run_name
 
 PASSES = {"rope_kv_cache": fuse_rope_and_kv_write, "q_prep_lift": lift_q_prep, "aiter_fusion": fuse_into_one_op}
 """What runs on each layer, in order."""
@@ -103,7 +103,7 @@ class AiterMLAPipeline(VllmInductorPass):
         VllmPatternMatcherPass.match_table[self.pass_name] += counts["matched"]
         layers = (layer for module in modules.values() if (layer := Layer.kept_on(module)) is not None)
         if (layer := next(layers, None)) is not None:  # all layers of an engine share its status
-            layer.engine_status.count_graph(f"{compile_range.start}-{compile_range.end}", counts)
+            layer.engine_status.add_pass_counts(f"{compile_range.start}-{compile_range.end}", counts)
 
     def _is_checked(self) -> bool:
         """Return whether the kernels of this worker were checked: its start-up hook may never have been called.

@@ -20,14 +20,14 @@ import torch
 from vllm_aiter_mla.admission import Skip, layer_skips
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.decided import VLLM, Decision
+from vllm_aiter_mla.decided import VLLM, Decision, LayerState
 from vllm_aiter_mla.kernels import absorb, vllm_own
 from vllm_aiter_mla.kernels.backend import KernelBackend, Run
 from vllm_aiter_mla.kernels.inputs import DecodeInputs, LayerShape, step_key
 from vllm_aiter_mla.serving import backends, decision
 from vllm_aiter_mla.serving.backends import Backends
 from vllm_aiter_mla.serving.decision import Checked, Figures, LayerFacts
-from vllm_aiter_mla.status.engine_status import EngineStatus, LayerState
+from vllm_aiter_mla.status.engine_status import EngineStatus
 
 _KEY = "_aiter_mla_layer"  # attribute of vLLM's module that holds its ``Layer``
 GRAPHS_KEEP = "graphs that were captured keep the kernel"

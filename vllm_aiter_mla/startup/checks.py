@@ -51,7 +51,7 @@ def check_kernels(
             with mark_first_calls(name):
                 result = check_kernel(name, backend, shape, capture_sizes, layer.limit)
         elif tuned_tiles:
-            layer.engine_status.add_tuned(shape_in_words, tuned_tiles)
+            layer.engine_status.add_tuned_tiles(shape_in_words, tuned_tiles)
         if not result.has_passed:
             checks[name] = Checked(f"{result.message} ({shape_in_words})")
         else:

@@ -32,7 +32,7 @@ from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.aiter.contract import ARCHITECTURES
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving.backends import AITER_KERNELS, FAMILIES, Backends
-from vllm_aiter_mla.status import status_files
+from vllm_aiter_mla.status import liveness
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """The signals that ask a process to end."""
@@ -208,7 +208,7 @@ def first_call_marker(folder: Path, prefix: str) -> Iterator[None]:
             raise OSError(f"{lock}: the lock was taken, but it cannot be seen as held")
         with _exit_on_signals() as received_signals:
             try:
-                files.write_record(path, FirstCall(status_files.ensure_run_name()))
+                files.write_record(path, FirstCall(liveness.ensure_run_name()))
                 yield
             except SystemExit:
                 keep_marker = not received_signals  # without a signal, a library ended the process

@@ -15,7 +15,7 @@ The figures of a layer shape pass through these types:
 - ``kept_figures.KeptFigures``: the file that keeps rounds for the next start.
 - ``ShapeFigures``: the new and the kept rounds of this start.
 - ``decision.Figures``: the figures that the layers get after the ranks have agreed.
-- ``status.record.ShapeTiming``: the medians in the status.
+- ``decided.ShapeTiming``: the medians in the status.
 """
 
 import logging
@@ -30,7 +30,7 @@ import torch
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import layer as compat_layer
 from vllm_aiter_mla.compat import log, ranks
-from vllm_aiter_mla.decided import VLLM, Span, Spans
+from vllm_aiter_mla.decided import VLLM, ShapeTiming, Span, Spans
 from vllm_aiter_mla.kernels import stopwatch
 from vllm_aiter_mla.kernels.absorb import UnknownWeightError
 from vllm_aiter_mla.kernels.backend import KernelBackend
@@ -40,7 +40,6 @@ from vllm_aiter_mla.serving.decision import Figures, decide
 from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.settings import Settings
 from vllm_aiter_mla.startup import kept_figures
-from vllm_aiter_mla.status.record import ShapeTiming
 
 VLLM_KERNELS_RUN = "vLLM's own kernels run"
 NO_BASELINE = "vLLM's own kernels cannot be timed here"

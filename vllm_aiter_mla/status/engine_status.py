@@ -6,11 +6,9 @@ passes know why a graph skips a layer, so they note the reason while they compil
 warm starts.
 """
 
-import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from threading import Lock, Timer
 from typing import Any, NamedTuple
@@ -18,23 +16,12 @@ from typing import Any, NamedTuple
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import log
-from vllm_aiter_mla.decided import Decision
+from vllm_aiter_mla.decided import Decision, LayerState, ShapeTiming
 from vllm_aiter_mla.status import status_files
-from vllm_aiter_mla.status.record import NOT_RUN, WHOLE_ENGINE, DecisionGroup, RankStatus, ShapeTiming
+from vllm_aiter_mla.status.record import NOT_RUN, WHOLE_ENGINE, DecisionGroup, RankRecord
 
 REWRITE_DELAY_SECONDS = 1.0
 """Time from a correction to the corrected status file."""
-
-
-class LayerState(NamedTuple):
-    """What has become of one layer so far, as ``serving.layer.Layer.state`` returns it."""
-
-    decision: Decision
-    ran_kernel: str = ""  # the kernel that its fused op has run; "" if the op has run none
-    # Kernels that may run the layer, if its op was called without a batch. vLLM runs no batch of a draft model while
-    # it starts, so a draft's layer counts as engaged if one of these kernels has run for another layer.
-    possible_kernels: tuple[str, ...] = ()
-    skip: Skip | None = None  # why the layer runs vLLM's own code: by its decision, its graph or its last batch
 
 
 class EngagementChanges(NamedTuple):
@@ -55,33 +42,32 @@ class EngineStatus:
     """
 
     # What the passes did in each compile range, summed over the graphs of the range: "start-end" to counts by pass
-    compiled: dict[str, Counter[str]] = field(default_factory=dict)
+    pass_counts: dict[str, Counter[str]] = field(default_factory=dict)
     shape_timings: list[ShapeTiming] = field(default_factory=list)  # one for each layer shape that was timed
-    tuned: dict[str, str] = field(default_factory=dict)  # layer shape in words to its tuned tiles by tokens
+    tuned_tiles: dict[str, str] = field(default_factory=dict)  # layer shape in words to its tuned tiles by tokens
     # Kernels that the user named although they turn an fp8 overflow into NaN
     nan_kernels: set[str] = field(default_factory=set)
     # Why graphs that an earlier start compiled skip layers. Used for a layer that has no other reason
     kept_skips: dict[str, Skip] = field(default_factory=dict)
     layers: dict[str, LayerState] = field(default_factory=dict)  # by name, in the model's order
-    record: RankStatus | None = None  # what the status line said, with later corrections; None before ``set_record``
+    record: RankRecord | None = None  # what the status line said, with later corrections; None before ``set_record``
     path: Path | None = None  # of the status file; None before ``write``
-    engine_id: str = field(default_factory=partial(secrets.token_hex, 4))  # as in ``RankStatus``
     _timer: Timer | None = None  # runs until the file is written again
     _write_lock: Any = field(default_factory=Lock)  # held during a write, so that the last record is written last
 
     # What passes and start-up report.
 
-    def count_graph(self, compile_range: str, counts: dict[str, int]) -> None:
+    def add_pass_counts(self, compile_range: str, counts: dict[str, int]) -> None:
         """Add what the passes did to one graph of a range. A draft model has a second graph for the same range."""
-        self.compiled.setdefault(compile_range, Counter()).update(counts)
+        self.pass_counts.setdefault(compile_range, Counter()).update(counts)
 
     def add_timing(self, timing: ShapeTiming) -> None:
         """Add what was timed for one layer shape."""
         self.shape_timings.append(timing)
 
-    def add_tuned(self, shape: str, tiles: str) -> None:
+    def add_tuned_tiles(self, shape: str, tiles: str) -> None:
         """Add the tuned tiles that our Triton kernel has for a layer shape."""
-        self.tuned[shape] = tiles
+        self.tuned_tiles[shape] = tiles
 
     def add_nan_kernel(self, kernel: str) -> None:
         """Add a kernel that may run although it turns an fp8 overflow into NaN."""
@@ -93,7 +79,7 @@ class EngineStatus:
 
     # How the record is made.
 
-    def make_record(self, layers: Mapping[str, LayerState], base: RankStatus) -> RankStatus:
+    def make_record(self, layers: Mapping[str, LayerState], base: RankRecord) -> RankRecord:
         """Take the states of all layers and return this rank's record, without the number of ranks.
 
         Args:
@@ -103,13 +89,12 @@ class EngineStatus:
         self.layers = dict(layers)
         record = replace(
             base,
-            compiled={compile_range: dict(counts) for compile_range, counts in self.compiled.items()},
+            pass_counts={compile_range: dict(counts) for compile_range, counts in self.pass_counts.items()},
             shape_timings=tuple(self.shape_timings),
-            engine_id=self.engine_id,
         )
         return self._with_layers(record)
 
-    def _with_layers(self, record: RankStatus) -> RankStatus:
+    def _with_layers(self, record: RankRecord) -> RankRecord:
         """Return a record with the present states of the layers: these decide all fields that may change later."""
         engaged = self._engaged_kernels()
         kernels = {*engaged.values()}
@@ -120,7 +105,7 @@ class EngineStatus:
             skipped=self._skip_reasons(engaged),
             decision_groups=self._group_by_decision(),
             nan_kernels=tuple(sorted(self.nan_kernels & kernels)),
-            tuned=dict(self.tuned) if "triton" in kernels else {},
+            tuned_tiles=dict(self.tuned_tiles) if "triton" in kernels else {},
         )
 
     def _engaged_kernels(self) -> dict[str, str]:
@@ -148,7 +133,7 @@ class EngineStatus:
             names_by_decision.setdefault(state.decision, []).append(name)
         return tuple(DecisionGroup(tuple(names), decision) for decision, names in names_by_decision.items())
 
-    def set_record(self, record: RankStatus) -> None:
+    def set_record(self, record: RankRecord) -> None:
         """Keep the record of the status line, with the number of ranks. From now on ``update`` corrects this record."""
         self.record = record
 
@@ -194,20 +179,12 @@ class EngineStatus:
             raise
 
     def _rewrite(self) -> None:
-        """Write the record to its file again, unless another engine has written that file since."""
+        """Write the record to its file again."""
         self._timer = None  # first, so that a layer that fails from now on starts another timer
         with log.warned("the status file could not be corrected"), self._write_lock:
             path, record = self.path, self.record
-            if path is not None and record is not None and not _belongs_to_another_engine(path, record):
+            if path is not None and record is not None:
                 status_files.write_status(path.parent, record)
-
-
-def _belongs_to_another_engine(path: Path, record: RankStatus) -> bool:
-    """Return whether another engine has written the status file of a record: one run may start several engines."""
-    try:
-        return files.read_record(RankStatus, path).engine_id != record.engine_id
-    except (OSError, ValueError):
-        return False
 
 
 def record_of_skipped_engine(
@@ -218,19 +195,19 @@ def record_of_skipped_engine(
     model_name: str | None = None,
     dp_index: str | None = None,
     run: str = "",
-) -> RankStatus:
+) -> RankRecord:
     """Return the one record of an engine that is skipped as a whole. Its workers run none of the plugin's code.
 
     Args:
         skip: the reason.
         layers: indices of the model's MLA layers; only the workers know their names.
-        kv_cache_dtype: as in ``RankStatus``, and so are the arguments after it.
+        kv_cache_dtype: as in ``RankRecord``, and so are the arguments after it.
         model_name: None if unknown.
         dp_index: None if unknown.
         run: "" if the server's run has no name.
     """
     names = [f"layer {index}" for index in layers] or [WHOLE_ENGINE]
-    return RankStatus(
-        rank=0, ranks=1, integration="", card="", decode_limit=0, kv_cache_dtype=kv_cache_dtype, model_name=model_name,
-        dp_index=dp_index, run=run, num_layers=len(layers), skipped=dict.fromkeys(names, skip),
+    return RankRecord(
+        rank=0, num_ranks=1, integration="", card="", decode_limit=0, kv_cache_dtype=kv_cache_dtype,
+        model_name=model_name, dp_index=dp_index, run=run, num_layers=len(layers), skipped=dict.fromkeys(names, skip),
     )  # fmt: skip

@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 
 from vllm_aiter_mla.admission import ABORTED, OVERFLOW, REMEDIES, VLLM_FASTER, Skip
 from vllm_aiter_mla.decided import VLLM, kernel_at
-from vllm_aiter_mla.status.record import MergedStatus, RankStatus, merge_ranks
+from vllm_aiter_mla.status.record import MergedRecord, RankRecord, merge_ranks
 
 NOMINAL_TOKENS = 64
 """The line gives the measured time of a step of this many tokens, or of the nearest timed count."""
 
 
-def status_line(*records: RankStatus | None, dp_index: int | None = None) -> str:
+def status_line(*records: RankRecord | None, dp_index: int | None = None) -> str:
     """Return the status line: how many layers are engaged, on which kernels, why the others are not, and the remedy.
 
     The line also names kernels that do not run because an earlier start ended in their first call.
@@ -27,7 +27,7 @@ def status_line(*records: RankStatus | None, dp_index: int | None = None) -> str
     return f"{layers_text}{dp_text}{remedy_text}"
 
 
-def _skipped_line(merged: MergedStatus, aborted: Sequence[str]) -> str:
+def _skipped_line(merged: MergedRecord, aborted: Sequence[str]) -> str:
     """Return the line of an engine that engages no layer. If a reason names the aborted kernels, do not repeat them."""
     counted_reasons = _count_reasons(merged.skipped)
     if len(counted_reasons) > 1:
@@ -38,7 +38,7 @@ def _skipped_line(merged: MergedStatus, aborted: Sequence[str]) -> str:
     return f"0/{merged.num_layers}: {reasons_text}{_missing_ranks_text(merged)}{aborted_text}"
 
 
-def _engaged_line(merged: MergedStatus, aborted: Sequence[str]) -> str:
+def _engaged_line(merged: MergedRecord, aborted: Sequence[str]) -> str:
     """Return the line of an engine that engages some layer."""
     num_engaged = len(merged.engaged)
     has_ranks = merged.num_ranks > 1 and merged.is_num_ranks_known
@@ -52,7 +52,7 @@ def _engaged_line(merged: MergedStatus, aborted: Sequence[str]) -> str:
     )
 
 
-def _missing_ranks_text(merged: MergedStatus) -> str:
+def _missing_ranks_text(merged: MergedRecord) -> str:
     """Return how many ranks have no status, and whether the number of ranks is unknown."""
     silent_text = f"; {merged.num_silent} without a status" if merged.num_silent else ""
     return silent_text if merged.is_num_ranks_known else f"{silent_text}; ranks unknown"
@@ -62,7 +62,7 @@ def _aborted_text(aborted: Sequence[str]) -> str:
     return f"; {', '.join(aborted)} left out: {ABORTED}" if aborted else ""
 
 
-def remedies(records: Sequence[RankStatus | None]) -> dict[str, str]:
+def remedies(records: Sequence[RankRecord | None]) -> dict[str, str]:
     """Return the remedy of each code in the records of an engine's ranks, except codes of another version.
 
     Remedies come in this order: for kernels in whose first call an earlier start ended, for ranks that fell back, for
@@ -74,7 +74,7 @@ def remedies(records: Sequence[RankStatus | None]) -> dict[str, str]:
     return {code: REMEDIES[code] for code in codes if code in REMEDIES}
 
 
-def aborted_kernels(records: Sequence[RankStatus | None]) -> list[str]:
+def aborted_kernels(records: Sequence[RankRecord | None]) -> list[str]:
     """Return the kernels that do not run because an earlier start ended in their first call."""
     groups = (group for record in records if record is not None for group in record.decision_groups)
     rejected = (kernel for group in groups for kernel in group.decision.rejected_kernels)
@@ -101,7 +101,7 @@ def not_measured_note(card: str) -> str:
     return "" if card == "cpu" else f"; speed on {card} not measured"
 
 
-def _fallbacks_text(merged: MergedStatus) -> str:
+def _fallbacks_text(merged: MergedRecord) -> str:
     """Return which ranks fell back and which run other kernels. Ranks with the same reason are named together."""
     numbers_by_skip: dict[Skip, list[str]] = {}
     for rank, skip in merged.fallback_skips_by_rank.items():
@@ -114,28 +114,31 @@ def _fallbacks_text(merged: MergedStatus) -> str:
     return "".join((*fallbacks, *other_kernels))
 
 
-def _engaged_text(merged: MergedStatus) -> str:
+def _engaged_text(merged: MergedRecord) -> str:
     """Return the kernels with their gain, the tuned tiles, and the integration if it is not the default one."""
-    tuned_text = "".join(f"; tuned tiles {tiles}" for tiles in dict.fromkeys(merged.tuned.values()))
+    tuned_text = "".join(f"; tuned tiles {tiles}" for tiles in dict.fromkeys(merged.tuned_tiles.values()))
     integration_text = ", integration passes" if merged.first_record.integration == "passes" else ""
     kernels_text = _timing_text(merged) if merged.shape_timings else _kernels_text(merged)
     return f"{kernels_text}{tuned_text}{integration_text}"
 
 
-def _kernels_text(merged: MergedStatus) -> str:
+def _kernels_text(merged: MergedRecord) -> str:
     first, kernels = merged.first_record, "+".join(sorted(set(merged.engaged.values())))
     cache = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(first.kv_cache_dtype, "fp8")
     return f"{kernels}, {cache} KV, decode limit {first.decode_limit}{not_measured_note(first.card)}"
 
 
-def _timing_text(merged: MergedStatus) -> str:
+def _timing_text(merged: MergedRecord) -> str:
     """Return which kernel runs at how many tokens and what it gains, for the most common layer shape."""
     common, *others = sorted(merged.shape_timings, key=lambda timing: -len(merged.engaged.keys() & timing.layers))
-    spans = ", ".join(f"{span.kernel} {span.tokens_text}" for span in common.chosen)
-    tokens = min(common.us, key=lambda count: abs(count - NOMINAL_TOKENS))
-    chosen_us, vllm_us = common.us[tokens][kernel_at(common.chosen, tokens)], common.us[tokens][VLLM]
+    spans = ", ".join(f"{span.kernel} {span.tokens_text}" for span in common.chosen_spans)
+    tokens = min(common.medians_us, key=lambda count: abs(count - NOMINAL_TOKENS))
+    chosen_us, vllm_us = (
+        common.medians_us[tokens][kernel_at(common.chosen_spans, tokens)],
+        common.medians_us[tokens][VLLM],
+    )
     step = f"{tokens} token{'s' * (tokens != 1)}"
-    date = f" on {common.since[:10]}" if common.since else ""
+    date = f" on {common.kept_since[:10]}" if common.kept_since else ""
     others_text = f"; {len(others)} more layer shape{'s' * (len(others) != 1)} in the status file" if others else ""
     times = f"{chosen_us:.1f} us a layer at {step} against vLLM's own {vllm_us:.1f}, measured here{date}"
     return f"{spans}; {times}{others_text}"

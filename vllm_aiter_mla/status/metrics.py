@@ -15,8 +15,9 @@ from typing import Any
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.decided import Decision
 from vllm_aiter_mla.status.line import aborted_kernels
-from vllm_aiter_mla.status.record import RankStatus, group_by_engine, merge_ranks, records_of_all_ranks
-from vllm_aiter_mla.status.status_files import ServerLocks, ensure_run_name, read_records, renew_run_lock
+from vllm_aiter_mla.status.liveness import ServerLocks, ensure_run_name, renew_run_lock
+from vllm_aiter_mla.status.record import RankRecord, group_by_engine, merge_ranks, records_of_all_ranks
+from vllm_aiter_mla.status.status_files import read_records
 
 # Names of the metrics. When vLLM builds its metrics, it clears all whose names contain "vllm".
 LAYERS = "aiter_mla_layers"
@@ -48,7 +49,8 @@ class Metric:
 
 METRICS: Mapping[str, Metric] = {
     LAYERS: Metric(
-        "MLA layers of vllm-aiter-mla by state: on the fast path (engaged) or left to vLLM (skipped).", ("state",)
+        "MLA layers of vllm-aiter-mla by state: on the fast path on every rank (engaged), or left to vLLM (skipped).",
+        ("state",),
     ),
     KERNEL_LAYERS: Metric("Engaged MLA layers by kernel and batch size in tokens.", ("kernel", "tokens")),
     RANKS: Metric(
@@ -146,15 +148,18 @@ def read_samples(folder: Path) -> dict[str, Samples]:
     records = read_records(folder, ensure_run_name(), _warn_left_out)
     server_locks = ServerLocks(folder, records)
     samples_by_name: dict[str, Samples] = {name: {} for name in METRICS}
-    present = server_locks.without_ended_ranks(records)
-    for (_, *engine), engine_records in group_by_engine(present).items():
-        if server_locks.is_serving(engine_records) is not False:
-            for name, samples in _engine_samples(engine_records).items():
-                samples_by_name[name] |= {(*engine, *labels): value for labels, value in samples.items()}
+    records_by_labels = {
+        (engine_records[0].model_name or "", engine.dp_index): engine_records
+        for engine, engine_records in group_by_engine(records).items()
+        if server_locks.is_serving(engine_records) is not False
+    }
+    for engine_labels, engine_records in records_by_labels.items():
+        for name, samples in _engine_samples(engine_records).items():
+            samples_by_name[name] |= {(*engine_labels, *labels): value for labels, value in samples.items()}
     return samples_by_name
 
 
-def _engine_samples(records: Sequence[RankStatus]) -> dict[str, Samples]:
+def _engine_samples(records: Sequence[RankRecord]) -> dict[str, Samples]:
     """Return the samples of one engine, by labels without ``ENGINE_LABELS``."""
     merged = merge_ranks(records_of_all_ranks(records))
     engaged = merged.engaged_everywhere
@@ -175,7 +180,7 @@ def _engine_samples(records: Sequence[RankStatus]) -> dict[str, Samples]:
     }
 
 
-def _kernel_layers(records: Sequence[RankStatus], engaged: Collection[str]) -> Samples:
+def _kernel_layers(records: Sequence[RankRecord], engaged: Collection[str]) -> Samples:
     """Return how many of the engaged layers run a kernel at so many tokens. If ranks differ, the first rank counts."""
     decisions: dict[str, Decision] = {}
     for record in records:

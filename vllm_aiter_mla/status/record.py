@@ -6,13 +6,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 from pydantic import Field
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import Skip
-from vllm_aiter_mla.decided import VLLM, Decision, Spans, kernel_at
+from vllm_aiter_mla.decided import Decision, ShapeTiming
 
 Count = Annotated[int, Field(ge=0, lt=2**20)]
 """The number of a rank, or how many ranks there are; a file with another value is broken."""
@@ -23,27 +23,9 @@ Value = TypeVar("Value")
 NOT_RUN = Skip("not_run", "its fused op has not run")
 """Reason of a layer that is not engaged and for which no other reason is known."""
 WHOLE_ENGINE = "engine"
-"""Key of ``RankStatus.skipped`` for an engine to which vLLM gives no MLA layer; it does not count as a layer."""
-
-
-@dataclass(frozen=True)
-class ShapeTiming:
-    """What was timed for one layer shape at start-up, and which kernels were chosen.
-
-    Raises:
-        ValueError: nothing was timed, or a count lacks the figure of vLLM's own kernels or of the chosen kernel.
-    """
-
-    shape: str  # in words
-    layers: tuple[str, ...]
-    chosen: Spans
-    us: dict[int, dict[str, float]]  # microseconds per layer by token count and kernel, on this rank
-    since: str = ""  # when an earlier start took the figures; empty if this start did
-
-    def __post_init__(self) -> None:
-        required = {tokens: {VLLM, kernel_at(self.chosen, tokens)} for tokens in self.us}
-        if not self.us or any(required[tokens] - figures.keys() for tokens, figures in self.us.items()):
-            raise ValueError("a figure is missing")
+"""Key of ``RankRecord.skipped`` for an engine to which vLLM gives no MLA layer; it does not count as a layer."""
+SKIPPED_ENGINE_ID = "skipped"
+"""``RankRecord.engine_id`` of an engine that is skipped as a whole: each process that reads its config has another."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +37,13 @@ class DecisionGroup:
 
 
 @dataclass(frozen=True)
-class RankStatus:
+class RankRecord:
     """What the MLA layers of one rank run on: the status file.
 
     A worker knows the first fields before any layer runs, and these never change. ``EngineStatus`` fills the fields
-    after ``run``, but for ``ranks``, which is 0 until the ranks have counted themselves. An engine that is skipped as a
-    whole has one record for all ranks, with rank 0. In that record, fields that only a worker can fill are empty or 0.
+    after ``engine_id``, but for ``num_ranks``, which is 0 until the ranks have counted themselves. An engine that is
+    skipped as a whole has one record for all ranks, with rank 0. In that record, fields that only a worker can fill are
+    empty or 0.
     """
 
     rank: Count  # number of the worker in its engine
@@ -73,27 +56,30 @@ class RankStatus:
     model_name: str | None = None  # this and ``dp_index`` as in vLLM's metrics; None if unknown
     dp_index: str | None = None  # data-parallel index
     run: str = ""  # name of the server's run
+    # VLLM's ``instance_id``, which all ranks of an engine have. A run may start several engines
+    engine_id: str = SKIPPED_ENGINE_ID
     num_layers: int = 0  # number of MLA layers of this rank
     engaged: dict[str, str] = field(default_factory=dict)  # layer to the kernel of ours that runs it
     # Layer, or ``WHOLE_ENGINE``, to why it runs vLLM's own code
     skipped: dict[str, Skip] = field(default_factory=dict)
     # Compile range to counts by pass; empty after a warm start
-    compiled: dict[str, dict[str, int]] = field(default_factory=dict)
+    pass_counts: dict[str, dict[str, int]] = field(default_factory=dict)
     shape_timings: tuple[ShapeTiming, ...] = ()  # by layer shape; empty if nothing was timed
     nan_kernels: tuple[str, ...] = ()  # kernels that run although they turn an fp8 overflow into NaN: the user's choice
-    tuned: dict[str, str] = field(default_factory=dict)  # layer shape in words to its tuned tiles, if the kernel runs
+    tuned_tiles: dict[str, str] = field(
+        default_factory=dict
+    )  # layer shape in words to its tuned tiles, if the kernel runs
     decision_groups: tuple[DecisionGroup, ...] = ()
-    engine_id: str = ""  # random name of the engine: one process may start several, one after the other
-    ranks: Count = 0  # number of ranks of the engine; 0 if unknown
+    num_ranks: Count = 0  # number of ranks of the engine; 0 if unknown
     evidence: files.Stamp = files.stamp_field("status")
 
 
 @dataclass(frozen=True)
-class MergedStatus:
+class MergedRecord:
     """What the ranks of one engine say together."""
 
     # Of the first rank that has a record. Card, cache, limit and integration are equal on all ranks
-    first_record: RankStatus
+    first_record: RankRecord
     num_layers: int  # number of MLA layers, each counted once
     engaged: dict[str, str]  # layers that some rank engages, with the kernel
     engaged_everywhere: frozenset[str]  # layers that every rank engages that has them
@@ -101,7 +87,7 @@ class MergedStatus:
     # One for each shape: the figures and the choice of the first rank that has timed it, the layers of all ranks
     shape_timings: tuple[ShapeTiming, ...]
     nan_kernels: tuple[str, ...]  # of all ranks
-    tuned: dict[str, str]  # of all ranks
+    tuned_tiles: dict[str, str]  # of all ranks
     num_ranks: int
     is_num_ranks_known: bool  # if False, the engine may have more ranks than ``num_ranks``
     fallback_skips_by_rank: dict[int, Skip]  # by the number of a rank that has fallen back
@@ -121,7 +107,7 @@ class MergedStatus:
         return self.is_num_ranks_known and self.num_agreeing == self.num_ranks
 
 
-def merge_ranks(records: Sequence[RankStatus | None]) -> MergedStatus:
+def merge_ranks(records: Sequence[RankRecord | None]) -> MergedRecord:
     """Return what the records of all ranks of an engine say together. If a key has several values, the first counts.
 
     Args:
@@ -131,7 +117,7 @@ def merge_ranks(records: Sequence[RankStatus | None]) -> MergedStatus:
     present = [record for record in records if record is not None]
     engaged = _first_values(item for record in present for item in record.engaged.items())
     skipped = _first_values(item for record in present for item in record.skipped.items())
-    return MergedStatus(
+    return MergedRecord(
         first_record=present[0],
         num_layers=len((engaged | skipped).keys() - {WHOLE_ENGINE}),
         engaged=engaged,
@@ -139,16 +125,16 @@ def merge_ranks(records: Sequence[RankStatus | None]) -> MergedStatus:
         skipped={layer: skip for layer, skip in skipped.items() if layer not in engaged},
         shape_timings=_merge_timings(present),
         nan_kernels=tuple(dict.fromkeys(kernel for record in present for kernel in record.nan_kernels)),
-        tuned=_first_values(item for record in present for item in record.tuned.items()),
+        tuned_tiles=_first_values(item for record in present for item in record.tuned_tiles.items()),
         num_ranks=len(records),
-        is_num_ranks_known=any(record.ranks for record in present),
+        is_num_ranks_known=any(record.num_ranks for record in present),
         fallback_skips_by_rank=_fallback_skips(present, engaged),
         other_kernels_by_rank=_other_kernels(present, engaged),
         num_silent=len(records) - len(present),
     )
 
 
-def _merge_timings(records: Sequence[RankStatus]) -> tuple[ShapeTiming, ...]:
+def _merge_timings(records: Sequence[RankRecord]) -> tuple[ShapeTiming, ...]:
     """Return one timing for each layer shape. Each stage of a pipeline has layers, and perhaps shapes, of its own."""
     timings: dict[str, ShapeTiming] = {}
     for record in records:
@@ -158,7 +144,7 @@ def _merge_timings(records: Sequence[RankStatus]) -> tuple[ShapeTiming, ...]:
     return tuple(timings.values())
 
 
-def _fallback_skips(records: Sequence[RankStatus], engaged: Mapping[str, str]) -> dict[int, Skip]:
+def _fallback_skips(records: Sequence[RankRecord], engaged: Mapping[str, str]) -> dict[int, Skip]:
     """Return why each rank that has fallen back did so, by the number of the rank.
 
     A rank has fallen back if it skips a layer that another rank engages. A rank that skips all its layers, as a stage
@@ -176,7 +162,7 @@ def _fallback_skips(records: Sequence[RankStatus], engaged: Mapping[str, str]) -
     )
 
 
-def _other_kernels(records: Sequence[RankStatus], engaged: Mapping[str, str]) -> dict[int, str]:
+def _other_kernels(records: Sequence[RankRecord], engaged: Mapping[str, str]) -> dict[int, str]:
     """Return the kernel of each rank that engages a layer with another kernel than ``engaged`` has for the layer.
 
     Return nothing if kernels were timed, because then each rank chooses by its own figures.
@@ -199,38 +185,36 @@ def _first_values(items: Iterable[tuple[Key, Value]]) -> dict[Key, Value]:
     return first_values
 
 
-def records_of_all_ranks(records: Sequence[RankStatus]) -> list[RankStatus | None]:
+def records_of_all_ranks(records: Sequence[RankRecord]) -> list[RankRecord | None]:
     """Return the records of an engine's ranks, at least one, and None for each rank that has no record here."""
-    return [*records, *[None] * (max(record.ranks for record in records) - len(records))]
+    return [*records, *[None] * (max(record.num_ranks for record in records) - len(records))]
 
 
-def group_by_engine(records: Iterable[RankStatus]) -> dict[tuple[str, str, str], list[RankStatus]]:
-    """Return the records of the ranks of each engine, by (run, model name, engine).
+class EngineKey(NamedTuple):
+    """What tells an engine from all others. All its ranks have the same."""
 
-    Engines and ranks are in the order of their numbers. Files are named by run, engine and rank, so an earlier engine
-    of the run may have left files of ranks that the last engine does not have: the earlier engine was larger, or had
-    another model. Such records are not returned.
+    run: str
+    engine_id: str
+    dp_index: str  # "0" if it is unknown
+
+
+def engine_key(record: RankRecord) -> EngineKey:
+    """Return the key of a rank's engine."""
+    return EngineKey(record.run, record.engine_id, record.dp_index or "0")
+
+
+def group_by_engine(records: Iterable[RankRecord]) -> dict[EngineKey, list[RankRecord]]:
+    """Return the records of the ranks of each engine. Engines and ranks are in the order of their indices.
+
+    Of engines of a run with the same index, the one that was started last comes last.
     """
-    records_by_index: dict[tuple[str, str], list[RankStatus]] = {}
+    records_by_engine: dict[EngineKey, list[RankRecord]] = {}
     for record in sorted(records, key=_sort_key):
-        records_by_index.setdefault((record.run, record.dp_index or "0"), []).append(record)
-    return {
-        (run, candidates[0].model_name or "", engine): [
-            record for record in candidates if _belong_to_one_engine(candidates[0], record)
-        ]
-        for (run, engine), candidates in records_by_index.items()
-    }
+        records_by_engine.setdefault(engine_key(record), []).append(record)
+    return records_by_engine
 
 
-def _belong_to_one_engine(first_record: RankStatus, record: RankStatus) -> bool:
-    if record.model_name != first_record.model_name:
-        return False
-    if not first_record.ranks:  # unknown
-        return True
-    return record.ranks in (0, first_record.ranks) and record.rank < first_record.rank + first_record.ranks
-
-
-def _sort_key(record: RankStatus) -> tuple[str, int, str, int]:
-    """Return a sort key with which engine "2" comes before "10"."""
-    engine = record.dp_index or "0"
-    return record.run, len(engine), engine, record.rank
+def _sort_key(record: RankRecord) -> tuple[str, int, str, str, int]:
+    """Return a sort key with which the data-parallel index "2" comes before "10"."""
+    run, engine_id, dp_index = engine_key(record)
+    return run, len(dp_index), dp_index, engine_id, record.rank

@@ -22,11 +22,11 @@ from vllm_aiter_mla.commands.report.check_reader import add_check
 from vllm_aiter_mla.commands.report.serving_reader import add_serving
 from vllm_aiter_mla.commands.report.serving_record import Serving
 from vllm_aiter_mla.commands.report.status_reader import add_status
-from vllm_aiter_mla.status.record import RankStatus
+from vllm_aiter_mla.status.record import RankRecord, engine_key
 
 READERS: dict[str, tuple[type[Any], Callable[[Page, PageInput, Any], InputSummary]]] = {
     "check": (CheckRun, add_check),
-    "status": (RankStatus, add_status),
+    "status": (RankRecord, add_status),
     "serving": (Serving, add_serving),
 }
 """The record type and its reader, by the schema in the stamp of a file."""
@@ -90,10 +90,10 @@ def _load_records(paths: Sequence[Path]) -> Iterator[tuple[Path, str, Any]]:
 
 def _num_ranks_in_inputs(record: Any, records: Iterable[Any]) -> int:
     """Return the number of ranks of a status's engine among the records; 0 for a record of another kind."""
-    if not isinstance(record, RankStatus):
+    if not isinstance(record, RankRecord):
         return 0
-    statuses = (other for other in records if isinstance(other, RankStatus))
-    return len({other.rank for other in statuses if (other.run, other.dp_index) == (record.run, record.dp_index)})
+    rank_records = (other for other in records if isinstance(other, RankRecord))
+    return len({other.rank for other in rank_records if engine_key(other) == engine_key(record)})
 
 
 def _load_files(paths: Sequence[Path]) -> Iterator[tuple[Path, str, str, Any]]:

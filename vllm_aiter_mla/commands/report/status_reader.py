@@ -9,14 +9,14 @@ from vllm_aiter_mla.commands.report.blocks import InputSummary, Page, PageInput
 from vllm_aiter_mla.commands.report.tables import add_layers, add_spans, join_values
 from vllm_aiter_mla.decided import kernel_at
 from vllm_aiter_mla.status.line import status_line
-from vllm_aiter_mla.status.record import RankStatus
-from vllm_aiter_mla.status.status_files import is_serving
+from vllm_aiter_mla.status.liveness import ServerLocks
+from vllm_aiter_mla.status.record import RankRecord
 
 
-def add_status(page: Page, page_input: PageInput, record: RankStatus) -> InputSummary:
+def add_status(page: Page, page_input: PageInput, record: RankRecord) -> InputSummary:
     """Add the kernels of a worker's layers by number of tokens, and its timings."""
     name = f"{page_input.name}, rank {record.rank}"
-    by_range = sorted((int(tokens.partition("-")[0]), tokens, counts) for tokens, counts in record.compiled.items())
+    by_range = sorted((int(tokens.partition("-")[0]), tokens, counts) for tokens, counts in record.pass_counts.items())
     rewritten = [tokens for _, tokens, counts in by_range if counts["matched"]]
     add_layers(page, page_input, "Status", (
         name, f"{len(record.engaged)}/{record.num_layers}", join_values(sorted({*record.engaged.values()})),
@@ -26,17 +26,17 @@ def add_status(page: Page, page_input: PageInput, record: RankStatus) -> InputSu
         if spans := group.decision.kernel_spans:
             add_spans(page, page_input, "Status", "Which kernel runs", f"{name}: {len(group.layers)} layers", spans)
     for shape in record.shape_timings:
-        names = sorted({kernel for figures in shape.us.values() for kernel in figures})
-        by_tokens = sorted(shape.us.items())
+        names = sorted({kernel for figures in shape.medians_us.values() for kernel in figures})
+        by_tokens = sorted(shape.medians_us.items())
         rows = [
-            (tokens, *map(us_by_kernel.get, names), kernel_at(shape.chosen, tokens))
+            (tokens, *map(us_by_kernel.get, names), kernel_at(shape.chosen_spans, tokens))
             for tokens, us_by_kernel in by_tokens
         ]
         columns = ("tokens", *(f"{kernel}, us" for kernel in names), "runs")
         draw = charts.chart_over_tokens(names, rows)
         notes = [f"{name}: {len(shape.layers)} layers"]
         page.add_block(page_input, "Status", f"Timed at start-up, {shape.shape}, per layer", columns, rows, draw, notes)
-    outcome, meaning = _status_outcome(page_input.folder, record, max(record.ranks - page_input.num_ranks, 0))
+    outcome, meaning = _status_outcome(page_input.folder, record, max(record.num_ranks - page_input.num_ranks, 0))
     reasons = dict.fromkeys(skip.reason for skip in record.skipped.values())
     unknown_card = "unknown" if record.engaged else "unknown: the engine was skipped as a whole"
     card = "a CPU, for tests" if record.card == "cpu" else record.card or unknown_card
@@ -45,20 +45,21 @@ def add_status(page: Page, page_input: PageInput, record: RankStatus) -> InputSu
     )
 
 
-def _status_outcome(folder: Path, record: RankStatus, num_silent: int) -> tuple[str, str]:
+def _status_outcome(folder: Path, record: RankRecord, num_silent: int) -> tuple[str, str]:
     """Return the outcome of a status and its meaning. Only a live engine with all its ranks can be "engaged".
 
     ``num_silent`` ranks of the engine are not among the inputs.
     """
-    is_alive = is_serving(folder, [record]) if record.evidence.host == socket.gethostname() else None
+    is_local = record.evidence.host == socket.gethostname()
+    is_alive = ServerLocks(folder, [record]).is_serving([record]) if is_local else None
     if is_alive is None:
         return "unknown", f"cannot tell here whether its server is running; it had: {status_line(record)}"
     if not is_alive:
         return "ended", f"its engine or front end has ended; it had: {status_line(record)}"
     if num_silent:
-        silent_text = f"{num_silent} of {record.ranks} ranks have no status file here"
+        silent_text = f"{num_silent} of {record.num_ranks} ranks have no status file here"
         return "unknown", f"{silent_text}; this one has: {status_line(record)}"
-    if not record.ranks:
+    if not record.num_ranks:
         return "unknown", f"how many ranks its engine has is unknown; this one has: {status_line(record)}"
     if not record.engaged:
         return "skipped", status_line(record)

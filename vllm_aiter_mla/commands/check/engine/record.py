@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from vllm_aiter_mla.commands.compat.llm_engine import TokenLogprobs
-    from vllm_aiter_mla.status.record import RankStatus
+    from vllm_aiter_mla.status.record import RankRecord
 
 Side = Literal["off", "on"]
 """The user's options with the flag off, or the same with the flag on."""
@@ -34,4 +34,4 @@ class EngineAnswer:
     step_seconds: dict[str, list[float]]
     num_launches: int  # kernels of one decode step on the first rank; 0 on a CPU
     unsupported_options: tuple[str, ...] = ()  # options of a deployment that one engine does not support
-    rank_statuses: tuple[RankStatus, ...] = ()
+    rank_statuses: tuple[RankRecord, ...] = ()

@@ -21,13 +21,13 @@ from vllm_aiter_mla.commands.check.record import StepResult
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.decided import kernel_at
 from vllm_aiter_mla.kernels import formulas
-from vllm_aiter_mla.status import status_files
+from vllm_aiter_mla.status import liveness, status_files
 from vllm_aiter_mla.status.line import status_line
 from vllm_aiter_mla.status.record import records_of_all_ranks
 
 if TYPE_CHECKING:
     from vllm_aiter_mla.commands.check.engine.child import EngineOptions
-    from vllm_aiter_mla.status.record import RankStatus
+    from vllm_aiter_mla.status.record import RankRecord
 
 RANDOM_LAYERS = 4
 RANDOM_ARGUMENTS = ("--max-model-len", "512")
@@ -90,7 +90,7 @@ def run_engine(options: EngineOptions, environment: Mapping[str, str]) -> Engine
         cache_folder = Path(work_folder)
         _share_model_notes(cache_folder, environment)
         variables = {**environment, "VLLM_CACHE_ROOT": str(cache_folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        variables.pop(status_files.RUN_VARIABLE, None)
+        variables.pop(liveness.RUN_VARIABLE, None)
         try:
             answer = process.call(child.drive_engine, options, environment=variables)
         except process.EndedError as error:
@@ -171,7 +171,7 @@ def _token_difference_reason(
 def _not_engaged_reason(on: EngineAnswer) -> str | None:
     """Return a reason if a layer neither engaged nor is faster with vLLM's own kernels, or if a rank has no status."""
 
-    def explains_all_layers(rank: RankStatus) -> bool:
+    def explains_all_layers(rank: RankRecord) -> bool:
         num_faster_with_vllm = sum(skip.code == VLLM_FASTER for skip in rank.skipped.values())
         return len(rank.engaged) + num_faster_with_vllm == rank.num_layers
 
