@@ -155,7 +155,7 @@ def keys_stay_strings(cls, path, data, part=files.parse_unstamped):
     [
         ("parse_unstamped", keys_stay_strings, r"Differing attributes:\s+\['shape_timings'\]"),
         ("to_plain", lambda value, plain=files.to_plain: json.loads(json.dumps(plain(value)), parse_int=str),
-         ": status 7; this version reads status 6"),
+         ": status 7; this version reads status 7"),
         ("schema_of", lambda cls: "skips", ": status 7; this version reads skips "),
     ],
 )  # fmt: skip
