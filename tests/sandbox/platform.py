@@ -52,7 +52,8 @@ def wrap(platform_cls: type) -> None:
             caches_prefixes and vllm_config.scheduler_config.enable_chunked_prefill
         )
         if vllm_config.model_config is not None:  # an engine's
-            check_unchanged(options, _options(vllm_config), CHANGED.keys() | _lacking(fp8))
+            allowed = CHANGED.keys() | _lacking(fp8, vllm_config.model_config.use_mla)
+            check_unchanged(options, _options(vllm_config), allowed)
 
     platform_cls.check_and_update_config = staticmethod(check_and_update_config)
 
@@ -83,13 +84,17 @@ CHANGED = {
 """Options that the CPU platform changes and the sandbox leaves so, and why that hides nothing."""
 
 
-def _lacking(fp8: bool) -> set[str]:
-    """What is off besides, because the spec asks for no graphs, or nothing gathers the context from an fp8 cache."""
+def _lacking(fp8: bool, use_mla: bool) -> set[str]:
+    """What changes besides: the spec asks for no graphs, nothing gathers the context from an fp8 cache, or no MLA.
+
+    The CPU's attention without MLA takes blocks of 128 tokens.
+    """
     chunks = {"cache_config.enable_prefix_caching", "scheduler_config.enable_chunked_prefill"}
     return (
         (chunks if fp8 and not chunks_fp8_prompts else set())
         | (set() if has_graphs else {"compilation_config.cudagraph_capture_sizes"})
         | ({"compilation_config.pass_config"} if vllm_pass else set())
+        | (set() if use_mla else {"cache_config.block_size"})
     )
 
 
