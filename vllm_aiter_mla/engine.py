@@ -11,6 +11,7 @@ open**, in ``log.warned``: a file or a correction that fails costs one warning.
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -354,10 +355,16 @@ class Engine:
             log.say(level, status_line(*records, dp_index=compat_config.replica(self.config)))
 
     def _write_record(self, record: RankRecord) -> None:
-        """Set the record, which later failures correct, and write its file; a failed write costs only a warning."""
+        """Set the record, which later failures correct, and write its file; a failed write costs only a warning.
+
+        With ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` a front end may drop its engine and live on. So the lock of this rank
+        lives as long as the worker.
+        """
         self.status.set_record(record)
         with log.warned("the status file could not be written"):
-            self.status.write(compat_config.cache_folder())
+            folder = compat_config.cache_folder()
+            weakref.finalize(self.worker, liveness.let_go_of_rank_lock, folder, record).atexit = False
+            self.status.write(folder)
 
     def _keep_skips(self, rank: int) -> dict[str, Skip]:
         """Add the reasons of the graphs that this start compiled to the kept reasons, and return all of them.

@@ -54,6 +54,13 @@ def release(lock: Path) -> None:
     _file_locks.pop((os.getpid(), lock)).release()
 
 
+def let_go(lock: Path) -> None:
+    """Release a lock and leave its file, as at the end of this process; do nothing if this process does not hold it."""
+    file_lock = _file_locks.pop((os.getpid(), lock), None)
+    if file_lock is not None:
+        file_lock.release()
+
+
 def is_held(lock: Path) -> bool | None:
     """Return whether a living process holds a lock file; None if this is not known. A missing file counts as free."""
     return held_states([lock])[lock]

@@ -22,6 +22,7 @@ def main(spec_path: str, folder: str) -> None:
     from vllm_aiter_mla.compat.config import cache_folder
     from vllm_aiter_mla.startup import checks
     from vllm_aiter_mla.startup.comparison import Comparison
+    from vllm_aiter_mla.status.liveness import ServerLocks
     from vllm_aiter_mla.status.status_files import read_records
 
     found, check = [], checks.check_kernel
@@ -30,10 +31,14 @@ def main(spec_path: str, folder: str) -> None:
         checks.check_kernel = (lambda *args: planted) if fails else check
         llm = child.build(spec, Path(folder) / "model")
         (record,) = read_records(cache_folder(), "*", sys.exit)
+        if not ServerLocks(cache_folder(), [record]).is_engine_alive([record]):
+            sys.exit("the engine does not live")
         found.append({"engaged": record.engaged, "skipped": {name: skip.code for name, skip in record.skipped.items()}})
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
+        if ServerLocks(cache_folder(), [record]).is_engine_alive([record]) is not False:
+            sys.exit("the engine still lives")
     (Path(folder) / "status.json").write_text(json.dumps(found))
 
 

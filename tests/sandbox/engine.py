@@ -148,8 +148,10 @@ def environment_for(spec: EngineSpec, cache: Path, inductor: Path) -> dict[str, 
     if not spec.vllm.compile_cache:
         # Compiled C++ is found again by its source. Whole graphs must not be, or a planted bug is not compiled in.
         environment |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
-    # This process may have built a config itself; the engine must not write into this process's run.
-    environment.pop(liveness.RUN_VARIABLE, None)
+    # This process may have built a config itself; the engine must not write into this process's run. pytest names each
+    # test, and engines of different tests share an importer.
+    for name in (liveness.RUN_VARIABLE, "PYTEST_CURRENT_TEST"):
+        environment.pop(name, None)
     return environment
 
 

@@ -59,9 +59,7 @@ def renew_run_lock(folder: Path) -> None:
 
 
 def hold_rank_lock(folder: Path, record: RankRecord) -> None:
-    """Hold the lock of one rank of an engine until this process ends.
-
-    With ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` the engine runs in its front end, so it counts as alive as long as that.
+    """Hold the lock of one rank of an engine until ``let_go_of_rank_lock`` or the end of this process.
 
     Args:
         folder: where the plugin keeps its files.
@@ -76,6 +74,11 @@ def hold_rank_lock(folder: Path, record: RankRecord) -> None:
     # Only this process has this rank of this engine. But each process of the run that reads the config of a skipped
     # engine writes the same record, and then the lock of one process is enough.
     locks.try_hold(_rank_lock_path(folder, record))
+
+
+def let_go_of_rank_lock(folder: Path, record: RankRecord) -> None:
+    """Let go of the lock of one rank: its engine has ended, and this process lives on."""
+    locks.let_go(_rank_lock_path(folder, record))
 
 
 def lock_paths(folder: Path, name: str) -> list[Path]:
