@@ -1,5 +1,6 @@
 """The status line, the status file, what a warm start knows of skipped layers, and the metrics."""
 
+import gc
 import json
 import logging
 import os
@@ -52,13 +53,19 @@ def fresh(monkeypatch, said):
     """A run and an engine of this test's own."""
     monkeypatch.setenv(liveness.RUN_VARIABLE, f"{os.getpid()}-mine")
     monkeypatch.setattr(engine_status, "REWRITE_DELAY_SECONDS", 0.0)
+    workers.clear()
     another_engine()
+
+
+workers = []
+"""All workers of a test: an engine ends with its worker."""
 
 
 def another_engine(names=LAYERS):
     """Start one, over stub layers of vLLM's."""
     global engine
     engine = Worker(ours(512))
+    workers.append(engine)
     context = {name: layer_of("fp8") for name in names}
     for name, layer in context.items():
         layer.layer_name, layer._vllm_config = name, engine.vllm_config
@@ -358,6 +365,29 @@ def test_mutation_two_engines_of_a_run_that_share_their_files_are_caught(said, t
     monkeypatch.setattr(compat_config, "engine_id", lambda config: "the same")
     with pytest.raises(AssertionError, match="one engine has a rank of the other"):
         two_engines_stay_apart(tmp_path, monkeypatch)
+
+
+def ends_with_its_worker(tmp_path, monkeypatch):
+    """With VLLM_ENABLE_V1_MULTIPROCESSING=0 the front end drops its engine and lives on."""
+    global engine
+    start(monkeypatch, 1)
+    record = the_status().record
+    assert liveness.ServerLocks(tmp_path, [record]).is_engine_alive([record])
+    engine = None
+    workers.clear()
+    gc.collect()
+    assert liveness.ServerLocks(tmp_path, [record]).is_engine_alive([record]) is False, "the engine still lives"
+
+
+def test_an_engine_that_its_front_end_has_dropped_has_ended(said, tmp_path, monkeypatch):
+    ends_with_its_worker(tmp_path, monkeypatch)
+
+
+@pytest.mark.mutation
+def test_mutation_an_engine_that_lives_as_long_as_its_front_end_is_caught(said, tmp_path, monkeypatch):
+    monkeypatch.setattr(liveness, "let_go_of_rank_lock", lambda folder, record: None)
+    with pytest.raises(AssertionError, match="the engine still lives"):
+        ends_with_its_worker(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("is_engine_skipped_last", [True, False])
