@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import ConfigView, LayerView
-from vllm_aiter_mla.commands.check.options import plan_variables
+from vllm_aiter_mla.commands.check.options import build_plan_environment
 from vllm_aiter_mla.commands.compat import rocm_config, vllm_options
 from vllm_aiter_mla.commands.plan import build, config_source, planner
 from vllm_aiter_mla.commands.plan.record import Model, Options, Plan
@@ -31,7 +31,7 @@ class Worker:
 
     def __init__(self, arch: str, env: tuple[str, ...]) -> None:
         self._cache = tempfile.TemporaryDirectory()
-        variables = planner.child_environment(plan_variables(env, {}), self._cache.name)
+        variables = planner.child_environment(build_plan_environment(env, {}), self._cache.name)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.plan_child", arch], stderr=subprocess.DEVNULL,
             # vLLM sets its logging up for each config, and nobody reads it.
@@ -46,7 +46,7 @@ class Worker:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with source.folder() as folder:
-            variables = plan_variables(env, {})
+            variables = build_plan_environment(env, {})
             request = {"folder": str(folder), "arguments": arguments, "variables": variables, "bug": bug}
             self._process.stdin.write(f"{json.dumps(request)}\n".encode())
             self._process.stdin.flush()
@@ -111,7 +111,7 @@ def simulated_facts(settings: Settings = Settings(), **changes: Any) -> VllmFact
 
 def made_up(*env: str, **changes: Any) -> Plan:
     """The plan of ``simulated_facts(**changes)`` under the variables ``env``."""
-    return build.make_plan(simulated_facts(**changes), VLLM, plan_variables(env, {}))
+    return build.make_plan(simulated_facts(**changes), VLLM, build_plan_environment(env, {}))
 
 
 def codes(plan: dict[str, Any]) -> list[str]:

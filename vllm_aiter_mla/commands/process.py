@@ -147,7 +147,7 @@ def call(
     Args:
         function: a function at the top of a module, which the process imports.
         arguments: the arguments of the function, which are pickled.
-        environment: the environment variables of the process.
+        environment: the environment of the process.
         log: the descriptor that the process writes to. By default the last lines go into EndedError.
         on_value: is called with each value that the process sends, in order, before this function returns or raises.
         expected_errors: errors of the function that are raised here too. Any other error ends the process.
@@ -206,7 +206,7 @@ def _run_process(
     read_end, write_end = os.pipe()
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", __name__, *child_arguments, str(read_end), folder],
-        env=_variables_with_folder(environment, folder), stdin=subprocess.DEVNULL, stdout=log,
+        env=_environment_with_folder(environment, folder), stdin=subprocess.DEVNULL, stdout=log,
         stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(read_end,),
     )  # fmt: skip
     os.close(read_end)
@@ -244,19 +244,19 @@ def _wait_for_exit_status(child: subprocess.Popen[bytes], timeout: float) -> int
         return None
 
 
-def _variables_with_folder(environment: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Return the variables with ``folder`` as the folder for temporary files.
+def _environment_with_folder(environment: Mapping[str, str], folder: str) -> dict[str, str]:
+    """Return the environment with ``folder`` as the folder for temporary files.
 
     torch's compile cache stays outside ``folder``. vLLM's sockets do too if its path is too long for them.
     """
     temp_folder = tempfile.gettempdir()
     outer_folder = Path(temp_folder).parent if temp_folder in _workspace_folders else temp_folder
-    variables = {**environment, "TMPDIR": folder}
+    child_environment = {**environment, "TMPDIR": folder}
     if len(folder) > MAX_SOCKET_FOLDER_LENGTH:
-        variables.setdefault("VLLM_RPC_BASE_PATH", str(outer_folder))
+        child_environment.setdefault("VLLM_RPC_BASE_PATH", str(outer_folder))
     with suppress(KeyError, OSError):  # a container's user may have no name
-        variables.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{outer_folder}/torchinductor_{getpass.getuser()}")
-    return variables
+        child_environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{outer_folder}/torchinductor_{getpass.getuser()}")
+    return child_environment
 
 
 def main(

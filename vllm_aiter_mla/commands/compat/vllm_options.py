@@ -32,17 +32,17 @@ VARIABLES = (USE_AITER, USE_AITER_MLA, FP8_BMM, FP4_BMM, BREAKABLE_GRAPHS, BATCH
 """Variables that decide whether layers engage, which format their weights have, and which all-reduce runs."""
 
 
-def allowed_plugins(variable: str) -> list[str]:
+def allowed_plugins(vllm_plugins: str) -> list[str]:
     """Return the plugins that ``VLLM_PLUGINS`` allows, as vLLM reads it. A blank is a part of a name."""
-    return variable.split(",")
+    return vllm_plugins.split(",")
 
 
 def unloaded_plugin_reason(environment: Mapping[str, str]) -> str | None:
-    """Return why a server with these variables does not load the plugin, or None. ``VLLM_PLUGINS`` is an allow-list."""
-    variable = environment.get("VLLM_PLUGINS")
-    if variable is None or NAMESPACE in allowed_plugins(variable):
+    """Return why a server in this environment does not load the plugin, or None. ``VLLM_PLUGINS`` is an allow-list."""
+    vllm_plugins = environment.get("VLLM_PLUGINS")
+    if vllm_plugins is None or NAMESPACE in allowed_plugins(vllm_plugins):
         return None
-    return f"VLLM_PLUGINS={variable!r} leaves {NAMESPACE} out: the flag will be unknown"
+    return f"VLLM_PLUGINS={vllm_plugins!r} leaves {NAMESPACE} out: the flag will be unknown"
 
 
 def load_plugins() -> None:

@@ -14,7 +14,7 @@ from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.commands.compat.rocm_config import LayerKind
 from vllm_aiter_mla.commands.compat.vllm_options import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
 from vllm_aiter_mla.commands.plan import kernels, record
-from vllm_aiter_mla.commands.plan.record import Variables
+from vllm_aiter_mla.commands.plan.record import PlanEnvironment
 from vllm_aiter_mla.commands.plan.vllm_facts import EngineFacts, LoadedVllm, VllmFacts
 from vllm_aiter_mla.kernels import formulas, vllm_own
 from vllm_aiter_mla.kernels.absorb import FORMATS
@@ -33,7 +33,7 @@ MAX_VALUES = {
 """The option of each number, and the largest value: above that the sizes of a plan do not fit 64 bits."""
 
 
-def make_plan(facts: VllmFacts, vllm: LoadedVllm, variables: Variables) -> record.Plan:
+def make_plan(facts: VllmFacts, vllm: LoadedVllm, plan_environment: PlanEnvironment) -> record.Plan:
     """Return the record of a plan. Its kernels and figures are for the most frequent kind of layer.
 
     Raises:
@@ -72,7 +72,8 @@ def make_plan(facts: VllmFacts, vllm: LoadedVllm, variables: Variables) -> recor
         ),
         arch=vllm.arch,
         options=engine.options,
-        environment={name: (str(int(is_on)), "default") for name, is_on in vllm.switches.items()} | dict(variables),
+        environment={name: (str(int(is_on)), "default") for name, is_on in vllm.switches.items()}
+        | dict(plan_environment),
         heads_per_rank=main_kind.view.num_heads if main_kind else 0,
         absorb_weight=main_kind.layer_kind.format if main_kind else None,
         absorb_weights=dict(formats),
@@ -83,8 +84,8 @@ def make_plan(facts: VllmFacts, vllm: LoadedVllm, variables: Variables) -> recor
         reasons=tuple(reasons),
         kernels=main_kind.spans if main_kind else None,
         figures=_figures(model, main_kind, limit, engine.view.enforce_eager) if main_kind else None,
-        assumptions=tuple(_assumptions(facts, vllm, variables, main_kind)),
-        warnings=tuple(_unknown_variable_warnings(variables, vllm.version)),
+        assumptions=tuple(_assumptions(facts, vllm, plan_environment, main_kind)),
+        warnings=tuple(_unknown_variable_warnings(plan_environment, vllm.version)),
     )
 
 
@@ -230,7 +231,7 @@ def _figures(model: record.Model, kind_plan: _LayerKindPlan, limit: int, is_eage
 
 
 def _assumptions(
-    facts: VllmFacts, vllm: LoadedVllm, variables: Variables, main_kind: _LayerKindPlan | None
+    facts: VllmFacts, vllm: LoadedVllm, plan_environment: PlanEnvironment, main_kind: _LayerKindPlan | None
 ) -> Iterator[str]:
     """Yield a sentence for each default of vLLM, and for each fact that only a card can show.
 
@@ -242,12 +243,12 @@ def _assumptions(
             "vLLM finds no AMD card here (that takes torch for ROCm, and amdsmi): it ran with a simulated driver, "
             f"simulated cards and libraries of {arch}"
         )
-    yield from _default_notes(facts, vllm, variables)
+    yield from _default_notes(facts, vllm, plan_environment)
     if facts.model.is_mla and not settings.enabled:
         yield f"pass_config.{FLAG_FIELD} is not given: planned as if it were true"
     if facts.model.is_mla:
         yield "ROCm 7 or newer, an AITER with the 15-argument op: `vllm-aiter-mla check --only machine` looks"
-    for name, (value, _) in variables.items():
+    for name, (value, _) in plan_environment.items():
         if name not in VARIABLES and (vllm_options.has_variable(name) or not name.startswith("VLLM_")):
             yield f"{name}={value} is passed on to vLLM, and does not change the plan"
     heads = main_kind.view.num_heads if main_kind else 0
@@ -263,9 +264,9 @@ def _assumptions(
     yield from facts.user_options.notes
 
 
-def _unknown_variable_warnings(variables: Variables, version: str) -> Iterator[str]:
+def _unknown_variable_warnings(plan_environment: PlanEnvironment, version: str) -> Iterator[str]:
     """Yield a warning for each variable with vLLM's prefix that this release does not have."""
-    for name, (value, _) in variables.items():
+    for name, (value, _) in plan_environment.items():
         if name.startswith("VLLM_") and name not in VARIABLES and not vllm_options.has_variable(name):
             similar = get_close_matches(name, vllm_options.variable_names(), 1, serve_options.MIN_VARIABLE_SIMILARITY)
             hint = f"; did you mean {similar[0]}?" if similar else ""
@@ -274,7 +275,7 @@ def _unknown_variable_warnings(variables: Variables, version: str) -> Iterator[s
             yield f"{name}={value}: vLLM {version} has no variable of that name{hint}"
 
 
-def _default_notes(facts: VllmFacts, vllm: LoadedVllm, variables: Variables) -> Iterator[str]:
+def _default_notes(facts: VllmFacts, vllm: LoadedVllm, plan_environment: PlanEnvironment) -> Iterator[str]:
     """Yield a sentence for each unset option and variable whose default is that of the installed vLLM."""
     arch, release = vllm.arch, vllm.version
     batch = {"max_num_seqs": f"the API server's default in vLLM {release} on {arch}",
@@ -282,14 +283,14 @@ def _default_notes(facts: VllmFacts, vllm: LoadedVllm, variables: Variables) -> 
     for name, origin in batch.items():
         if getattr(facts.user_options, name) is None:
             yield f"--{name.replace('_', '-')} is not given: {getattr(facts.engine.options, name)}, {origin}"
-    if variables[USE_AITER][1] == "default":
+    if plan_environment[USE_AITER][1] == "default":
         yield f"{USE_AITER}=1 is assumed; vLLM's default is 0: export it"
     # The fp4 switch acts on gfx950 only, and only where kv_b_proj is in bfloat16.
     if not facts.model.is_mla:
         return
     is_bf16 = any(kind.weight == "bfloat16" for kind, _ in facts.layers)
     for name in (FP8_BMM, FP4_BMM) if arch == "gfx950" and is_bf16 else (FP8_BMM,):
-        if name not in variables:
+        if name not in plan_environment:
             state, preposition, value = ("on", "without", 0) if vllm.switches[name] else ("off", "with", 1)
             default = f"{name} is unset: {state}, the default of vLLM {release}"
             yield f"{default}; plan {preposition} it by --env {name}={value}"

@@ -16,14 +16,14 @@ from typing import TypeVar
 from vllm_aiter_mla.admission import LayerView
 from vllm_aiter_mla.commands.compat import rocm_config
 from vllm_aiter_mla.commands.plan import build, kernels, vllm_facts
-from vllm_aiter_mla.commands.plan.record import FORWARDED_ERRORS, Plan, Variables
+from vllm_aiter_mla.commands.plan.record import FORWARDED_ERRORS, Plan, PlanEnvironment
 from vllm_aiter_mla.settings import Settings
 
 Result = TypeVar("Result")
 
 
 def plan_deployments(
-    folder: Path, deployments: Sequence[Sequence[str]], arch: str | None, variables: Variables
+    folder: Path, deployments: Sequence[Sequence[str]], arch: str | None, plan_environment: PlanEnvironment
 ) -> list[Plan]:
     """Return a plan for the options of each deployment.
 
@@ -35,7 +35,7 @@ def plan_deployments(
         vllm = vllm_facts.load_vllm(arch)
 
         def plan_deployment(arguments: Sequence[str]) -> Plan:
-            return build.make_plan(vllm_facts.collect_facts(folder, arguments), vllm, variables)
+            return build.make_plan(vllm_facts.collect_facts(folder, arguments), vllm, plan_environment)
 
         if len(deployments) == 1:
             return [plan_deployment(deployments[0])]

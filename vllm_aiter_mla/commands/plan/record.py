@@ -14,13 +14,15 @@ from vllm_aiter_mla.decided import RejectedKernel, Span
 from vllm_aiter_mla.kernels.formulas import Launch
 from vllm_aiter_mla.settings import Settings
 
-Variables = Mapping[str, tuple[str, str]]
-"""Value and origin ("--env", "environment" or "default") of each environment variable that is set for the plan."""
+PlanEnvironment = Mapping[str, tuple[str, str]]
+"""The environment of a plan: of each variable that is set, the value and its origin.
+
+The origin is "--env", "environment" (of this process) or "default" (assumed, because nobody set the variable)."""
 
 
-def server_environment(variables: Variables) -> dict[str, str]:
-    """Return the environment of a server with these variables: that of this process, overridden by them."""
-    return {**os.environ, **{name: value for name, (value, _) in variables.items()}}
+def server_environment(plan_environment: PlanEnvironment) -> dict[str, str]:
+    """Return the environment of a server: that of this process, overridden by the variables of the plan."""
+    return {**os.environ, **{name: value for name, (value, _) in plan_environment.items()}}
 
 
 class NotKnownError(RuntimeError):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import VLLM_FASTER
 from vllm_aiter_mla.commands import process
-from vllm_aiter_mla.commands.check.context import Context
+from vllm_aiter_mla.commands.check.context import StepContext
 from vllm_aiter_mla.commands.check.engine import distance
 from vllm_aiter_mla.commands.check.engine.record import PREFILL_STEPS, SIDES, EngineAnswer, Side
 from vllm_aiter_mla.commands.check.record import StepResult
@@ -35,7 +35,7 @@ RANDOM_ARGUMENTS = ("--max-model-len", "512")
 NO_ANSWERS = "the step engine gave no answers"
 
 
-def compare_engines(context: Context) -> StepResult:
+def compare_engines(context: StepContext) -> StepResult:
     """Run vLLM's engine with the flag off and on, with the same other options; compare the tokens.
 
     The step fails if the two sides are further apart than rounding explains. It also fails if a layer did not engage
@@ -46,14 +46,14 @@ def compare_engines(context: Context) -> StepResult:
     assert context.plan is not None, "there is a shape"
     if (reason := _too_few_gpus_reason(context.plan)) is not None:
         return StepResult("skipped", reason)
-    with engine_runner(context, context.options.environment()) as run_side:
+    with engine_runner(context, context.options.server_environment()) as run_side:
         # A GPU holds one engine at a time. The flag is on first, because that side is more likely to fail.
         context.answers = {side: run_side(side) for side in reversed(SIDES)}
     return compare_tokens(context)
 
 
 @contextmanager
-def engine_runner(context: Context, environment: Mapping[str, str]) -> Iterator[Callable[[Side], EngineAnswer]]:
+def engine_runner(context: StepContext, environment: Mapping[str, str]) -> Iterator[Callable[[Side], EngineAnswer]]:
     """Yield a function that runs one side over the model's checkpoint, or over a few layers of random weights."""
     from vllm_aiter_mla.commands.check.engine.child import EngineOptions
 
@@ -61,10 +61,10 @@ def engine_runner(context: Context, environment: Mapping[str, str]) -> Iterator[
     assert plan is not None, "there is a shape"
     assert options.source is not None, "there is a model"
     # Enough layers for a dense one and one with experts, if the model has both.
-    num_random_layers = None if options.checkpoint else min(plan.layers.total, max(RANDOM_LAYERS, plan.options.pp))
+    num_random_layers = None if options.uses_checkpoint else min(plan.layers.total, max(RANDOM_LAYERS, plan.options.pp))
     if num_random_layers is not None:  # that partition counts the layers of the full model
         environment = {name: value for name, value in environment.items() if name != "VLLM_PP_LAYER_PARTITION"}
-    serve_arguments = (*options.serve_arguments, *(() if options.checkpoint else RANDOM_ARGUMENTS))
+    serve_arguments = (*options.serve_arguments, *(() if options.uses_checkpoint else RANDOM_ARGUMENTS))
     with options.source.folder() as folder:
 
         def run_side(side: Side) -> EngineAnswer:
@@ -77,7 +77,7 @@ def engine_runner(context: Context, environment: Mapping[str, str]) -> Iterator[
 
 
 def run_engine(options: EngineOptions, environment: Mapping[str, str]) -> EngineAnswer:
-    """Run one engine in a process of its own with these environment variables; return its answer.
+    """Run one engine in a process of its own with this environment; return its answer.
 
     Raises:
         EndedError: the engine's process ended without an answer.
@@ -89,10 +89,14 @@ def run_engine(options: EngineOptions, environment: Mapping[str, str]) -> Engine
         # A folder of its own: no status file of another server is read here, and no graph of a broken run is reused.
         cache_folder = Path(work_folder)
         _share_model_notes(cache_folder, environment)
-        variables = {**environment, "VLLM_CACHE_ROOT": str(cache_folder), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        variables.pop(status_files.RUN_VARIABLE, None)
+        engine_environment = {
+            **environment,
+            "VLLM_CACHE_ROOT": str(cache_folder),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        engine_environment.pop(status_files.RUN_VARIABLE, None)
         try:
-            answer = process.call(child.drive_engine, options, environment=variables)
+            answer = process.call(child.drive_engine, options, environment=engine_environment)
         except process.EndedError as error:
             process_label = f"vLLM's engine with the flag {options.side}"
             raise process.EndedError(error.ending, *error.lines, process_label=process_label) from error
@@ -124,7 +128,7 @@ def _too_few_gpus_reason(plan: Plan) -> str | None:
     return f"one engine needs {num_needed} GPUs; this machine has {num_present}" if num_present < num_needed else None
 
 
-def compare_tokens(context: Context) -> StepResult:
+def compare_tokens(context: StepContext) -> StepResult:
     """Compare the tokens with the flag off and on, and check which layers engaged."""
     plan = context.plan
     assert plan is not None, "there is a shape"
@@ -190,7 +194,7 @@ def _comparison_text(comparison: distance.TokenComparison) -> str:
     )
 
 
-def compare_prefill_rows(context: Context) -> StepResult:
+def compare_prefill_rows(context: StepContext) -> StepResult:
     """Compare the bytes and the times of steps with prefill rows, which the flag should not change.
 
     The step fails if the bytes differ by more than one rounding of RoPE. It warns if such steps are slower on a card.
@@ -223,7 +227,7 @@ def compare_prefill_rows(context: Context) -> StepResult:
     )
 
 
-def compare_decode_with_prefill(context: Context) -> StepResult:
+def compare_decode_with_prefill(context: StepContext) -> StepResult:
     """Compare each generated token's log-probability with prefill of the same text, on each side.
 
     A decode kernel that is also broken with the flag off gives equal tokens on both sides. Prefill runs another kernel.
@@ -239,7 +243,7 @@ def compare_decode_with_prefill(context: Context) -> StepResult:
     return StepResult("failed", f"{detail}; {cause}", data=means)
 
 
-def compare_launches(context: Context) -> StepResult:
+def compare_launches(context: StepContext) -> StepResult:
     """Count the kernels of one decode step on each side. The step fails if the flag saves fewer than planned."""
     if (reason := context.options.no_gpu_reason) is not None:
         return StepResult("skipped", reason)
@@ -254,7 +258,7 @@ def compare_launches(context: Context) -> StepResult:
     return StepResult("passed" if num_saved >= num_planned else "failed", detail, data=counts)
 
 
-def _num_planned_savings(context: Context) -> int:
+def _num_planned_savings(context: StepContext) -> int:
     """Return the launches that the layers of the first rank should save in the profiled step.
 
     A layer whose kernel in that step is vLLM's own saves none.

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from vllm_aiter_mla.admission import OVERFLOW
 from vllm_aiter_mla.commands import process
-from vllm_aiter_mla.commands.check.context import NO_GPU, CheckOptions, Context
+from vllm_aiter_mla.commands.check.context import NO_GPU, CheckOptions, StepContext
 from vllm_aiter_mla.commands.check.kernels.printout import counts_text
-from vllm_aiter_mla.commands.check.options import Weights
+from vllm_aiter_mla.commands.check.options import WeightFormat
 from vllm_aiter_mla.commands.check.record import StepResult, StepStatus
 from vllm_aiter_mla.verify import FAILED, NOTHING, PASSED
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm_aiter_mla.verify.results import Result, Verification
 
 
-def verify_kernels(context: Context) -> StepResult:
+def verify_kernels(context: StepContext) -> StepResult:
     """Verify the kernels at the model's shapes, up to its decode limit; without a model at DeepSeek's shapes.
 
     A CPU replays small shapes eagerly. A kernel that turns an fp8 overflow into NaN fails the step if it would serve
@@ -39,7 +39,7 @@ def verify_kernels(context: Context) -> StepResult:
     return _judge(context, _merge_records(records))
 
 
-def _build_request(context: Context) -> KernelsRequest:
+def _build_request(context: StepContext) -> KernelsRequest:
     """Return the request for the processes: the options, overridden by the sizes of the plan if there is one."""
     from vllm_aiter_mla.commands.check.kernels.child import KernelsRequest
     from vllm_aiter_mla.verify.cases import LIMITS
@@ -53,7 +53,7 @@ def _build_request(context: Context) -> KernelsRequest:
     request = KernelsRequest(
         options=replace(options.kernels, quick=options.kernels.quick or plan is not None),
         geometry_sizes={name: size for name, size in typed_sizes.items() if size is not None},
-        weights=layer_options.weights,
+        weight_format=layer_options.weight_format,
         uses_cpu=options.uses_cpu,
         model=options.source.name if options.source else None,
         repeat_arguments=_repeat_arguments(options, typed_sizes),
@@ -65,7 +65,7 @@ def _build_request(context: Context) -> KernelsRequest:
         request,
         options=replace(request.options, limit=limit),
         geometry_sizes=_layer_sizes(plan),
-        weights=Weights.of_format(str(plan.absorb_weight)),
+        weight_format=WeightFormat.of_format_name(str(plan.absorb_weight)),
     )
 
 
@@ -80,7 +80,7 @@ def _repeat_arguments(options: CheckOptions, typed_sizes: Mapping[str, int | Non
         "long-run": kernel_options.replays,
         "device": "cpu" if options.uses_cpu else None,
         **typed_sizes,
-        "weights": layer_options.weights.value if layer_options.weights else None,
+        "weights": layer_options.weight_format.value if layer_options.weight_format else None,
         "arch": options.arch,
     }
     arguments = [
@@ -89,7 +89,7 @@ def _repeat_arguments(options: CheckOptions, typed_sizes: Mapping[str, int | Non
         if value is not None and value is not False
         for argument in ((f"--{name}",) if value is True else (f"--{name}", str(value)))
     ]
-    for name, (value, origin) in options.variables.items():
+    for name, (value, origin) in options.plan_environment.items():
         arguments += ["--env", f"{name}={value}"] * (origin == "--env")
     return (*arguments, *options.serve_arguments)
 
@@ -101,7 +101,7 @@ def _layer_sizes(plan: Plan) -> dict[str, int]:
 
 
 def _run_backend_process(
-    context: Context, request: KernelsRequest, backend: str, earlier_records: Sequence[Verification]
+    context: StepContext, request: KernelsRequest, backend: str, earlier_records: Sequence[Verification]
 ) -> Verification:
     """Return the record of one back end. If its process ends early, the case that ran has failed.
 
@@ -132,7 +132,7 @@ def _run_backend_process(
             merged = _merge_records([*earlier_records, record])
             context.progress.report_partial(StepResult("cut off", counts_text(merged.results), data=merged))
 
-    environment = context.options.environment()
+    environment = context.options.server_environment()
     try:
         return process.call(
             child.verify_backend,
@@ -172,7 +172,7 @@ def _merge_records(records: Sequence[Verification]) -> Verification:
     return replace(first, status=status_of(results), sizes=sizes, missing=missing, results=results)
 
 
-def _judge(context: Context, record: Verification) -> StepResult:
+def _judge(context: StepContext, record: Verification) -> StepResult:
     """Return how the step ended. It passes if a kernel was compared and each named back end was available."""
     options, plan = context.options, context.plan
     failed_results = [result for result in record.results if result.status == "failed"]

@@ -13,7 +13,7 @@ from itertools import product
 import torch
 
 from vllm_aiter_mla.commands import process
-from vllm_aiter_mla.commands.check.options import Weights
+from vllm_aiter_mla.commands.check.options import WeightFormat
 from vllm_aiter_mla.commands.check.timing import rivals
 from vllm_aiter_mla.commands.check.timing.record import (
     TYPES_OF_16_BITS,
@@ -48,7 +48,7 @@ class TimingRequest:
     token_counts: tuple[int, ...]  # rows of a decode step; empty if ``tune`` chooses them
     head_counts: tuple[int, ...]  # query heads of a rank
     cache_types: tuple[str, ...]  # as ``Row.cache_type``
-    weights: str = "bf16"  # format of the absorb weights, a value of ``Weights``
+    weight_format: str = "bf16"  # format of the absorb weights, a value of ``WeightFormat``
     nope: int = REAL.nope  # DeepSeek's widths and dtype
     rope: int = REAL.rope
     latent: int = REAL.latent
@@ -75,7 +75,7 @@ class TimingRequest:
             padded_heads = padding_helper.get_actual_mla_num_heads(heads)
         return LayerShape(
             heads, self.nope, stored_dtype, stored_dtype, 64, False, act, card().torch_device, self.latent, self.rope,
-            Weights(self.weights).key(fp8_dtype), padded_heads if padded_heads != heads else 0,
+            WeightFormat(self.weight_format).absorb_key(fp8_dtype), padded_heads if padded_heads != heads else 0,
         )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def time_layers(request: TimingRequest, ended_checks: Mapping[str, str]) -> Meas
     """
     load_plugins()  # as in a server: they may bring the platform, or kernels
     machine, rows, failed_kernels, stop_reason = stopwatch.machine(), list[Row](), without_rivals(ended_checks), ""
-    process.send_value(Measurement(machine, request.weights, (), dict(failed_kernels), ""))
+    process.send_value(Measurement(machine, request.weight_format, (), dict(failed_kernels), ""))
     backends = Backends(Settings(enabled=True), current_platform())
     with compat_config.as_current():
         for cache_type, heads in request.layers():
@@ -128,7 +128,7 @@ def time_layers(request: TimingRequest, ended_checks: Mapping[str, str]) -> Meas
             except Exception as error:  # out of memory for a large size, or a build that fails
                 stop_reason = f"{heads} heads, {cache_type}: {type(error).__name__}: {error}"
                 break
-    return Measurement(machine, request.weights, tuple(rows), failed_kernels, stop_reason)
+    return Measurement(machine, request.weight_format, tuple(rows), failed_kernels, stop_reason)
 
 
 def check_contenders(
