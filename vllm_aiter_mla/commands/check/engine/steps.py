@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from vllm_aiter_mla.commands.check.engine.child import EngineOptions
     from vllm_aiter_mla.status.record import RankStatus
 
-RANDOM_LAYERS = 4
+NUM_RANDOM_LAYERS = 4
+"""Layers with random weights, unless the model has fewer or its pipeline more stages."""
 RANDOM_ARGUMENTS = ("--max-model-len", "512")
 """Options of ``vllm serve`` for an engine over random weights."""
 NO_ANSWERS = "the step engine gave no answers"
@@ -61,7 +62,8 @@ def engine_runner(context: StepContext, environment: Mapping[str, str]) -> Itera
     assert plan is not None, "there is a shape"
     assert options.source is not None, "there is a model"
     # Enough layers for a dense one and one with experts, if the model has both.
-    num_random_layers = None if options.uses_checkpoint else min(plan.layers.total, max(RANDOM_LAYERS, plan.options.pp))
+    num_needed_layers = min(plan.layers.total, max(NUM_RANDOM_LAYERS, plan.options.pp))
+    num_random_layers = None if options.uses_checkpoint else num_needed_layers
     if num_random_layers is not None:  # that partition counts the layers of the full model
         environment = {name: value for name, value in environment.items() if name != "VLLM_PP_LAYER_PARTITION"}
     serve_arguments = (*options.serve_arguments, *(() if options.uses_checkpoint else RANDOM_ARGUMENTS))
@@ -117,7 +119,7 @@ def _share_model_notes(cache_folder: Path, environment: Mapping[str, str]) -> No
 
 def num_cards_of(plan: Plan) -> int:
     """Return the number of cards that one engine of the plan needs."""
-    return math.prod(getattr(plan.options, size) for size in ("tp", "pp", "pcp"))
+    return math.prod(getattr(plan.options, name) for name in ("tp", "pp", "pcp"))
 
 
 def _too_few_gpus_reason(plan: Plan) -> str | None:
@@ -132,58 +134,62 @@ def compare_tokens(context: StepContext) -> StepResult:
     """Compare the tokens with the flag off and on, and check which layers engaged."""
     plan = context.plan
     assert plan is not None, "there is a shape"
-    off, on = (context.answers[side] for side in SIDES)
+    off_answer, on_answer = (context.answers[side] for side in SIDES)
     comparisons = {
-        scenario: distance.compare_requests(requests, on.generated_tokens[scenario])
-        for scenario, requests in off.generated_tokens.items()
+        scenario: distance.compare_requests(requests, on_answer.generated_tokens[scenario])
+        for scenario, requests in off_answer.generated_tokens.items()
     }
     lines = [f"{scenario}: {_comparison_text(comparison)}" for scenario, comparison in comparisons.items()]
-    if on.unsupported_options:
-        lines.append(f"options that these engines ran without: {', '.join(on.unsupported_options)}")
-    lines += map(status_line, on.rank_statuses)
+    if on_answer.unsupported_options:
+        lines.append(f"options that these engines ran without: {', '.join(on_answer.unsupported_options)}")
+    lines += map(status_line, on_answer.rank_statuses)
     data = {"distances": {scenario: comparison.as_dict() for scenario, comparison in comparisons.items()}}
-    if (failure := _not_engaged_reason(on) or _token_difference_reason(comparisons, off, plan)) is not None:
+    failure = _not_engaged_reason(on_answer) or _token_difference_reason(comparisons, off_answer, plan)
+    if failure is not None:
         if plan.known_issues:
-            names = ", ".join(issue.id for issue in plan.known_issues)
-            failure += f"; known faults outside the plugin may be the cause: {names}"
+            issue_ids = ", ".join(issue.id for issue in plan.known_issues)
+            failure += f"; known faults outside the plugin may be the cause: {issue_ids}"
         return StepResult("failed", failure, tuple(lines), data)
     num_equal = sum(comparison.tokens_equal for comparison in comparisons.values())
     num_tokens = sum(comparison.tokens for comparison in comparisons.values())
     detail = f"{num_equal} of {num_tokens} tokens are equal, flag off and on"
-    if not any(rank.engaged for rank in on.rank_statuses):
+    if not any(rank_status.engaged for rank_status in on_answer.rank_statuses):
         return StepResult(
             "no gain", f"{detail}; vLLM's own kernels were the fastest for every layer", tuple(lines), data
         )
-    skipped = {layer for rank in on.rank_statuses for layer in rank.skipped}
-    exception_text = f" but {len(skipped)}, for which vLLM's own kernels were the fastest" if skipped else ""
+    skipped_layers = {layer for rank_status in on_answer.rank_statuses for layer in rank_status.skipped}
+    exception_text = (
+        f" but {len(skipped_layers)}, for which vLLM's own kernels were the fastest" if skipped_layers else ""
+    )
     return StepResult("passed", f"{detail}; every MLA layer engaged{exception_text}", tuple(lines), data)
 
 
 def _token_difference_reason(
-    comparisons: Mapping[str, distance.TokenComparison], off: EngineAnswer, plan: Plan
+    comparisons: Mapping[str, distance.TokenComparison], off_answer: EngineAnswer, plan: Plan
 ) -> str | None:
     """Return in which scenarios the tokens are further apart than rounding explains, or None."""
-    fp8_noise = distance.mean_decode_prefill_dlogprob(off) if plan.has_fp8_cache else 0.0
-    scenarios = [
+    fp8_noise = distance.mean_decode_prefill_dlogprob(off_answer) if plan.has_fp8_cache else 0.0
+    differing_scenarios = [
         scenario
         for scenario, comparison in comparisons.items()
         if not distance.can_rounding_explain_tokens(comparison, fp8_noise)
     ]
-    return f"off and on are apart in {', '.join(scenarios)}" if scenarios else None
+    return f"off and on are apart in {', '.join(differing_scenarios)}" if differing_scenarios else None
 
 
-def _not_engaged_reason(on: EngineAnswer) -> str | None:
+def _not_engaged_reason(on_answer: EngineAnswer) -> str | None:
     """Return a reason if a layer neither engaged nor is faster with vLLM's own kernels, or if a rank has no status."""
 
-    def explains_all_layers(rank: RankStatus) -> bool:
-        num_faster_with_vllm = sum(skip.code == VLLM_FASTER for skip in rank.skipped.values())
-        return len(rank.engaged) + num_faster_with_vllm == rank.num_layers
+    def explains_all_layers(rank_status: RankStatus) -> bool:
+        num_faster_with_vllm = sum(skip.code == VLLM_FASTER for skip in rank_status.skipped.values())
+        return len(rank_status.engaged) + num_faster_with_vllm == rank_status.num_layers
 
-    has_layers = any(rank.num_layers for rank in on.rank_statuses)  # one stage of a pipeline may have none
-    if not has_layers or not all(map(explains_all_layers, on.rank_statuses)):
+    rank_statuses = on_answer.rank_statuses
+    has_layers = any(rank_status.num_layers for rank_status in rank_statuses)  # a stage of a pipeline may have none
+    if not has_layers or not all(map(explains_all_layers, rank_statuses)):
         return "not every MLA layer engaged"
-    num_silent = records_of_all_ranks(on.rank_statuses).count(None)
-    return f"{num_silent} of {num_silent + len(on.rank_statuses)} ranks wrote no status" if num_silent else None
+    num_silent = records_of_all_ranks(rank_statuses).count(None)
+    return f"{num_silent} of {num_silent + len(rank_statuses)} ranks wrote no status" if num_silent else None
 
 
 def _comparison_text(comparison: distance.TokenComparison) -> str:
@@ -210,16 +216,19 @@ def compare_prefill_rows(context: StepContext) -> StepResult:
         return StepResult("skipped", "no such step fits")
     lines = tuple(f"{step_kind}: {comparison.summary()}" for step_kind, comparison in comparisons.items())
     data = {step_kind: asdict(comparison) for step_kind, comparison in comparisons.items()}
-    if differing_kinds := [kind for kind, item in comparisons.items() if not item.is_explained_by_rounding]:
+    differing_kinds = [
+        step_kind for step_kind, comparison in comparisons.items() if not comparison.is_explained_by_rounding
+    ]
+    if differing_kinds:
         detail = f"one rounding of RoPE does not explain the differences: {', '.join(differing_kinds)}"
         return StepResult("failed", detail, lines, data)
-    slower_kinds = [
+    slower_kind_texts = [
         f"{step_kind} ({comparison.ratio:.3f})"
         for step_kind, comparison in comparisons.items()
         if comparison.ratio > distance.MAX_TIME_RATIO
     ]
-    if slower_kinds and context.options.can_use_gpu:  # a CPU's times say nothing about a card
-        return StepResult("warning", f"slower with the flag on: {', '.join(slower_kinds)}", lines, data)
+    if slower_kind_texts and context.options.can_use_gpu:  # a CPU's times say nothing about a card
+        return StepResult("warning", f"slower with the flag on: {', '.join(slower_kind_texts)}", lines, data)
     num_equal = sum(comparison.equal for comparison in comparisons.values())
     num_prompts = sum(comparison.prompts for comparison in comparisons.values())
     return StepResult(
@@ -234,13 +243,13 @@ def compare_decode_with_prefill(context: StepContext) -> StepResult:
     """
     if not context.answers:
         return StepResult("skipped", NO_ANSWERS)
-    means = {side: distance.mean_decode_prefill_dlogprob(context.answers[side]) for side in SIDES}
-    detail = ", ".join(f"{side}: {mean:.2g}" for side, mean in means.items()) + " on average"
-    wrong_sides = [side for side, mean in means.items() if not mean <= distance.MAX_DECODE_PREFILL_DLOGPROB]
+    mean_by_side = {side: distance.mean_decode_prefill_dlogprob(context.answers[side]) for side in SIDES}
+    detail = ", ".join(f"{side}: {mean:.2g}" for side, mean in mean_by_side.items()) + " on average"
+    wrong_sides = [side for side, mean in mean_by_side.items() if not mean <= distance.MAX_DECODE_PREFILL_DLOGPROB]
     if not wrong_sides:
-        return StepResult("passed", detail, data=means)
+        return StepResult("passed", detail, data=mean_by_side)
     cause = "only the fast path differs" if wrong_sides == ["on"] else "vLLM's own decode is wrong here"
-    return StepResult("failed", f"{detail}; {cause}", data=means)
+    return StepResult("failed", f"{detail}; {cause}", data=mean_by_side)
 
 
 def compare_launches(context: StepContext) -> StepResult:
@@ -249,13 +258,13 @@ def compare_launches(context: StepContext) -> StepResult:
         return StepResult("skipped", reason)
     if not context.answers:
         return StepResult("skipped", NO_ANSWERS)
-    counts = {side: context.answers[side].num_launches for side in SIDES}
-    if 0 in counts.values():
-        return StepResult("failed", "torch's profiler saw no kernel", data=counts)
-    num_planned, num_saved = _num_planned_savings(context), counts["off"] - counts["on"]
-    counts_text = ", ".join(f"{side} {count}" for side, count in counts.items())
+    launches_by_side = {side: context.answers[side].num_launches for side in SIDES}
+    if 0 in launches_by_side.values():
+        return StepResult("failed", "torch's profiler saw no kernel", data=launches_by_side)
+    num_planned, num_saved = _num_planned_savings(context), launches_by_side["off"] - launches_by_side["on"]
+    counts_text = ", ".join(f"{side} {num_launches}" for side, num_launches in launches_by_side.items())
     detail = f"{counts_text}: {num_saved} fewer, planned {num_planned}"
-    return StepResult("passed" if num_saved >= num_planned else "failed", detail, data=counts)
+    return StepResult("passed" if num_saved >= num_planned else "failed", detail, data=launches_by_side)
 
 
 def _num_planned_savings(context: StepContext) -> int:
@@ -266,7 +275,7 @@ def _num_planned_savings(context: StepContext) -> int:
     plan = context.plan
     assert plan is not None, "there is a plan"
     num_tokens = _num_profiled_tokens(plan)
-    first_rank = min(context.answers["on"].rank_statuses, key=lambda rank: rank.rank, default=None)
+    first_rank = min(context.answers["on"].rank_statuses, key=lambda rank_status: rank_status.rank, default=None)
     if num_tokens > plan.limit or first_rank is None:
         return 0  # vLLM's own graph
     launches_by_path, vllm_launches = _launches_of_a_layer(plan)
