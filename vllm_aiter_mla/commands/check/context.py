@@ -8,7 +8,7 @@ from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.check.engine.record import EngineAnswer, Side
 from vllm_aiter_mla.commands.check.options import KernelOptions, LayerOptions, TimingOptions
 from vllm_aiter_mla.commands.check.record import StepResult
-from vllm_aiter_mla.commands.plan.config_source import Source
+from vllm_aiter_mla.commands.plan.config_source import ConfigSource
 from vllm_aiter_mla.commands.plan.record import Plan, PlanEnvironment, server_environment
 
 NO_GPU = "no GPU"
@@ -22,7 +22,7 @@ class WrongOptionError(ValueError):
 class CheckOptions:
     """The options of a command line."""
 
-    source: Source | None = None  # the model's config; None without a model
+    source: ConfigSource | None = None  # the model's config; None without a model
     serve_arguments: tuple[str, ...] = ()  # of ``vllm serve``
     arch: str | None = None  # architecture to plan for; None for this machine's
     plan_environment: PlanEnvironment = field(default_factory=dict)

@@ -11,7 +11,7 @@ from pathlib import Path
 from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.commands.plan import issues
-from vllm_aiter_mla.commands.plan.config_source import Source
+from vllm_aiter_mla.commands.plan.config_source import ConfigSource
 from vllm_aiter_mla.commands.plan.record import FORWARDED_ERRORS, Plan, PlanEnvironment, server_environment
 
 # The child makes no connection and leaves no file.
@@ -20,7 +20,7 @@ CHILD_VARIABLES = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENAB
 
 
 def make_plans(
-    source: Source,
+    source: ConfigSource,
     deployments: Sequence[Sequence[str]],
     arch: str | None,
     plan_environment: PlanEnvironment,
@@ -55,7 +55,7 @@ def make_plans(
     return tuple(issues.with_known_issues(with_source(plan, source)) for plan in plans)
 
 
-def with_source(plan: Plan, source: Source) -> Plan:
+def with_source(plan: Plan, source: ConfigSource) -> Plan:
     """Return the plan with the origin of its config. The child does not know it."""
     model = replace(
         plan.model, name=source.name, source=source.config_location, basis=source.basis, assumed=source.assumed
