@@ -155,10 +155,10 @@ def _add_failure(
     """
     from vllm_aiter_mla.verify.results import Finding, Result
 
-    case = running_case or Result("start", "none", backend, record.engine)
-    message = f"{error.sentence(case.case)}; no later case of {backend} ran"
-    failed = replace(case, status="failed", findings=[Finding("runs", message, "its process")])
-    return replace(record, status=FAILED, results=(*record.results, failed))
+    started_result = running_case or Result("start", "none", backend, record.engine)
+    message = f"{error.sentence(started_result.case)}; no later case of {backend} ran"
+    failed_result = replace(started_result, status="failed", findings=[Finding("runs", message, "its process")])
+    return replace(record, status=FAILED, results=(*record.results, failed_result))
 
 
 def _merge_records(records: Sequence[Verification]) -> Verification:
@@ -166,10 +166,10 @@ def _merge_records(records: Sequence[Verification]) -> Verification:
     from vllm_aiter_mla.verify.results import status_of
 
     results = tuple(result for record in records for result in record.results)
-    first = next((record for record in records if record.machine), records[0])
+    first_record = next((record for record in records if record.machine), records[0])
     sizes = next((record.sizes for record in records if record.sizes), None)
-    missing = {name: reason for record in records for name, reason in record.missing.items()}
-    return replace(first, status=status_of(results), sizes=sizes, missing=missing, results=results)
+    missing_backends = {name: reason for record in records for name, reason in record.missing.items()}
+    return replace(first_record, status=status_of(results), sizes=sizes, missing=missing_backends, results=results)
 
 
 def _judge(context: StepContext, record: Verification) -> StepResult:
@@ -186,19 +186,22 @@ def _judge(context: StepContext, record: Verification) -> StepResult:
         # The cases have fp8 caches even if the model's cache is bf16, and on a CPU only the reference runs.
         overflowing_backends = {result.backend for result in record.results if result.writes_nan}
         serving_backends = overflowing_backends & {span.kernel for span in plan.kernels or ()}
-        left_out = sorted(overflowing_backends - serving_backends)
-        lines += [f"{name} {OVERFLOW}; start-up leaves it out" for name in left_out]
+        left_out_backends = sorted(overflowing_backends - serving_backends)
+        lines += [f"{name} {OVERFLOW}; start-up leaves it out" for name in left_out_backends]
     named_backends = options.kernels.backend
     has_compared = record.status == PASSED
     if not options.uses_cpu and "reference" not in named_backends:  # the reference is compared with itself
         has_compared = has_compared and any(result.backend != "reference" for result in record.results)
-    missing = {name: reason for name, reason in record.missing.items() if name in named_backends or not has_compared}
-    status: StepStatus = (
-        "failed" if failed_results or serving_backends else "passed" if has_compared and not missing else "skipped"
-    )
+    missing_backends = {
+        name: reason for name, reason in record.missing.items() if name in named_backends or not has_compared
+    }
+    if failed_results or serving_backends:
+        status: StepStatus = "failed"
+    else:
+        status = "passed" if has_compared and not missing_backends else "skipped"
     backends_text = ", ".join(dict.fromkeys(result.backend for result in record.results)) or "no back end"
     detail = f"{counts_text(record.results)} ({record.engine}; {backends_text})"
-    detail += "".join(f"; back end {name}: {reason}" for name, reason in missing.items())
+    detail += "".join(f"; back end {name}: {reason}" for name, reason in missing_backends.items())
     # The record, which is printed in place of the lines if the step was named, does not hold this reason.
     detail += "".join(f"; {name} {OVERFLOW}, and it would serve" for name in sorted(serving_backends))
     return StepResult(status, detail, tuple(lines), record)

@@ -14,12 +14,12 @@ from vllm_aiter_mla.commands.check.timing.record import MAX_TIMED_TOKENS, TYPES_
 
 if TYPE_CHECKING:
     from vllm_aiter_mla.commands.check.timing.child import Activity, TimingRequest
-    from vllm_aiter_mla.commands.check.timing.record import Row
+    from vllm_aiter_mla.commands.check.timing.record import TimingRow
 
 DEFAULT_TOKEN_COUNTS, DEFAULT_HEAD_COUNTS = (1, 8, 64, 256, 512), (8, 16, 128)
 """The sizes that are timed without a model, unless options give others."""
 MODEL_TOKEN_COUNTS = (1, 8, 64, 256)
-"""For a model those below its decode limit are timed, and the limit itself."""
+"""The sizes that are timed for a model: those of them below its decode limit, and the limit itself."""
 
 
 def time_kernels(context: StepContext) -> StepResult:
@@ -89,7 +89,7 @@ def _measure(context: StepContext, request: TimingRequest, ended_checks: dict[st
     record = Measurement({}, request.weight_format, (), without_rivals(ended_checks), "")
     activity = child.Activity(None, "its start")
 
-    def on_value(value: Measurement | Row | Activity) -> None:
+    def on_value(value: Measurement | TimingRow | Activity) -> None:
         nonlocal record, activity
         if isinstance(value, Measurement):  # the facts that all rows share
             record = value
@@ -114,7 +114,7 @@ def _measure(context: StepContext, request: TimingRequest, ended_checks: dict[st
 def _judge(context: StepContext, record: Measurement) -> StepResult:
     """Return how the step ended; see ``time_kernels``. It also fails if a size raised."""
     lines = tuple(
-        f"{_size_text(row)}: " + ", ".join(f"{name} {us:.2f} us" for name, us in sorted(row.us.items()))
+        f"{_size_text(row)}: " + ", ".join(f"{name} {median_us:.2f} us" for name, median_us in sorted(row.us.items()))
         for row in record.rows
     )
     lines += tuple(f"{name}: {reason}" for name, reason in record.failed_kernels.items())
@@ -137,7 +137,7 @@ def _judge(context: StepContext, record: Measurement) -> StepResult:
     return StepResult("passed", speed_text, lines, record)
 
 
-def _size_text(row: Row) -> str:
+def _size_text(row: TimingRow) -> str:
     """Return the size of a row, as in "128 heads, bf16, 8 tokens"."""
     return f"{row.heads} heads, {row.cache_type}, {row.tokens} tokens"
 
