@@ -71,11 +71,11 @@ def check_torch(environment: Environment) -> CheckResult:
     built_for = installed_device().built_for
     if built_for.startswith("ROCm"):
         return CheckResult("ok", f"{module.__version__} for {built_for}")
-    kind = f"for {built_for}" if built_for else "a CPU build"
+    build_text = f"for {built_for}" if built_for else "a CPU build"
     if gpu_arch() is not None:
-        detail = f"{module.__version__}, {kind}: the fast path needs ROCm"
+        detail = f"{module.__version__}, {build_text}: the fast path needs ROCm"
         return CheckResult("problem", detail, "use the ROCm build of torch")
-    return CheckResult("warning", f"{module.__version__}, {kind}: the plan and tests run, nothing else", SEE_GPU)
+    return CheckResult("warning", f"{module.__version__}, {build_text}: the plan and tests run, nothing else", SEE_GPU)
 
 
 def check_rocm(environment: Environment) -> CheckResult:
@@ -130,12 +130,12 @@ def check_hip_python(environment: Environment) -> CheckResult:
 def check_vllm(environment: Environment) -> CheckResult:
     """Check that vLLM's version is supported, without importing vLLM."""
     version = vllm_version()
-    window = "{}.{} <= vLLM < {}.{}".format(*release.WINDOW[0], *release.WINDOW[1])
+    window_text = "{}.{} <= vLLM < {}.{}".format(*release.WINDOW[0], *release.WINDOW[1])
     if version is None:
-        return CheckResult("problem", "vLLM is not installed", f"install vLLM for ROCm, {window}")
+        return CheckResult("problem", "vLLM is not installed", f"install vLLM for ROCm, {window_text}")
     if release.in_window(version):
-        return CheckResult("ok", f"{version}, inside {window}")
-    return CheckResult("problem", f"{version} is outside {window}: the plugin stays off", REMEDIES["vllm_version"])
+        return CheckResult("ok", f"{version}, inside {window_text}")
+    return CheckResult("problem", f"{version} is outside {window_text}: the plugin stays off", REMEDIES["vllm_version"])
 
 
 def check_plugin(environment: Environment) -> CheckResult:
@@ -163,12 +163,12 @@ def check_surface(environment: Environment) -> CheckResult:
         return NO_VLLM
     from vllm_aiter_mla.compat.layer import missing_names
 
-    missing = (*release.missing_capabilities(), *missing_names())
+    missing_hooks = (*release.missing_capabilities(), *missing_names())
     differences = (*release.op_differences(fused=False), *release.op_differences(fused=True))
-    if missing or differences:
-        problem = "; ".join([*(f"this vLLM lacks {name}" for name in missing), *differences])
+    if missing_hooks or differences:
+        problem = "; ".join([*(f"this vLLM lacks {name}" for name in missing_hooks), *differences])
         return CheckResult(
-            "problem", f"{problem}: the plugin stays off", REMEDIES["capability" if missing else "op_schema"]
+            "problem", f"{problem}: the plugin stays off", REMEDIES["capability" if missing_hooks else "op_schema"]
         )
     return CheckResult("ok", "vLLM has every hook that the plugin needs, and the MLA ops that it knows")
 
@@ -212,26 +212,27 @@ def check_code_objects(environment: Environment) -> CheckResult:
     arch = gpu_arch()
     if arch is None or not arch.startswith("gfx"):
         return CheckResult("unknown", "no AMD card is visible here", SEE_GPU)
-    by_module = {path: architectures_of(path) for path in compiled_modules()}
-    with_code = {path: architectures for path, architectures in by_module.items() if architectures}
-    if not with_code:  # a CPU build, or a compressed bundle
+    architectures_by_module = {path: architectures_of(path) for path in compiled_modules()}
+    modules_with_code = {path: archs for path, archs in architectures_by_module.items() if archs}
+    if not modules_with_code:  # a CPU build, or a compressed bundle
         return CheckResult(
-            "unknown", f"no AMD code can be seen in {len(by_module)} modules of vLLM and AITER", SEE_VLLM
+            "unknown", f"no AMD code can be seen in {len(architectures_by_module)} modules of vLLM and AITER", SEE_VLLM
         )
-    missing = [path.name for path, architectures in with_code.items() if arch not in architectures]
-    if missing:
-        return CheckResult("problem", f"no code for {arch} in {', '.join(missing)}", "install builds for this card")
-    return CheckResult("ok", f"{len(with_code)} modules hold code for {arch}")
+    lacking_modules = [path.name for path, archs in modules_with_code.items() if arch not in archs]
+    if lacking_modules:
+        problem = f"no code for {arch} in {', '.join(lacking_modules)}"
+        return CheckResult("problem", problem, "install builds for this card")
+    return CheckResult("ok", f"{len(modules_with_code)} modules hold code for {arch}")
 
 
 def compiled_modules() -> list[Path]:
     """Return the paths of vLLM's shared objects and of AITER's built modules."""
-    modules: list[Path] = []
+    module_paths: list[Path] = []
     for package, pattern in (("vllm", "*.so"), ("aiter", "jit/*.so")):
         spec = importlib.util.find_spec(package)
         if spec is not None and spec.origin is not None:
-            modules += sorted(Path(spec.origin).parent.glob(pattern))
-    return modules
+            module_paths += sorted(Path(spec.origin).parent.glob(pattern))
+    return module_paths
 
 
 def architectures_of(path: Path) -> set[str]:
@@ -242,22 +243,25 @@ def architectures_of(path: Path) -> set[str]:
 
 def check_verified(environment: Environment) -> CheckResult:
     """Check whether this project has run the releases here. Without a card it has run no ROCm and no AITER."""
-    installed = {
+    installed_versions = {
         "vLLM": vllm_version(),
         "torch": packages.installed_distribution("torch"),
         "Python": platform.python_version(),
         "ROCm": rocm_version(),
         "AITER": packages.installed_distribution(*packages.AITER),
     }
-    lines = {name: ".".join(text.split()[-1].split(".")[:2]) for name, text in installed.items() if text is not None}
-    verified_releases = files.load(VERIFIED)
-    untested = ", ".join(f"{name} {line}" for name, line in lines.items() if line not in verified_releases[name])
+    release_lines = {
+        name: ".".join(version.split()[-1].split(".")[:2])
+        for name, version in installed_versions.items()
+        if version is not None
+    }
+    evidence = files.load(VERIFIED)
+    untested = [f"{name} {line}" for name, line in release_lines.items() if line not in evidence[name]]
     if untested:
-        return CheckResult(
-            "warning", f"never run by this project: {untested}", "run `vllm-aiter-mla check` where you serve"
-        )
+        finding = f"never run by this project: {', '.join(untested)}"
+        return CheckResult("warning", finding, "run `vllm-aiter-mla check` where you serve")
     return CheckResult(
-        "ok", "; ".join(f"{name} {line}: {verified_releases[name][line]}" for name, line in lines.items())
+        "ok", "; ".join(f"{name} {line}: {evidence[name][line]}" for name, line in release_lines.items())
     )
 
 

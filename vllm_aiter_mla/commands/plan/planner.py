@@ -47,7 +47,7 @@ def make_plans(
             plans = process.call(
                 make_plans_in_child, folder, deployments, arch, plan_environment,
                 environment=child_environment(plan_environment, cache_folder),
-                log=process.STDERR if is_verbose else subprocess.DEVNULL,
+                log_descriptor=process.STDERR_DESCRIPTOR if is_verbose else subprocess.DEVNULL,
                 expected_errors=FORWARDED_ERRORS,
             )  # fmt: skip
         except process.EndedError as error:
