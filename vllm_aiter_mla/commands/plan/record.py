@@ -40,7 +40,7 @@ def is_fp8_cache(kv_cache_dtype: str) -> bool:
 
 @dataclass(frozen=True)
 class LayerKindRecord:
-    """Layers of one kind, as ``compat.rocm_config.LayerKind`` knows them. Widths are numbers of values."""
+    """Layers of one kind, as the JSON shows a ``LayerKind``. Widths are numbers of values."""
 
     count: int  # of such layers
     heads: int  # of all ranks

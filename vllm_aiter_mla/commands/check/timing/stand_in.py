@@ -23,11 +23,11 @@ from vllm_aiter_mla.kernels.reference import VLLM_COMPILED
 
 
 @triton.jit
-def _stored(x, scale_ptr, FP8_MAX: tl.constexpr):
-    """Return ``x`` as it is stored: unchanged, or in float32 divided by the scale and clamped to the range of fp8."""
+def _stored(value, scale_ptr, FP8_MAX: tl.constexpr):
+    """Return a value as it is stored: unchanged, or in float32 divided by the scale and clamped to the range of fp8."""
     if FP8_MAX > 0:
-        x = tl.minimum(tl.maximum(x.to(tl.float32) * (1.0 / tl.load(scale_ptr)), -FP8_MAX), FP8_MAX)
-    return x
+        value = tl.minimum(tl.maximum(value.to(tl.float32) * (1.0 / tl.load(scale_ptr)), -FP8_MAX), FP8_MAX)
+    return value
 
 
 @triton.jit
