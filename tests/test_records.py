@@ -17,7 +17,7 @@ from tests.support.statuses import record_of
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands.check.record import CheckRun
-from vllm_aiter_mla.commands.check.timing.record import Measurement, Row
+from vllm_aiter_mla.commands.check.timing.record import Measurement, TimingRow
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.commands.report.serving_record import Serving
 from vllm_aiter_mla.commands.status import Engines
@@ -173,7 +173,7 @@ def test_mutation_i16_records_that_change_on_the_way_are_caught(tmp_path, monkey
 
 def test_records_hold_infinities_as_json_that_others_can_read(tmp_path):
     found = Measurement({}, "fp8", (), {}, "")
-    found = replace(found, rows=(Row(1, 16, "fp8", {"vllm": math.inf}, {}, -math.inf),))
+    found = replace(found, rows=(TimingRow(1, 16, "fp8", {"vllm": math.inf}, {}, -math.inf),))
     path = tmp_path / "record.json"
     files.write_record(path, found)
     json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))

@@ -23,9 +23,9 @@ from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs, process
 from vllm_aiter_mla.commands.check import idle, show, steps
 from vllm_aiter_mla.commands.check import run as command
-from vllm_aiter_mla.commands.check.context import CheckOptions, Context, WrongOptionError
+from vllm_aiter_mla.commands.check.context import CheckOptions, StepContext, WrongOptionError
 from vllm_aiter_mla.commands.check.kernels import step as kernels_step
-from vllm_aiter_mla.commands.check.options import plan_variables, split_deployments
+from vllm_aiter_mla.commands.check.options import build_plan_environment, split_deployments
 from vllm_aiter_mla.commands.check.record import CheckRun, StepResult, StepStatus, has_run_card_step
 from vllm_aiter_mla.commands.check.timing import child as timing_child
 from vllm_aiter_mla.commands.main import app
@@ -182,7 +182,7 @@ def says_what_it_does(monkeypatch, capfd, seconds=LONG_S):
 
     monkeypatch.setattr(show, "_print_to_stderr", noted)
     monkeypatch.setitem(steps.STEPS, "kernels", steps.StepSpec(works))
-    ((status, detail),) = [(step.status, step.detail) for step in command.run_steps(Context(), ("kernels",))]
+    ((status, detail),) = [(step.status, step.detail) for step in command.run_steps(StepContext(), ("kernels",))]
     assert status == "passed", detail
     first, *lines = capfd.readouterr().err.splitlines()
     assert first == "1/1 kernels ..."
@@ -220,7 +220,9 @@ def test_a_step_has_the_seconds_that_it_took_also_in_the_demo(monkeypatch, clock
     monkeypatch.setitem(steps.STEPS, "machine", steps.StepSpec(works, needs=()))
     status = "failed" if error else "passed"
     for name, run in (("machine", command.run_steps), ("machine, fp8 cache", demo_of("fp8 cache"))):
-        assert [(one.name, one.status, one.seconds) for one in run(Context(), ("machine",))] == [(name, status, 2.3)]
+        assert [(one.name, one.status, one.seconds) for one in run(StepContext(), ("machine",))] == [
+            (name, status, 2.3)
+        ]
 
 
 def demo_of(what):
@@ -260,7 +262,7 @@ def test_a_package_that_is_missing_fails_its_step_and_only_a_rocm_images_own_ski
     for name, status in (("ray", "failed"), ("torch", "skipped")):
         missing = raising(ModuleNotFoundError(f"No module named {name!r}", name=name))
         monkeypatch.setitem(steps.STEPS, "machine", steps.StepSpec(missing))
-        assert [step.status for step in command.run_steps(Context(), ("machine",))] == [status]
+        assert [step.status for step in command.run_steps(StepContext(), ("machine",))] == [status]
 
 
 def runs_until(released):
@@ -364,7 +366,7 @@ def test_several_plans_are_a_table_with_a_row_for_each(monkeypatch):
 def test_of_several_plans_one_that_is_not_known_engages_no_number_of_layers(monkeypatch, outcome, told):
     monkeypatch.setattr(planner, "make_plans", lambda *_: (replace(plans.made_up(), outcome=outcome),) * 2)
     options = CheckOptions(config_source.find_config("deepseek-r1"), ("-tp", "1,2"))
-    assert told in steps.plan_model(Context(options)).detail
+    assert told in steps.plan_model(StepContext(options)).detail
 
 
 COUNTING = """
@@ -384,7 +386,7 @@ def test_a_plan_after_another_in_one_process_is_that_of_a_process_of_its_own(tmp
     log = tmp_path / "log"
     (tmp_path / "sitecustomize.py").write_text(COUNTING.format(log=str(log)))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    source, variables = config_source.find_config(str(tmp_path)), plan_variables((), {})
+    source, variables = config_source.find_config(str(tmp_path)), build_plan_environment((), {})
     options = [("-tp", size, "--kv-cache-dtype", "fp8") for size in ("1", "4")]
     together = planner.make_plans(source, options, "gfx942", variables, False)
     assert log.read_text().count("imported") == 1
@@ -399,12 +401,12 @@ def without_time(plan):
 
 
 def test_a_record_without_a_result_does_not_pass():
-    assert kernels_step._judge(Context(), Verification(3, {}, "eager", None, {}, ())).status == "skipped"
+    assert kernels_step._judge(StepContext(), Verification(3, {}, "eager", None, {}, ())).status == "skipped"
 
 
 def test_a_step_that_compared_no_kernel_of_ours_says_why():
     record = Verification(0, {}, "graph capture", None, {"triton": "no Triton"}, (REFERENCE_PASSED,))
-    step = kernels_step._judge(Context(), record)
+    step = kernels_step._judge(StepContext(), record)
     assert (step.status, "back end triton: no Triton" in step.detail) == ("skipped", True)
 
 
@@ -420,9 +422,9 @@ def test_a_step_is_kept_before_it_is_printed(tmp_path, monkeypatch):
     """Standard output may be a pipe that nobody reads any more."""
     monkeypatch.setattr(command, "run_step", lambda *_: StepResult("failed", "planted"))
     monkeypatch.setattr(command.show, "print_findings", raising(BrokenPipeError()))
-    one = command.Run(Context(), ("machine",), None, tmp_path / "check.json")
+    one = command.CheckRunner(StepContext(), ("machine",), None, tmp_path / "check.json")
     with pytest.raises(BrokenPipeError):
-        one.run()
+        one.run_and_record()
     (kept,) = json.loads((tmp_path / "check.json").read_text())["steps"]
     assert (kept["name"], kept["status"]) == ("machine", "failed")
 

@@ -29,13 +29,13 @@ from vllm_aiter_mla.admission import VLLM_FASTER, Skip
 from vllm_aiter_mla.commands import machine, outputs, process
 from vllm_aiter_mla.commands.check import idle, steps
 from vllm_aiter_mla.commands.check import run as command
-from vllm_aiter_mla.commands.check.context import CheckOptions, Context
+from vllm_aiter_mla.commands.check.context import CheckOptions, StepContext
 from vllm_aiter_mla.commands.check.engine import child as engine_child
 from vllm_aiter_mla.commands.check.engine import distance
 from vllm_aiter_mla.commands.check.engine import record as engine
 from vllm_aiter_mla.commands.check.engine import steps as engine_steps
 from vllm_aiter_mla.commands.check.kernels import child as kernels_child
-from vllm_aiter_mla.commands.check.options import plan_variables
+from vllm_aiter_mla.commands.check.options import build_plan_environment
 from vllm_aiter_mla.commands.check.record import CheckRun, StepResult
 from vllm_aiter_mla.commands.check.timing import child as timing_child
 from vllm_aiter_mla.commands.check.timing import record as timing
@@ -60,7 +60,7 @@ ANSWER = engine.EngineAnswer(
     prefill_step_logprobs={name: [[[-0.5, -0.5]] * 20] * 2 for name in engine.PREFILL_STEPS},
     step_seconds={name: [0.09, 0.02, 0.02] for name in engine.PREFILL_STEPS},
     num_launches=40,
-    rank_statuses=(
+    rank_records=(
         replace(
             record_of(["layer"], 16, "fp8", 0), engaged={"layer": "aiter"}, skipped={},
             decision_groups=(DecisionGroup(("layer",), decision((1, 16, "aiter"))),),
@@ -135,7 +135,7 @@ def verified(results: list[Result]) -> Verification:
 
 
 def outcomes(**options: Any) -> dict[str, StepResult]:
-    asked = Context(CheckOptions(config_source.find_config("deepseek-r1"), **options))
+    asked = StepContext(CheckOptions(config_source.find_config("deepseek-r1"), **options))
     found = {step.name: step for step in command.run_steps(asked)}
     return {name: replace(step, seconds=0.0) for name, step in found.items()}
 
@@ -145,7 +145,7 @@ def failed(found: dict[str, StepResult]) -> list[str]:
 
 
 def test_a_card_on_which_all_is_well_passes_every_step(card: dict[str, Any]) -> None:
-    found = outcomes(strict=True)
+    found = outcomes(is_strict=True)
     assert {name: step.status for name, step in found.items()} == dict.fromkeys(steps.STEPS, "passed")
     assert command.exit_status_of([*found.values()], uses_cpu=False) == 0
 
@@ -154,7 +154,7 @@ def test_env_over_the_shells_own_reaches_every_step(card: dict[str, Any], monkey
     """What the plan takes for granted reaches all but the look at the machine, which says that it is not so."""
     monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
     monkeypatch.delenv(USE_AITER, raising=False)
-    outcomes(variables={"VLLM_MLA_DISABLE": ("0", "--env"), USE_AITER: ("1", "default")})
+    outcomes(plan_environment={"VLLM_MLA_DISABLE": ("0", "--env"), USE_AITER: ("1", "default")})
     seen = {step: (card[step]["VLLM_MLA_DISABLE"], card[step].get(USE_AITER)) for step in ENVIRONMENTS}
     assert seen == dict.fromkeys(ENVIRONMENTS, ("0", "1")) | {"machine": ("0", None)}
 
@@ -245,7 +245,7 @@ def other_prompts(card: dict[str, Any], name: str, count: int, other: float = -0
 
 
 def nothing_engaged(card: dict[str, Any]) -> None:
-    let_answer(card, "on", rank_statuses=(record_of(["layer"], 16, "fp8", 0),))
+    let_answer(card, "on", rank_records=(record_of(["layer"], 16, "fp8", 0),))
 
 
 def a_draft_that_is_not_engaged(card: dict[str, Any]) -> None:
@@ -254,18 +254,18 @@ def a_draft_that_is_not_engaged(card: dict[str, Any]) -> None:
 
 
 def a_rank_without_a_status(card: dict[str, Any]) -> None:
-    let_answer(card, "on", rank_statuses=(replace(ANSWER.rank_statuses[0], num_ranks=2),))
+    let_answer(card, "on", rank_records=(replace(ANSWER.rank_records[0], num_ranks=2),))
 
 
 def a_draft(card: dict[str, Any], *skips: Skip) -> None:
     """The model's layer engaged. Another one is faster with vLLM's kernels; one more is skipped for each reason."""
     skipped = dict(enumerate([Skip(VLLM_FASTER, "it is faster"), *skips]))
     rank = replace(
-        ANSWER.rank_statuses[0],
+        ANSWER.rank_records[0],
         num_layers=1 + len(skipped),
         skipped={f"draft {number}": skip for number, skip in skipped.items()},
     )
-    let_answer(card, "on", rank_statuses=(rank,))
+    let_answer(card, "on", rank_records=(rank,))
 
 
 def a_broken_decode_on_both_sides(card: dict[str, Any]) -> None:
@@ -325,7 +325,7 @@ def test_mutation_a_planted_fault_makes_its_own_step_fail(
     card: dict[str, Any], step: str, plant: Callable[[dict[str, Any]], None], shown: str
 ) -> None:
     plant(card)
-    found = outcomes(strict=True)
+    found = outcomes(is_strict=True)
     assert failed(found) == [step] or (plant is nothing_engaged and failed(found) == [step, "launches"])
     assert shown in found[step].detail
     assert command.exit_status_of([*found.values()], uses_cpu=False) == 1
@@ -350,7 +350,7 @@ def test_a_models_timing_without_a_baseline_is_unknown(card: dict[str, Any]) -> 
 
 def kernels_by_tokens(card: dict[str, Any], *spans: tuple[int, int, str]) -> None:
     groups = (DecisionGroup(("layer",), decision(*spans)),)
-    let_answer(card, "on", rank_statuses=(replace(ANSWER.rank_statuses[0], decision_groups=groups),))
+    let_answer(card, "on", rank_records=(replace(ANSWER.rank_records[0], decision_groups=groups),))
 
 
 @pytest.mark.parametrize(("fastest", "status"), [("vllm", "passed"), ("aiter", "failed")])
@@ -431,7 +431,7 @@ def test_a_slower_step_with_prefill_rows_is_a_warning_on_a_card_and_no_failure(
     card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, name: str, on_card: bool, median_s: float, status: str
 ) -> None:
     card["answers"]["on"].step_seconds[name] = [0.01, median_s, 0.5]
-    asked = Context(answers=card["answers"])
+    asked = StepContext(answers=card["answers"])
     monkeypatch.setattr(device.card(), "is_there", lambda: on_card)
     found = engine_steps.compare_prefill_rows(asked)
     assert (found.status, name in found.detail) == (status, status == "warning")
@@ -487,9 +487,11 @@ def test_field_f5_a_plan_that_is_not_known_does_not_pass(card: dict[str, Any]) -
     """vLLM could not build the layers here: no step takes their missing shape for one."""
     answer = plans.simulated_facts()
     skip, facts = Skip("not_known", "no such kernel"), replace(answer.model, listed_layers=61)
-    made = build.make_plan(replace(answer, model=facts, layers=[], skip=skip), plans.VLLM, plan_variables((), {}))
+    made = build.make_plan(
+        replace(answer, model=facts, layers=[], skip=skip), plans.VLLM, build_plan_environment((), {})
+    )
     card["plan"] = json.loads(files.to_json(made))
-    found = outcomes(strict=True)
+    found = outcomes(is_strict=True)
     assert (card["plan"]["outcome"], found["plan"].status, failed(found)) == ("unknown", "unknown", [])
     assert command.exit_status_of([*found.values()], uses_cpu=True) == outputs.EXIT_INCOMPLETE
     assert found["issues"] == StepResult("skipped", "not looked up: the plan is not known", name="issues")
@@ -561,7 +563,7 @@ def test_the_kernels_are_verified_at_the_models_sizes(card: dict[str, Any]) -> N
     card["plan"] |= {"heads_per_rank": 20, "absorb_weight": "mxfp4", "limit": 512}
     outcomes()
     asked = card["asked"]
-    assert (asked.geometry_sizes["heads"], asked.weights) == (20, "mxfp4")
+    assert (asked.geometry_sizes["heads"], asked.weight_format) == (20, "mxfp4")
     assert (asked.options.limit, asked.options.quick) == (512, True)
 
 
@@ -605,7 +607,7 @@ def test_mutation_a_command_without_the_model_is_caught(card: dict[str, Any], mo
 
 def test_a_known_issue_is_a_warning_with_its_link_and_a_failure_in_strict_mode(card: dict[str, Any]) -> None:
     card["plan"] = of_shape(64, 0, "fp8")
-    loose, strict = (outcomes(strict=strict)["issues"] for strict in (False, True))
+    loose, strict = (outcomes(is_strict=strict)["issues"] for strict in (False, True))
     assert (loose.status, strict.status) == ("warning", "failed")
     assert ISSUES["aiter#4363"]["link"] in loose.lines[0]
 
@@ -700,7 +702,7 @@ def test_rounding_does_not_explain_a_run_without_tokens() -> None:
 def vllm_is_faster(card: dict[str, Any]) -> None:
     record = record_of(["layer"], 16, "fp8", 0)
     skipped = {"layer": Skip(VLLM_FASTER, "it is faster")}
-    let_answer(card, "on", rank_statuses=(replace(record, skipped=skipped),), num_launches=40)
+    let_answer(card, "on", rank_records=(replace(record, skipped=skipped),), num_launches=40)
 
 
 def test_a_card_on_which_vllm_is_faster_does_not_fail_and_has_an_exit_status_of_its_own(card: dict[str, Any]) -> None:
@@ -783,7 +785,7 @@ def test_an_engine_of_random_weights_has_a_layer_for_each_stage(
     """And not the user's partition, which divides the layers of the whole model."""
     asked = []
     monkeypatch.setattr(engine_steps, "run_engine", lambda options, environment: asked.append((options, environment)))
-    context = Context(CheckOptions(config_source.find_config("deepseek-r1")))
+    context = StepContext(CheckOptions(config_source.find_config("deepseek-r1")))
     plan = plans.parsed(made_up_plan())
     context.plan = replace(plan, options=replace(plan.options, pp=pp))
     with engine_steps.engine_runner(context, {"VLLM_PP_LAYER_PARTITION": "31,30", "A": "1"}) as run_side:
@@ -793,7 +795,7 @@ def test_an_engine_of_random_weights_has_a_layer_for_each_stage(
 
 
 def test_a_stage_without_an_mla_layer_is_no_layer_that_did_not_engage() -> None:
-    whole = ANSWER.rank_statuses[0]
+    whole = ANSWER.rank_records[0]
     stage = replace(whole, rank=1, num_layers=0, engaged={}, skipped={})
-    assert engine_steps._not_engaged_reason(replace(ANSWER, rank_statuses=(whole, stage))) is None
-    assert engine_steps._not_engaged_reason(replace(ANSWER, rank_statuses=(stage,))) is not None
+    assert engine_steps._not_engaged_reason(replace(ANSWER, rank_records=(whole, stage))) is None
+    assert engine_steps._not_engaged_reason(replace(ANSWER, rank_records=(stage,))) is not None

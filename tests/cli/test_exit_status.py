@@ -20,7 +20,7 @@ from vllm_aiter_mla import __version__, admission
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands import machine, outputs
 from vllm_aiter_mla.commands.cards import ARCHITECTURES, CardName, product_names
-from vllm_aiter_mla.commands.check.run import Run
+from vllm_aiter_mla.commands.check.run import CheckRunner
 from vllm_aiter_mla.commands.main import COMMANDS, app
 from vllm_aiter_mla.commands.plan import planner, simulated_card
 from vllm_aiter_mla.commands.report import page
@@ -164,7 +164,7 @@ def test_the_outcome_of_a_plan_is_in_the_json_and_the_exit_status_is_its(monkeyp
     ],
 )
 def test_an_option_in_the_wrong_place_or_with_a_wrong_value_is_named_and_nothing_runs(monkeypatch, typed, named):
-    monkeypatch.setattr(Run, "run", raising(RuntimeError("it ran")))
+    monkeypatch.setattr(CheckRunner, "run_and_record", raising(RuntimeError("it ran")))
     done = CliRunner().invoke(app, ["check", *typed])
     assert (done.exit_code, done.stdout) == (outputs.EXIT_USAGE, ""), done.output
     assert named in done.stderr.splitlines()[-1]

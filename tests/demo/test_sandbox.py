@@ -57,7 +57,7 @@ def test_the_sandbox_runs_both_sides_on_this_cpu_with_its_variables(monkeypatch,
 
     def run_engine(options, environment):
         sides.append((options.side, environment["A_SANDBOX"], options.num_random_layers, options.serve_arguments[-1]))
-        return EngineAnswer({}, {}, {}, {}, 0, rank_statuses=(rank,))
+        return EngineAnswer({}, {}, {}, {}, 0, rank_records=(rank,))
 
     monkeypatch.setattr(engine_steps, "run_engine", run_engine)
     asked = check.context(tmp_path)

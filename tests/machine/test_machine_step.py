@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from tests.support import in_process
 from vllm_aiter_mla.commands import machine as command
 from vllm_aiter_mla.commands.check import steps
-from vllm_aiter_mla.commands.check.context import CheckOptions, Context
+from vllm_aiter_mla.commands.check.context import CheckOptions, StepContext
 from vllm_aiter_mla.commands.check.run import exit_status_of
-from vllm_aiter_mla.commands.machine import CheckResult, Env, check_name, run_checks
+from vllm_aiter_mla.commands.machine import CheckResult, Environment, check_name, run_checks
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.kernels.aiter.op import OP, REQUIRED
 
@@ -120,13 +120,13 @@ def test_a_problem_outweighs_an_unknown(
 ) -> None:
     monkeypatch.setattr(command, "run_checks", lambda *_: tuple(CheckResult(one, "", name=one) for one in statuses))
     in_process.install(monkeypatch)
-    step = steps.inspect_machine(Context(CheckOptions(named_steps=("machine",))))
+    step = steps.inspect_machine(StepContext(CheckOptions(named_steps=("machine",))))
     assert exit_status_of([step], uses_cpu=False, require_all=True) == status
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken\nbox"), SystemExit(3), ImportError("no")])
 def test_a_check_that_fails_is_unknown_and_stops_no_other(error: BaseException) -> None:
-    def failing(_: Env) -> CheckResult:
+    def failing(_: Environment) -> CheckResult:
         raise error
 
     first, second = run_checks([failing, command.checks.check_switches], {})

@@ -17,7 +17,7 @@ from tests.support import plans
 from tests.support.pages import PAGES
 from vllm_aiter_mla.admission import REMEDIES
 from vllm_aiter_mla.commands import outputs, serve_options
-from vllm_aiter_mla.commands.check.options import plan_variables
+from vllm_aiter_mla.commands.check.options import build_plan_environment
 from vllm_aiter_mla.commands.check.record import StepResult
 from vllm_aiter_mla.commands.check.run import exit_status_of
 from vllm_aiter_mla.commands.check.steps import STEPS
@@ -147,7 +147,7 @@ def test_field_f6_its_remedy_ends_the_warning() -> None:
 
 def test_field_a_variable_that_no_plan_knows_is_passed_on_with_a_note() -> None:
     typed = ("VLLM_ROCM_USE_AITER_MHA=0", "VLLM_ROCM_USE_AITR=1")
-    variables = plan_variables(typed, {})
+    variables = build_plan_environment(typed, {})
     assert [variables[one.partition("=")[0]] for one in typed] == [("0", "--env"), ("1", "--env")]
     plan = plans.made_up(*typed)
     assert [note.partition(" ")[0] for note in plan.assumptions if "passed on" in note] == [typed[0]]

@@ -16,10 +16,10 @@ from tests.sandbox.model import TinyDeepseek, save_config
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check import run, show, steps
-from vllm_aiter_mla.commands.check.context import CheckOptions, Context
+from vllm_aiter_mla.commands.check.context import CheckOptions, StepContext
 from vllm_aiter_mla.commands.check.engine import steps as engine_steps
 from vllm_aiter_mla.commands.check.engine.record import SIDES, EngineAnswer, Side
-from vllm_aiter_mla.commands.check.options import plan_variables
+from vllm_aiter_mla.commands.check.options import build_plan_environment
 from vllm_aiter_mla.commands.check.record import CheckRun, StepResult
 from vllm_aiter_mla.commands.plan import config_source
 from vllm_aiter_mla.commands.report.page import render_page
@@ -49,24 +49,26 @@ def environment(inductor: Path, mutation: str = "", ranks: int = 1) -> dict[str,
     return {name: found[name] for name in SHARED if name in found} | {plugin.MUTATION: mutation}
 
 
-def context(folder: Path) -> Context:
+def context(folder: Path) -> StepContext:
     """Return what the demo asks of ``check``: a DeepSeek of two layers, which is written to ``folder``."""
     save_config(TinyDeepseek(num_hidden_layers=2).config(), folder)
-    variables = plan_variables((), os.environ)
-    return Context(CheckOptions(config_source.find_config(str(folder)), ARGUMENTS, "gfx942", variables, uses_cpu=True))
+    variables = build_plan_environment((), os.environ)
+    return StepContext(
+        CheckOptions(config_source.find_config(str(folder)), ARGUMENTS, "gfx942", variables, uses_cpu=True)
+    )
 
 
-def with_arguments(asked: Context, *arguments: str) -> Context:
+def with_arguments(asked: StepContext, *arguments: str) -> StepContext:
     """Return what is asked with further arguments of ``vllm serve``; nothing has been found about it."""
-    return Context(replace(asked.options, serve_arguments=(*asked.options.serve_arguments, *arguments)))
+    return StepContext(replace(asked.options, serve_arguments=(*asked.options.serve_arguments, *arguments)))
 
 
 @contextmanager
 def engines_on_this_cpu(variables: Mapping[str, str]) -> Iterator[None]:
     """Let the step ``engine`` run on this CPU in a block, under ``environment``; ``check`` would skip it."""
 
-    def compare_engines(asked: Context) -> StepResult:
-        with engine_steps.engine_runner(asked, asked.options.environment() | dict(variables)) as answer:
+    def compare_engines(asked: StepContext) -> StepResult:
+        with engine_steps.engine_runner(asked, asked.options.server_environment() | dict(variables)) as answer:
             asked.answers = both(answer)
         return engine_steps.compare_tokens(asked)
 
@@ -91,7 +93,7 @@ def both(answer: Callable[[Side], EngineAnswer]) -> dict[Side, EngineAnswer]:
         return {side: ended.result() for side, ended in sides.items()}
 
 
-def run_steps(asked: Context, what: str, *names: str) -> list[StepResult]:
+def run_steps(asked: StepContext, what: str, *names: str) -> list[StepResult]:
     """Run some steps of ``check`` and name them by what they run over."""
     print(f"over {what}:", flush=True)
     return [replace(step, name=f"{step.name}, {what}") for step in run.run_steps(asked, names)]

@@ -35,7 +35,7 @@ def install(
 
     def call(
         function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] = os.environ,
-        log: int | None = None, on_value: Callable[[Any], None] = lambda value: None,
+        log_descriptor: int | None = None, on_value: Callable[[Any], None] = lambda value: None,
         expected_errors: tuple[type[Exception], ...] = (),
     ) -> Any:  # fmt: skip
         name = process.import_path_of(function)

@@ -13,10 +13,10 @@ from typing import Any
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import ConfigView, LayerView
-from vllm_aiter_mla.commands.check.options import plan_variables
+from vllm_aiter_mla.commands.check.options import build_plan_environment
 from vllm_aiter_mla.commands.compat import rocm_config, vllm_options
 from vllm_aiter_mla.commands.plan import build, config_source, planner
-from vllm_aiter_mla.commands.plan.record import Model, Options, Plan
+from vllm_aiter_mla.commands.plan.record import Model, Plan, PlanOptions
 from vllm_aiter_mla.commands.plan.vllm_facts import EngineFacts, LoadedVllm, UserOptions, VllmFacts
 from vllm_aiter_mla.compat.config import GraphSizes
 from vllm_aiter_mla.settings import Settings
@@ -31,7 +31,7 @@ class Worker:
 
     def __init__(self, arch: str, env: tuple[str, ...]) -> None:
         self._cache = tempfile.TemporaryDirectory()
-        variables = planner.child_environment(plan_variables(env, {}), self._cache.name)
+        variables = planner.child_environment(build_plan_environment(env, {}), self._cache.name)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.plan_child", arch], stderr=subprocess.DEVNULL,
             # vLLM sets its logging up for each config, and nobody reads it.
@@ -40,13 +40,13 @@ class Worker:
         atexit.register(self.close)
 
     def ask(
-        self, source: config_source.Source, arguments: tuple[str, ...], env: tuple[str, ...], bug: str = ""
+        self, source: config_source.ConfigSource, arguments: tuple[str, ...], env: tuple[str, ...], bug: str = ""
     ) -> tuple[Plan, dict[str, Any]]:
         """Return the plan, or raise why there is none, and what was asked of the gate: its ``decision``."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with source.folder() as folder:
-            variables = plan_variables(env, {})
+            variables = build_plan_environment(env, {})
             request = {"folder": str(folder), "arguments": arguments, "variables": variables, "bug": bug}
             self._process.stdin.write(f"{json.dumps(request)}\n".encode())
             self._process.stdin.flush()
@@ -67,7 +67,7 @@ READ_AGAIN = "VLLM_ROCM_USE_AITER"
 
 
 def plan_of(
-    arch: str, env: tuple[str, ...], source: config_source.Source, arguments: tuple[str, ...], bug: str = ""
+    arch: str, env: tuple[str, ...], source: config_source.ConfigSource, arguments: tuple[str, ...], bug: str = ""
 ) -> tuple[Plan, dict[str, Any]]:
     """Return the plan under ``NAME=VALUE`` variables and the gate's decision, or raise why there is none."""
     imported = {one.partition("=")[0]: one for one in env if not one.startswith(READ_AGAIN)}
@@ -81,7 +81,7 @@ def planned(name: str, *arguments: str, arch: str = ARCH, env: tuple[str, ...] =
     return {**json.loads(files.to_json(plan)), "decision": decision}
 
 
-def ask(source: config_source.Source, asked: Any, arch: str, variables: Any, verbose: bool) -> tuple[Plan, ...]:
+def ask(source: config_source.ConfigSource, asked: Any, arch: str, variables: Any, verbose: bool) -> tuple[Plan, ...]:
     """Replace ``planner.make_plans`` by the process of all tests, whatever the card and the variables."""
     return tuple(plan_of(ARCH, ENV, source, tuple(arguments))[0] for arguments in asked)
 
@@ -98,7 +98,7 @@ VLLM = LoadedVllm("gfx942", True, "0.32.0", dict.fromkeys(vllm_options.VARIABLES
 def simulated_facts(settings: Settings = Settings(), **changes: Any) -> VllmFacts:  # noqa: B008  frozen
     """Return facts about 61 layers where the gate declines; ``changes`` are fields of the engine's view."""
     view, facts = replace(ConfigView(), **changes), Model("DeepseekV3ForCausalLM", True, "bfloat16", 61, 4096, 61)
-    options = Options(
+    options = PlanOptions(
         tp=8, pp=1, dp=1, max_num_seqs=256, max_num_batched_tokens=16384, block_size=16, num_drafts=0,
         kv_cache_dtype=view.kv_cache_dtype, dcp=view.dcp, pcp=view.pcp, enforce_eager=view.enforce_eager,
         mode=view.mode, dtype=facts.dtype, settings=settings,
@@ -111,7 +111,7 @@ def simulated_facts(settings: Settings = Settings(), **changes: Any) -> VllmFact
 
 def made_up(*env: str, **changes: Any) -> Plan:
     """The plan of ``simulated_facts(**changes)`` under the variables ``env``."""
-    return build.make_plan(simulated_facts(**changes), VLLM, plan_variables(env, {}))
+    return build.make_plan(simulated_facts(**changes), VLLM, build_plan_environment(env, {}))
 
 
 def codes(plan: dict[str, Any]) -> list[str]:

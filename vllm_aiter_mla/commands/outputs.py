@@ -139,27 +139,27 @@ def unwritable_reason(path: Path | None) -> str | None:
 
 def same_file_reason(*options: tuple[str, Path | None]) -> str | None:
     """Return why two options that write would write to the same file, or None. Each is a name and its path."""
-    name_by_place: dict[str, str] = {}
+    name_by_written_path: dict[str, str] = {}
     for name, path in options:
-        if path is None or (place := _written_place(path)) == os.devnull:
+        if path is None or (written_path := _written_path(path)) == os.devnull:
             continue
-        if place in name_by_place:
-            return f"{name_by_place[place]} and {name} name the same file {path}"
-        name_by_place[place] = name
+        if written_path in name_by_written_path:
+            return f"{name_by_written_path[written_path]} and {name} name the same file {path}"
+        name_by_written_path[written_path] = name
     return None
 
 
 def overwritten_input_reason(inputs: Iterable[Path], out: Path) -> str | None:
     """Return why the output would replace an input, or None. An input is a file, or a folder of JSON files."""
-    place = _written_place(out)
+    written_path = _written_path(out)
     for path in inputs:
-        for file in path.glob("*.json") if os.path.isdir(path) else (path,):
-            if os.path.realpath(file) == place:
-                return f"{file} is an input and would be replaced"
+        for input_file in path.glob("*.json") if os.path.isdir(path) else (path,):
+            if os.path.realpath(input_file) == written_path:
+                return f"{input_file} is an input and would be replaced"
     return None
 
 
-def _written_place(path: Path) -> str:
+def _written_path(path: Path) -> str:
     """Return the path of the file or the stream that ``files.write_text`` writes. It replaces a link."""
     if path == STDOUT:
         path = Path("/dev/stdout")

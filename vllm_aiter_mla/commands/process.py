@@ -27,8 +27,8 @@ TIMEOUT_SECONDS = 3600
 """A process that is silent for so long is ended: it sent no value, and wrote no output to a file."""
 GRACE_SECONDS = 60
 """A process that has written its outcome may run for so long."""
-STDERR = 2
-"""The descriptor of standard error."""
+STDERR_DESCRIPTOR = 2
+"""The file descriptor of standard error."""
 POLL_SECONDS = 0.5
 """Interval at which ``call`` reads the values that its process sends."""
 MAX_LAST_LINES = 12
@@ -40,7 +40,7 @@ Arguments = TypeVarTuple("Arguments")
 Returned = TypeVar("Returned")
 
 _running_groups: set[int] = set()
-"""The process groups of the calls that run now, in all threads. A signal to this process ends them all."""
+"""The ids of the process groups of the calls that run now, in all threads. A signal to this process ends them all."""
 
 _workspace_folders: set[str] = set()
 """The folder of ``workspace`` while its block runs."""
@@ -100,13 +100,13 @@ def _handle_signal(number: int, _: FrameType | None) -> None:
 
 def end_calls() -> None:
     """End the running calls of all threads."""
-    for group in tuple(_running_groups):
-        _kill_group(group)
+    for group_id in tuple(_running_groups):
+        _kill_group(group_id)
 
 
-def _kill_group(group: int) -> None:
+def _kill_group(group_id: int) -> None:
     with suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
+        os.killpg(group_id, signal.SIGKILL)
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def import_path_of(function: Callable[..., Any]) -> str:
 
 def call(
     function: Callable[[*Arguments], Returned], *arguments: *Arguments, environment: Mapping[str, str] = os.environ,
-    log: int | None = None, on_value: Callable[[Any], None] = lambda value: None,
+    log_descriptor: int | None = None, on_value: Callable[[Any], None] = lambda value: None,
     expected_errors: tuple[type[Exception], ...] = (),
 ) -> Returned:  # fmt: skip
     """Call a function in a process of its own; return its result.
@@ -147,8 +147,8 @@ def call(
     Args:
         function: a function at the top of a module, which the process imports.
         arguments: the arguments of the function, which are pickled.
-        environment: the environment variables of the process.
-        log: the descriptor that the process writes to. By default the last lines go into EndedError.
+        environment: the environment of the process.
+        log_descriptor: the file descriptor that the process writes to. By default the last lines go into EndedError.
         on_value: is called with each value that the process sends, in order, before this function returns or raises.
         expected_errors: errors of the function that are raised here too. Any other error ends the process.
 
@@ -162,11 +162,11 @@ def call(
         arguments_file.write_bytes(pickle.dumps((arguments, expected_errors)))
         values_file.touch()
         child_arguments = (import_path_of(function), *map(str, (arguments_file, outcome_file, values_file)))
-        temp_folder = tempfile.gettempdir()
-        child_folder = temp_folder if temp_folder in _workspace_folders else call_folder
+        own_folder = tempfile.gettempdir()
+        child_folder = own_folder if own_folder in _workspace_folders else call_folder
         with output_file.open("wb") as output, values_file.open("rb") as values:
             deliver_values = partial(_deliver_values, values, on_value)
-            child_log = output.fileno() if log is None else log
+            child_log = output.fileno() if log_descriptor is None else log_descriptor
             ending = _run_process(child_arguments, child_folder, environment, child_log, deliver_values, outcome_file)
         last_lines = output_file.read_text(encoding="utf-8", errors="replace").splitlines()[-MAX_LAST_LINES:]
         if outcome_file.is_file():
@@ -179,23 +179,23 @@ def call(
 
 def _deliver_values(values: BinaryIO, on_value: Callable[[Any], None]) -> bool:
     """Call ``on_value`` with each value that has been written completely; return whether there was one."""
-    count = 0
+    num_delivered = 0
     while True:
         position = values.tell()
         try:
             value = pickle.load(values)
         except (EOFError, pickle.UnpicklingError):  # no further value, or the process has not written all of it yet
             values.seek(position)
-            return count > 0
+            return num_delivered > 0
         on_value(value)
-        count += 1
+        num_delivered += 1
 
 
 def _run_process(
     child_arguments: tuple[str, ...],
-    folder: str,
+    temp_folder: str,
     environment: Mapping[str, str],
-    log: int,
+    log_descriptor: int,
     deliver_values: Callable[[], bool],
     outcome_file: Path,
 ) -> str:
@@ -205,8 +205,8 @@ def _run_process(
     """
     read_end, write_end = os.pipe()
     child = subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__, *child_arguments, str(read_end), folder],
-        env=_variables_with_folder(environment, folder), stdin=subprocess.DEVNULL, stdout=log,
+        [sys.executable, "-P", "-m", __name__, *child_arguments, str(read_end), temp_folder],
+        env=_environment_with_folder(environment, temp_folder), stdin=subprocess.DEVNULL, stdout=log_descriptor,
         stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(read_end,),
     )  # fmt: skip
     os.close(read_end)
@@ -214,11 +214,12 @@ def _run_process(
     deadline, has_outcome, output_bytes = time.monotonic() + TIMEOUT_SECONDS, False, 0
     try:
         while True:
-            seconds = min(POLL_SECONDS, max(deadline - time.monotonic(), 0))
-            if (exit_status := _wait_for_exit_status(child, seconds)) is not None:
+            timeout = min(POLL_SECONDS, max(deadline - time.monotonic(), 0))
+            if (exit_status := _wait_for_exit_status(child, timeout)) is not None:
                 break
             # Output counts as well as values: vLLM logs while it loads and compiles. Others write to stderr, too.
-            previous_bytes, output_bytes = output_bytes, os.fstat(log).st_size if log > STDERR else 0
+            previous_bytes = output_bytes
+            output_bytes = os.fstat(log_descriptor).st_size if log_descriptor > STDERR_DESCRIPTOR else 0
             if (deliver_values() or output_bytes > previous_bytes) and not has_outcome:
                 deadline = time.monotonic() + TIMEOUT_SECONDS
             if not has_outcome and outcome_file.is_file():
@@ -244,23 +245,23 @@ def _wait_for_exit_status(child: subprocess.Popen[bytes], timeout: float) -> int
         return None
 
 
-def _variables_with_folder(environment: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Return the variables with ``folder`` as the folder for temporary files.
+def _environment_with_folder(environment: Mapping[str, str], temp_folder: str) -> dict[str, str]:
+    """Return the environment with ``temp_folder`` as the folder for temporary files.
 
-    torch's compile cache stays outside ``folder``. vLLM's sockets do too if its path is too long for them.
+    torch's compile cache stays outside that folder. vLLM's sockets do too if its path is too long for them.
     """
-    temp_folder = tempfile.gettempdir()
-    outer_folder = Path(temp_folder).parent if temp_folder in _workspace_folders else temp_folder
-    variables = {**environment, "TMPDIR": folder}
-    if len(folder) > MAX_SOCKET_FOLDER_LENGTH:
-        variables.setdefault("VLLM_RPC_BASE_PATH", str(outer_folder))
+    own_folder = tempfile.gettempdir()
+    outer_folder = Path(own_folder).parent if own_folder in _workspace_folders else own_folder
+    child_environment = {**environment, "TMPDIR": temp_folder}
+    if len(temp_folder) > MAX_SOCKET_FOLDER_LENGTH:
+        child_environment.setdefault("VLLM_RPC_BASE_PATH", str(outer_folder))
     with suppress(KeyError, OSError):  # a container's user may have no name
-        variables.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{outer_folder}/torchinductor_{getpass.getuser()}")
-    return variables
+        child_environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{outer_folder}/torchinductor_{getpass.getuser()}")
+    return child_environment
 
 
 def main(
-    function_path: str, arguments_file: str, outcome_file: str, values_file: str, caller_pipe: str, folder: str
+    function_path: str, arguments_file: str, outcome_file: str, values_file: str, caller_pipe: str, temp_folder: str
 ) -> None:
     """Call the function and write its outcome.
 
@@ -270,9 +271,9 @@ def main(
         outcome_file: gets the pickled result of the function, or an expected error.
         values_file: gets the values that the function sends.
         caller_pipe: the descriptor of a pipe that carries no data. It closes when the caller has gone.
-        folder: the temporary files, which are removed when the caller has gone.
+        temp_folder: has the temporary files, and is removed when the caller has gone.
     """
-    _end_with_caller(int(caller_pipe), folder)
+    _end_with_caller(int(caller_pipe), temp_folder)
     # This module is ``__main__`` here. The function imports it by name, and so gets another copy of the list.
     listeners = pkgutil.resolve_name("vllm_aiter_mla.commands.process:_value_listeners")
     listeners.append(partial(_append_value, Path(values_file)))
@@ -291,14 +292,14 @@ def _append_value(values_file: Path, value: Any) -> None:
         stream.write(pickle.dumps(value))
 
 
-def _end_with_caller(caller_pipe: int, folder: str) -> None:
+def _end_with_caller(caller_pipe: int, temp_folder: str) -> None:
     """Fork a process that ends this group and removes the temporary files once the caller has gone.
 
     A thread would not be enough: an abort, or code that holds Python's lock, would stop it. A fork is safe here,
     because no library that a fork could harm has been imported yet.
     """
-    group = os.getpid()
-    if os.getpgrp() != group:
+    group_id = os.getpid()
+    if os.getpgrp() != group_id:
         raise RuntimeError("this process leads no group: only `call` starts it")
     if os.fork():
         os.close(caller_pipe)
@@ -306,9 +307,9 @@ def _end_with_caller(caller_pipe: int, folder: str) -> None:
     try:
         while os.read(caller_pipe, 1):
             pass
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(temp_folder, ignore_errors=True)
     finally:
-        os.killpg(group, signal.SIGKILL)
+        os.killpg(group_id, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 """``vllm-aiter-mla check [MODEL]``: run every check of the fast path, or those that ``--only`` names.
 
 ``options`` declares the options of the steps. ``run`` runs the ``steps`` in order and passes each a ``context``.
-``show`` prints, and ``record`` is the JSON file.
+``show`` prints, and ``record`` is the JSON file. ``steps`` says in which folder each step lives.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from typer.core import TyperCommand, TyperOption
 from vllm_aiter_mla.commands import outputs, process, serve_options
 from vllm_aiter_mla.commands.cards import CardName
 from vllm_aiter_mla.commands.check import show, steps
-from vllm_aiter_mla.commands.check.context import CheckOptions, Context, WrongOptionError
+from vllm_aiter_mla.commands.check.context import CheckOptions, StepContext, WrongOptionError
 from vllm_aiter_mla.commands.check.kernels.printout import print_cases
 from vllm_aiter_mla.commands.check.options import (
     Device,
@@ -25,13 +25,13 @@ from vllm_aiter_mla.commands.check.options import (
     LayerOptions,
     OptionGroup,
     TimingOptions,
-    Weights,
+    WeightFormat,
     build_options,
+    build_plan_environment,
     option_parameters,
-    plan_variables,
     split_deployments,
 )
-from vllm_aiter_mla.commands.check.run import Run, exit_status_of
+from vllm_aiter_mla.commands.check.run import CheckRunner, exit_status_of
 from vllm_aiter_mla.commands.plan.config_source import CONFIG_NAMES, examples, find_config
 from vllm_aiter_mla.commands.report import load_renderer
 
@@ -101,8 +101,9 @@ def check(
         list[str] | None,
         typer.Option(metavar="STEP,...", help=f"Steps to run: {', '.join(steps.STEPS)}.", autocompletion=_step_names),
     ] = None,
-    env: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE: one of vLLM's environment variables; may be repeated.")
+    environment: Annotated[
+        list[str] | None,
+        typer.Option("--env", help="NAME=VALUE: one of vLLM's environment variables; may be repeated."),
     ] = None,
     require_all: Annotated[
         bool, typer.Option("--require-all", help="For a gate: exit status 3 if a step was skipped.")
@@ -173,17 +174,17 @@ def check(
             source=None if model is None else find_config(model),
             serve_arguments=tuple(ctx.args),
             arch=arch.architecture if arch else None,
-            variables=plan_variables(env or [], os.environ),
+            plan_environment=build_plan_environment(environment or [], os.environ),
             uses_cpu=device is Device.cpu,
-            strict=strict,
-            verbose=verbose,
-            checkpoint=checkpoint,
+            is_strict=strict,
+            is_verbose=verbose,
+            uses_checkpoint=checkpoint,
             named_steps=named_steps,
             layer=build_options(LayerOptions, step_options),
             kernels=build_options(KernelOptions, step_options),
             timing=build_options(TimingOptions, step_options),
         )
-        if check_options.checkpoint and "engine" in step_names:
+        if check_options.uses_checkpoint and "engine" in step_names:
             _check_for_weights(check_options)
         _check_option_values(check_options, step_names)
     except (LookupError, ValueError) as error:
@@ -193,20 +194,20 @@ def check(
 
 
 def _run_check(
-    check_options: CheckOptions, step_names: tuple[str, ...], model: str | None, json: Path | None, html: Path | None,
-    render_page: Callable[[Sequence[Path]], str] | None, require_all: bool,
+    check_options: CheckOptions, step_names: tuple[str, ...], model: str | None, json_path: Path | None,
+    html_path: Path | None,     render_page: Callable[[Sequence[Path]], str] | None, require_all: bool,
 ) -> int:  # fmt: skip
     """Run the steps, print the table, and write the files of --json and --html. Return the exit status."""
-    run = Run(Context(check_options), step_names, model, json)
+    runner = CheckRunner(StepContext(check_options), step_names, model, json_path)
     try:
-        with outputs.text_on_stderr(json), process.workspace():
-            run.run()
+        with outputs.text_on_stderr(json_path), process.workspace():
+            runner.run_and_record()
     except WrongOptionError as error:
         outputs.fail(f"check: {error}")
-    exit_status = exit_status_of(run.ended_steps, check_options.uses_cpu, require_all)
-    with outputs.text_on_stderr(json):
-        show.print_table(model, run.ended_steps, show.summary_line(run.ended_steps, exit_status, require_all))
-    run.write_outputs(exit_status, html, render_page)
+    exit_status = exit_status_of(runner.ended_steps, check_options.uses_cpu, require_all)
+    with outputs.text_on_stderr(json_path):
+        show.print_table(model, runner.ended_steps, show.summary_line(runner.ended_steps, exit_status, require_all))
+    runner.write_outputs(exit_status, html_path, render_page)
     return exit_status
 
 
@@ -263,11 +264,9 @@ def _check_for_weights(check_options: CheckOptions) -> None:
     Raises:
         ValueError: there are none.
     """
-    source, options = (
-        check_options.source,
-        {word.partition("=")[0].replace("_", "-") for word in check_options.serve_arguments},
-    )
-    if source is None or options & {"--load-format", "--config"}:
+    source = check_options.source
+    option_names = {word.partition("=")[0].replace("_", "-") for word in check_options.serve_arguments}
+    if source is None or option_names & {"--load-format", "--config"}:
         return
     if not isinstance(source.config, Path):
         raise WrongOptionError(f"--checkpoint: {source.name} is a {source.config_location}, which has no weights")
@@ -303,12 +302,13 @@ def _check_option_values(check_options: CheckOptions, step_names: Sequence[str])
         from vllm_aiter_mla.verify.session import select
     except ModuleNotFoundError:
         return
-    if layer_options.weights is Weights.mxfp4 and layer_options.nope is not None and layer_options.nope % MXFP4_GROUP:
-        raise WrongOptionError(f"--weights mxfp4 --nope {layer_options.nope}: a multiple of {MXFP4_GROUP} expected")
+    is_mxfp4, nope = layer_options.weight_format is WeightFormat.mxfp4, layer_options.nope
+    if is_mxfp4 and nope is not None and nope % MXFP4_GROUP:
+        raise WrongOptionError(f"--weights mxfp4 --nope {nope}: a multiple of {MXFP4_GROUP} expected")
     if "kernels" in step_names:
         limit = LIMITS[0] if kernel_options.limit is None else kernel_options.limit
         is_quick, is_on_gpu = kernel_options.quick or kernel_options.small, not check_options.uses_cpu
-        has_one_format = layer_options.weights is not None or (check_options.source is not None and is_on_gpu)
+        has_one_format = layer_options.weight_format is not None or (check_options.source is not None and is_on_gpu)
         select(
             kernel_options.backend, kernel_options.case, kernel_options.variant, limit, is_quick, is_on_gpu,
             ("plain",) if has_one_format else None,  # the names of the variants do not depend on which format it is

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of the steps of ``check``. Each is a field of a record, and carries its name, its help and its group.
 
+A field has the name of its option, or says more if that name is too short. A switch is True if the user typed it.
+
 ``option_parameters`` makes the options of the command line from the records. ``build_options`` makes a record from the
-typed values. ``plan_variables`` reads --env, and ``split_deployments`` reads ``-tp`` among vLLM's own options.
+typed values. ``build_plan_environment`` reads --env, and ``split_deployments`` reads ``-tp`` among vLLM's own options.
 """
 
 import inspect
@@ -15,11 +17,11 @@ import typer
 
 from vllm_aiter_mla.commands.check.timing.record import MAX_TIMED_TOKENS
 from vllm_aiter_mla.commands.compat.vllm_options import USE_AITER, VARIABLES
-from vllm_aiter_mla.commands.plan.record import Variables
+from vllm_aiter_mla.commands.plan.record import PlanEnvironment
 
 MAX_HEADS, MAX_WIDTH = 1024, 4096
 TP_OPTIONS = ("-tp", "--tensor-parallel-size")
-Options = TypeVar("Options")
+OptionRecord = TypeVar("OptionRecord")
 
 
 class Device(StrEnum):
@@ -29,8 +31,8 @@ class Device(StrEnum):
     cpu = "cpu"
 
 
-class Weights(StrEnum):
-    """Formats of the absorb weights."""
+class WeightFormat(StrEnum):
+    """The values of --weights: formats of the absorb weights."""
 
     bf16 = "bf16"
     fp8 = "fp8"
@@ -39,16 +41,16 @@ class Weights(StrEnum):
     @property
     def format_name(self) -> str:
         """The format's name in ``kernels.absorb``."""
-        return "plain" if self is Weights.bf16 else self.value
+        return "plain" if self is WeightFormat.bf16 else self.value
 
     @classmethod
-    def of_format(cls, name: str) -> "Weights":
-        """Return the member whose name in ``kernels.absorb`` is ``name``."""
-        return next(weights for weights in cls if weights.format_name == name)
+    def of_format_name(cls, format_name: str) -> "WeightFormat":
+        """Return the member whose name in ``kernels.absorb`` is ``format_name``."""
+        return next(weight_format for weight_format in cls if weight_format.format_name == format_name)
 
-    def key(self, fp8_dtype: Any) -> tuple[Any, ...]:
+    def absorb_key(self, fp8_dtype: Any) -> tuple[Any, ...]:
         """Return the value of ``AbsorbWeight.key`` for this format; ``fp8_dtype`` is the card's fp8 dtype."""
-        return (self.format_name, fp8_dtype) if self is Weights.fp8 else (self.format_name,)
+        return (self.format_name, fp8_dtype) if self is WeightFormat.fp8 else (self.format_name,)
 
 
 class CacheType(StrEnum):
@@ -156,8 +158,8 @@ class LayerOptions:
         int | None,
         step_option("--nope", OptionGroup.WITHOUT_MODEL, "Un-rotated width of a query head.", min=1, max=MAX_WIDTH),
     ] = None
-    weights: Annotated[
-        Weights | None,
+    weight_format: Annotated[
+        WeightFormat | None,
         step_option(
             "--weights", OptionGroup.WITHOUT_MODEL, "Format of the absorb weights; by default several, of timing bf16."
         ),
@@ -175,28 +177,28 @@ def option_parameters(*record_types: type) -> list[inspect.Parameter]:
     several values.
     """
     parameters = []
-    for item in (item for record_type in record_types for item in fields(record_type)):
-        (value_type, typer_option), default = get_args(item.type), item.default
+    for option in (option for record_type in record_types for option in fields(record_type)):
+        (value_type, typer_option), default = get_args(option.type), option.default
         if isinstance(default, tuple):
             value_type, default = list[get_args(value_type)[0]] | None, None  # type: ignore[misc]
         annotation = Annotated[value_type, typer_option]  # type: ignore[valid-type]
         parameters.append(
-            inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
         )
     return parameters
 
 
-def build_options(record_type: type[Options], typed_values: Mapping[str, Any]) -> Options:
+def build_options(record_type: type[OptionRecord], typed_values: Mapping[str, Any]) -> OptionRecord:
     """Return a record of the values that typer parsed for the parameters of ``option_parameters``."""
     values = {}
-    for item in fields(record_type):  # type: ignore[arg-type]
-        is_repeated, value = isinstance(item.default, tuple), typed_values[item.name]
-        values[item.name] = tuple(value or ()) if is_repeated else value
+    for option in fields(record_type):  # type: ignore[arg-type]
+        is_repeated, value = isinstance(option.default, tuple), typed_values[option.name]
+        values[option.name] = tuple(value or ()) if is_repeated else value
     return record_type(**values)
 
 
-def plan_variables(entries: Sequence[str], environ: Mapping[str, str]) -> Variables:
-    """Return the variables of a plan, from the ``entries`` of --env and from the environment.
+def build_plan_environment(entries: Sequence[str], environment: Mapping[str, str]) -> PlanEnvironment:
+    """Return the environment of a plan, from the ``entries`` of --env and from the ``environment`` of this process.
 
     If VLLM_ROCM_USE_AITER is unset, it is 1, because no layer engages without it. --env may name any variable: vLLM
     gets it, even if no plan depends on it.
@@ -204,15 +206,15 @@ def plan_variables(entries: Sequence[str], environ: Mapping[str, str]) -> Variab
     Raises:
         ValueError: an entry has no name or no ``=``.
     """
-    variables = {USE_AITER: ("1", "default")} | {
-        name: (environ[name], "environment") for name in VARIABLES if name in environ
+    plan_environment = {USE_AITER: ("1", "default")} | {
+        name: (environment[name], "environment") for name in VARIABLES if name in environment
     }
     for entry in entries:
         name, equals, value = entry.partition("=")
         if not equals or not name:
             raise ValueError(f"--env {entry}: NAME=VALUE expected")
-        variables[name] = (value, "--env")
-    return variables
+        plan_environment[name] = (value, "--env")
+    return plan_environment
 
 
 def split_deployments(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, ...]]]:
@@ -220,14 +222,15 @@ def split_deployments(arguments: Sequence[str]) -> tuple[list[str], list[tuple[s
 
     ``-tp 1,2,4,8`` has four. Without a list there is one deployment, with the options as given and "" as its size.
     """
-    for index, word in reversed([*enumerate(arguments)]):  # if an option is given twice, vLLM uses the last
-        option, equals, value = word.partition("=")
+    for index, argument in reversed([*enumerate(arguments)]):  # if an option is given twice, vLLM uses the last
+        option, equals, value = argument.partition("=")
         if option.replace("_", "-") not in TP_OPTIONS:
             continue
-        word_count = 1 if equals else 2
+        num_arguments = 1 if equals else 2
         value = value if equals else next(iter(arguments[index + 1 : index + 2]), "")
-        sizes = [size.strip() for size in value.split(",")]
-        if len(sizes) > 1 and all(map(str.isdecimal, sizes)):  # vLLM reports an error in other values
-            return sizes, [(*arguments[:index], option, size, *arguments[index + word_count :]) for size in sizes]
+        tp_sizes = [size.strip() for size in value.split(",")]
+        if len(tp_sizes) > 1 and all(map(str.isdecimal, tp_sizes)):  # vLLM reports an error in other values
+            before, after = arguments[:index], arguments[index + num_arguments :]
+            return tp_sizes, [(*before, option, tp_size, *after) for tp_size in tp_sizes]
         break
     return [""], [tuple(arguments)]

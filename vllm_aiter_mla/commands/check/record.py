@@ -3,7 +3,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from vllm_aiter_mla import files
 
@@ -35,23 +35,24 @@ CARD_STEPS = ("kernels", "timing", "engine")
 class StepResult:
     """How one step ended."""
 
-    name: str = field(default="", kw_only=True)  # set by ``run``
+    name: str = field(default="", kw_only=True)  # as in the table; set by ``run``. The demo adds its configuration
     status: StepStatus  # ``STATUSES`` explains it
     detail: str  # the finding in one line
     lines: tuple[str, ...] = ()  # details, printed below the finding
-    # JSON of any layout. The steps `plan`, `kernels` and `timing` have records with a stamp of their own.
-    data: Any = None
+    # The figures: records or containers. A step that was read from a file has only containers. The steps ``plan``,
+    # ``kernels`` and ``timing`` have records with a stamp of their own.
+    data: object = None
     seconds: float = field(default=0.0, kw_only=True)  # how long the step took; set by ``run``
 
     @property
-    def step_name(self) -> str:
-        """The name of the step. The demo adds the configuration to ``name``, as in "engine, fp8 cache"."""
+    def base_name(self) -> str:
+        """The key in ``steps.STEPS``: "engine" for "engine, fp8 cache", to which the demo adds its configuration."""
         return self.name.partition(",")[0]
 
 
 def has_run_card_step(ended_steps: Iterable[StepResult]) -> bool:
     """Return whether a step ran that can run on a card."""
-    return any(STATUSES[step.status].has_run for step in ended_steps if step.step_name in CARD_STEPS)
+    return any(STATUSES[step.status].has_run for step in ended_steps if step.base_name in CARD_STEPS)
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,6 @@ class CheckRun:
 
     model: str | None  # as typed
     exit: int | None  # the exit status; None if the run was cut off
-    steps: tuple[StepResult, ...]
+    steps: tuple[StepResult, ...]  # those that ended, and the findings so far of a step that was cut off
     on_a_card: bool | None = None  # whether the steps that can run on a card did; None if none of them ran
     evidence: files.Stamp = files.stamp_field("check")

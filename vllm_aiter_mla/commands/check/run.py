@@ -11,7 +11,7 @@ from pathlib import Path
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs, process
 from vllm_aiter_mla.commands.check import idle, show, steps
-from vllm_aiter_mla.commands.check.context import Context, WrongOptionError
+from vllm_aiter_mla.commands.check.context import StepContext, WrongOptionError
 from vllm_aiter_mla.commands.check.engine import steps as engine_steps
 from vllm_aiter_mla.commands.check.record import CheckRun, StepResult, has_run_card_step
 
@@ -20,18 +20,18 @@ MIN_WRITE_INTERVAL_SECONDS = 2.0
 
 
 @dataclass(slots=True)
-class Run:
-    """The selected steps, and the results of those that have ended."""
+class CheckRunner:
+    """Runs the selected steps, keeps the results of those that ended, and writes the files of --json and --html."""
 
-    context: Context
-    step_names: tuple[str, ...]  # the selected steps
-    model: str | None  # as typed
+    context: StepContext
+    step_names: tuple[str, ...]  # the selected steps, in order
+    model: str | None  # MODEL as typed
     json_path: Path | None = None  # the file of --json
     ended_steps: list[StepResult] = field(default_factory=list)
     _partial_steps: tuple[StepResult, ...] = ()  # the findings so far of the step that runs now; empty without any
     _written_at: float = 0.0  # when the file was last updated, by the monotonic clock
 
-    def run(self) -> None:
+    def run_and_record(self) -> None:
         """Run the steps. Update the JSON file after each step and while a step runs.
 
         Raises:
@@ -55,7 +55,7 @@ class Run:
             progress_message = f"check: {len(self.ended_steps)} of {len(self.step_names)} steps ended{file_message}"
             raise process.SignalError(*error.args, progress_message) from None
 
-    def record(self, exit_status: int | None) -> CheckRun:
+    def make_record(self, exit_status: int | None) -> CheckRun:
         """Return the record of the run. ``exit_status`` is None until the run ends, and stays None if it is cut off."""
         ran_on_card = self.context.options.can_use_gpu if has_run_card_step(self.ended_steps) else None
         return CheckRun(self.model, exit_status, (*self.ended_steps, *self._partial_steps), ran_on_card)
@@ -70,62 +70,62 @@ class Run:
         self._written_at = time.monotonic()
         if self.json_path is not None and self.json_path != outputs.STDOUT and not files.is_stream(self.json_path):
             with suppress(OSError):  # the last write reports a full disk
-                files.write_record(self.json_path, self.record(exit_status))
+                files.write_record(self.json_path, self.make_record(exit_status))
 
     def write_outputs(
-        self, exit_status: int, html: Path | None, render_page: Callable[[Sequence[Path]], str] | None
+        self, exit_status: int, html_path: Path | None, render_page: Callable[[Sequence[Path]], str] | None
     ) -> None:
         """Write the files of --json and --html. If a write fails, end the command with one line on stderr.
 
         The command then ends with ``exit_status``, or with ``EXIT_USAGE`` if ``exit_status`` is 0.
         """
-        record, failure_status = self.record(exit_status), exit_status or outputs.EXIT_USAGE
+        check_run, failure_status = self.make_record(exit_status), exit_status or outputs.EXIT_USAGE
         try:
             if self.json_path is not None:
-                outputs.write_output("check", self.json_path, files.to_json(record), failure_status)
+                outputs.write_output("check", self.json_path, files.to_json(check_run), failure_status)
         finally:  # write the page even if the JSON file could not be written
-            if html is not None and render_page is not None:
-                outputs.write_output(
-                    "check", html, _render_html(html, record, render_page, failure_status), failure_status
-                )
+            if html_path is not None and render_page is not None:
+                html_text = _render_html(html_path, check_run, render_page, failure_status)
+                outputs.write_output("check", html_path, html_text, failure_status)
 
 
 def _render_html(
-    html: Path, record: CheckRun, render_page: Callable[[Sequence[Path]], str], failure_status: int
+    html_path: Path, check_run: CheckRun, render_page: Callable[[Sequence[Path]], str], failure_status: int
 ) -> str:
     """Return the page of a record. If it cannot be rendered, end the command with ``failure_status``."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "check.json"
+        record_path = Path(folder) / "check.json"
         try:
-            files.write_record(path, record)
-            return render_page([path])
+            files.write_record(record_path, check_run)
+            return render_page([record_path])
         except (OSError, ValueError) as error:
-            outputs.fail(f"check: --html {html}: {str(error).replace(str(path), 'the record')}", failure_status)
+            problem = str(error).replace(str(record_path), "the record")
+            outputs.fail(f"check: --html {html_path}: {problem}", failure_status)
 
 
-def run_steps(context: Context, step_names: Sequence[str] = tuple(steps.STEPS)) -> Iterator[StepResult]:
+def run_steps(context: StepContext, step_names: Sequence[str] = tuple(steps.STEPS)) -> Iterator[StepResult]:
     """Run the steps in order; yield the result of each, then print it. A step that raises has failed.
 
     Raises:
         WrongOptionError: the model or an option is wrong.
     """
-    for number, name in enumerate(step_names, 1):
+    for number, step_name in enumerate(step_names, 1):
         started_at = time.monotonic()
-        with show.show_progress(name, number, len(step_names)) as context.progress.show_activity:
-            step = run_step(context, name)
+        with show.show_progress(step_name, number, len(step_names)) as context.progress.show_activity:
+            step = run_step(context, step_name)
         # Yield before printing, so that the caller saves the step even if a closed pipe ends the printing.
-        yield replace(step, name=name, seconds=round(time.monotonic() - started_at, 1))
-        show.print_findings(step, name in context.options.named_steps)
+        yield replace(step, name=step_name, seconds=round(time.monotonic() - started_at, 1))
+        show.print_findings(step, step_name in context.options.named_steps)
 
 
-def run_step(context: Context, name: str) -> StepResult:
-    """Run one step.
+def run_step(context: StepContext, step_name: str) -> StepResult:
+    """Run one step; return how it ended, still without its name and its time.
 
     Raises:
         WrongOptionError: the model or an option is wrong.
         SignalError: a signal asks this process to end.
     """
-    spec, options = steps.STEPS[name], context.options
+    spec, options = steps.STEPS[step_name], context.options
     reason = steps.shape_skip_reason(context.plan) if options.source is not None and spec.needs_shape else None
     if reason is not None:
         return StepResult("skipped", reason)
@@ -133,7 +133,7 @@ def run_step(context: Context, name: str) -> StepResult:
         if (
             spec.needs_idle_cards
             and options.can_use_gpu
-            and (reason := _step_cards_busy_reason(context, name)) is not None
+            and (reason := _step_cards_busy_reason(context, step_name)) is not None
         ):
             return StepResult("unknown", reason)
         return spec.run(context)
@@ -147,10 +147,10 @@ def run_step(context: Context, name: str) -> StepResult:
         return StepResult("failed", f"{type(error).__name__}: {error}")
 
 
-def _step_cards_busy_reason(context: Context, name: str) -> str | None:
+def _step_cards_busy_reason(context: StepContext, step_name: str) -> str | None:
     """Return why the cards of a step are busy, for example with a server; None if they are idle."""
-    num_cards = engine_steps.num_cards_of(context.plan) if name == "engine" and context.plan is not None else 1
-    return process.call(idle.busy_cards_reason, num_cards, environment=context.options.environment())
+    num_cards = engine_steps.num_cards_of(context.plan) if step_name == "engine" and context.plan is not None else 1
+    return process.call(idle.busy_cards_reason, num_cards, environment=context.options.server_environment())
 
 
 def exit_status_of(ended_steps: Sequence[StepResult], uses_cpu: bool, require_all: bool = False) -> int:
@@ -159,11 +159,11 @@ def exit_status_of(ended_steps: Sequence[StepResult], uses_cpu: bool, require_al
     An "unknown" step makes the check incomplete. With ``require_all``, which --only implies, a skipped step does too.
     Without ``require_all`` and ``uses_cpu``, a check is also incomplete if no step ran on a card.
     """
-    states = {step.status for step in ended_steps}
-    if "failed" in states:
+    statuses = {step.status for step in ended_steps}
+    if "failed" in statuses:
         return outputs.EXIT_FAILED
-    if "no gain" in states:
+    if "no gain" in statuses:
         return outputs.EXIT_NO_GAIN
-    if "unknown" in states or (require_all and "skipped" in states):
+    if "unknown" in statuses or (require_all and "skipped" in statuses):
         return outputs.EXIT_INCOMPLETE
     return outputs.EXIT_OK if require_all or uses_cpu or has_run_card_step(ended_steps) else outputs.EXIT_INCOMPLETE

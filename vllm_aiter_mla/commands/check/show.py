@@ -98,8 +98,8 @@ def print_findings(step: StepResult, is_full: bool) -> None:
             print(outputs.fold_text(f"  {outputs.one_line(line)}"))
 
 
-def print_table(model: str | None, ended_steps: Sequence[StepResult], last_line: str) -> None:
-    """Print the table of the steps and the last line."""
+def print_table(model: str | None, ended_steps: Sequence[StepResult], summary: str) -> None:
+    """Print the table of the steps, then the summary line."""
     console = outputs.Stdout(markup=False, highlight=False, width=outputs.terminal_width())
     title = f"check {outputs.one_line(model)}" if model else "check"
     table = Table("step", "outcome", "s", "finding", title=title, title_justify="left", box=box.ASCII)
@@ -107,7 +107,7 @@ def print_table(model: str | None, ended_steps: Sequence[StepResult], last_line:
         status_text = Text(step.status, TONE_STYLES[STATUSES[step.status].tone])
         table.add_row(step.name, status_text, f"{step.seconds:.0f}", outputs.one_line(step.detail))
     console.print(table)
-    print(outputs.fold_text(f"check: {last_line}"))
+    print(outputs.fold_text(f"check: {summary}"))
 
 
 def summary_line(ended_steps: Sequence[StepResult], exit_status: int, require_all: bool = False) -> str:

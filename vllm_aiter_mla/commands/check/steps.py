@@ -1,7 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the steps of ``check``, and the steps that need no card.
+"""The table of the steps of ``check``, and the functions of the three steps that need no card.
 
-A step takes a ``Context`` and returns a ``StepResult``, which says how it ended.
+A step takes a ``StepContext`` and returns a ``StepResult``, which says how it ended. Where each step lives:
+
+- ``machine`` and ``plan`` are functions here, over the folders ``commands.machine`` and ``commands.plan``. Those know
+  nothing of ``check``, so they are folders next to it.
+- ``issues`` is a function here. The plan has looked them up already, in ``commands.plan.issues``.
+- ``kernels`` and ``timing`` are in folders of their own below ``check``.
+- ``engine``, ``prefill``, ``decode`` and ``launches`` share the folder ``engine``: the last three compare what the
+  engines of the first recorded.
 """
 
 from collections import Counter
@@ -9,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_aiter_mla.commands import machine, process
-from vllm_aiter_mla.commands.check.context import Context, WrongOptionError
+from vllm_aiter_mla.commands.check.context import StepContext, WrongOptionError
 from vllm_aiter_mla.commands.check.engine.steps import (
     compare_decode_with_prefill,
     compare_engines,
@@ -27,25 +34,27 @@ from vllm_aiter_mla.commands.plan.record import NotKnownError, Plan
 NO_PLAN = "there is no plan"
 
 
-def inspect_machine(context: Context) -> StepResult:
+def inspect_machine(context: StepContext) -> StepResult:
     """Check the machine. The step fails if a check finds a problem.
 
     If --only names the step, a check without a result makes the step "unknown". In a full run the later steps find
     such faults. The checks run in a process of their own: a process that has loaded vLLM takes seconds to end at a
     signal.
     """
-    env = context.options.environment(with_assumed=False)
-    checks = process.call(machine.check_machine, env, environment=env)
+    environment = context.options.server_environment(with_assumed=False)
+    results = process.call(machine.check_machine, environment, environment=environment)
     is_named = "machine" in context.options.named_steps
-    counts = Counter(check.status for check in checks)
-    detail = ", ".join(f"{counts[name]} {name}" for name in ("ok", "warning", "problem", "unknown"))
-    problems = tuple(f"{check.name}: {check.detail} -> {check.remedy}" for check in checks if check.status == "problem")
-    lines = tuple(machine.check_lines(checks)) if is_named else problems
-    unknown = is_named and counts["unknown"]
-    return StepResult("failed" if problems else "unknown" if unknown else "passed", detail, lines, checks)
+    counts = Counter(result.status for result in results)
+    detail = ", ".join(f"{counts[status]} {status}" for status in ("ok", "warning", "problem", "unknown"))
+    problem_lines = tuple(
+        f"{result.name}: {result.detail} -> {result.remedy}" for result in results if result.status == "problem"
+    )
+    lines = tuple(machine.result_lines(results)) if is_named else problem_lines
+    status: StepStatus = "failed" if problem_lines else "unknown" if is_named and counts["unknown"] else "passed"
+    return StepResult(status, detail, lines, results)
 
 
-def plan_model(context: Context) -> StepResult:
+def plan_model(context: StepContext) -> StepResult:
     """Plan the model. The step fails unless every MLA layer would engage.
 
     Several sizes of tensor parallelism, as in ``-tp 1,2,4,8``, give several plans.
@@ -57,16 +66,18 @@ def plan_model(context: Context) -> StepResult:
     assert options.source is not None, "there is a model"
     tp_sizes, deployments = split_deployments(options.serve_arguments)
     try:
-        plans = planner.make_plans(options.source, deployments, options.arch, options.variables, options.verbose)
+        plans = planner.make_plans(
+            options.source, deployments, options.arch, options.plan_environment, options.is_verbose
+        )
     except ValueError as error:
         raise WrongOptionError(str(error)) from error
     except NotKnownError as error:
         return StepResult("unknown", str(error))
     if len(plans) > 1:
-        answers = (
+        engaged_texts = (
             "not known" if plan.outcome == "unknown" else f"{plan.layers.engaged}/{plan.layers.mla}" for plan in plans
         )
-        detail = ", ".join(f"-tp {tp_size}: {answer}" for tp_size, answer in zip(tp_sizes, answers, strict=True))
+        detail = ", ".join(f"-tp {tp_size}: {text}" for tp_size, text in zip(tp_sizes, engaged_texts, strict=True))
         return StepResult(_plan_step_status({plan.outcome for plan in plans}), detail, data=plans)
     context.plan = plan = plans[0]
     detail = f"{plan.layers.engaged}/{plan.layers.mla} MLA layers would engage on {plan.arch}"
@@ -83,7 +94,7 @@ def _plan_step_status(outcomes: set[str]) -> StepStatus:
     return "unknown" if "unknown" in outcomes else "passed"
 
 
-def look_up_issues(context: Context) -> StepResult:
+def look_up_issues(context: StepContext) -> StepResult:
     """List the known faults of AITER and vLLM that concern this shape."""
     if (reason := shape_skip_reason(context.plan)) is not None:
         return StepResult("skipped", f"not looked up: {reason}")
@@ -92,14 +103,15 @@ def look_up_issues(context: Context) -> StepResult:
     if not issues:
         return StepResult("passed", "none for this card, cache, number of heads, number of drafts and these versions")
     lines = tuple(f"{issue.id}: {issue.effect} ({issue.state}) -> {issue.remedy}: {issue.link}" for issue in issues)
-    return StepResult("failed" if context.options.strict else "warning", f"{len(issues)} for this shape", lines, issues)
+    status: StepStatus = "failed" if context.options.is_strict else "warning"
+    return StepResult(status, f"{len(issues)} for this shape", lines, issues)
 
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
     """The function of a step, and its requirements."""
 
-    run: Callable[[Context], StepResult]
+    run: Callable[[StepContext], StepResult]
     needs: tuple[str, ...] = ("plan",)  # steps that run before this one, if there is a model
     needs_model: bool = True
     needs_shape: bool = False  # the plan must know the shape of a layer

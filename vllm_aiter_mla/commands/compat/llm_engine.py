@@ -36,7 +36,7 @@ class Prompt(NamedTuple):
     id: str
     tokens: list[int]
     new_tokens: int  # how many to generate
-    arrival: int  # the engine's step at which the request arrives
+    arrival_step: int  # the engine's step at which the request arrives
 
 
 TokenLogprobs = tuple[int, dict[int, float]]
@@ -91,7 +91,7 @@ def reset_unsupported_options(parsed: Any) -> list[str]:
     )
 
 
-def hf_overrides_for_layers(args: Any, layers: int) -> dict[str, Any]:
+def hf_overrides_for_layers(args: Any, num_layers: int) -> dict[str, Any]:
     """Return ``hf_overrides`` of ``EngineArgs`` that set the number of layers, in the text part of the config."""
     from vllm.transformers_utils.config import get_config, get_hf_text_config
 
@@ -99,15 +99,17 @@ def hf_overrides_for_layers(args: Any, layers: int) -> dict[str, Any]:
         args.hf_config_path or args.model, args.trust_remote_code, args.revision, args.code_revision, args.config_format
     )
     text_config, overrides = get_hf_text_config(config), dict(args.hf_overrides or {})
-    layer_count = {text_config.attribute_map.get("num_hidden_layers", "num_hidden_layers"): layers}
-    part = next((name for name, value in vars(config).items() if value is text_config), None)
-    return overrides | (layer_count if part is None else {part: overrides.get(part, {}) | layer_count})
+    layer_count = {text_config.attribute_map.get("num_hidden_layers", "num_hidden_layers"): num_layers}
+    text_field = next((name for name, value in vars(config).items() if value is text_config), None)
+    if text_field is None:
+        return overrides | layer_count
+    return overrides | {text_field: overrides.get(text_field, {}) | layer_count}
 
 
-def start_engine(parsed: Any, random_layers: int | None) -> Any:
+def start_engine(parsed: Any, num_random_layers: int | None) -> Any:
     """Start vLLM's ``LLMEngine`` from parsed options of ``vllm serve``, with a server's defaults.
 
-    The model has ``random_layers`` layers with random weights. If that is None, the checkpoint is loaded.
+    The model has ``num_random_layers`` layers with random weights. If that is None, the checkpoint is loaded.
     """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -116,9 +118,9 @@ def start_engine(parsed: Any, random_layers: int | None) -> Any:
     args = EngineArgs.from_cli_args(parsed)
     args.skip_tokenizer_init, args.tokenizer = True, None
     args.worker_extension_cls = f"{KernelCounter.__module__}.{KernelCounter.__qualname__}"
-    if random_layers is not None:
+    if num_random_layers is not None:
         register_random_weights()
-        args.load_format, args.hf_overrides = RANDOM_LOAD_FORMAT, hf_overrides_for_layers(args, random_layers)
+        args.load_format, args.hf_overrides = RANDOM_LOAD_FORMAT, hf_overrides_for_layers(args, num_random_layers)
     return LLMEngine.from_engine_args(args, usage_context=UsageContext.OPENAI_API_SERVER)
 
 
@@ -126,21 +128,23 @@ def generate(engine: Any, prompts: Sequence[Prompt]) -> list[list[TokenLogprobs]
     """Run the engine on prompts, with greedy sampling. Return the tokens of each, with top-5 log-probabilities."""
     from vllm import SamplingParams
 
-    waiting = sorted(prompts, key=lambda prompt: prompt.arrival)
+    waiting = sorted(prompts, key=lambda prompt: prompt.arrival_step)
     completions: dict[str, list[TokenLogprobs]] = {}
     step = 0
     while waiting or engine.has_unfinished_requests():
-        while waiting and (waiting[0].arrival <= step or not engine.has_unfinished_requests()):
+        while waiting and (waiting[0].arrival_step <= step or not engine.has_unfinished_requests()):
             prompt = waiting.pop(0)
-            params = SamplingParams(
+            sampling_params = SamplingParams(
                 temperature=0, max_tokens=prompt.new_tokens, ignore_eos=True, detokenize=False, logprobs=5
             )
-            engine.add_request(prompt.id, {"prompt_token_ids": prompt.tokens}, params)
+            engine.add_request(prompt.id, {"prompt_token_ids": prompt.tokens}, sampling_params)
         for output in engine.step():
             if output.finished:
                 completion = output.outputs[0]
-                probs = [{id_: entry.logprob for id_, entry in token.items()} for token in completion.logprobs]
-                completions[output.request_id] = list(zip(completion.token_ids, probs, strict=True))
+                logprobs = [
+                    {token_id: entry.logprob for token_id, entry in entries.items()} for entries in completion.logprobs
+                ]
+                completions[output.request_id] = list(zip(completion.token_ids, logprobs, strict=True))
         step += 1
     return [completions[prompt.id] for prompt in prompts]
 
@@ -148,31 +152,31 @@ def generate(engine: Any, prompts: Sequence[Prompt]) -> list[list[TokenLogprobs]
 def prompt_logprobs(engine: Any, texts: Sequence[list[int]]) -> list[list[float]]:
     """Return the log-probability in prefill of each token of a text except the first."""
     return [
-        [probs[token].logprob for token, probs in zip(text[1:], output.prompt_logprobs[1:], strict=True)]
+        [entries[token].logprob for token, entries in zip(text[1:], output.prompt_logprobs[1:], strict=True)]
         for text, output in zip(texts, _prefill(engine, texts, prompt_logprobs=0), strict=True)
     ]
 
 
 def prefill_seconds(engine: Any, texts: Sequence[list[int]]) -> float:
     """Return the seconds until each of these texts has its first token. They arrive together."""
-    begin = time.perf_counter()
+    started_at = time.perf_counter()
     _prefill(engine, texts)
-    return time.perf_counter() - begin
+    return time.perf_counter() - started_at
 
 
-def _prefill(engine: Any, texts: Sequence[list[int]], **sampling: Any) -> list[Any]:
+def _prefill(engine: Any, texts: Sequence[list[int]], **sampling_options: Any) -> list[Any]:
     """Return vLLM's output for each text, with one new token. Requests that already run continue."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, **sampling)
-    waiting = {f"prefill-{number}": text for number, text in enumerate(texts)}
-    for request_id, text in waiting.items():
-        engine.add_request(request_id, {"prompt_token_ids": text}, params)
+    sampling_params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, **sampling_options)
+    text_by_request = {f"prefill-{number}": text for number, text in enumerate(texts)}
+    for request_id, text in text_by_request.items():
+        engine.add_request(request_id, {"prompt_token_ids": text}, sampling_params)
     outputs: dict[str, Any] = {}
     while len(outputs) < len(texts) and engine.has_unfinished_requests():
-        ended = [output for output in engine.step() if output.finished]
-        outputs |= {output.request_id: output for output in ended if output.request_id in waiting}
-    return [outputs[request_id] for request_id in waiting]
+        finished_outputs = [output for output in engine.step() if output.finished]
+        outputs |= {output.request_id: output for output in finished_outputs if output.request_id in text_by_request}
+    return [outputs[request_id] for request_id in text_by_request]
 
 
 @contextmanager
@@ -184,10 +188,10 @@ def decode_batch(engine: Any, prompts: Sequence[Prompt]) -> Iterator[None]:
     """
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=MAX_DECODED_TOKENS, ignore_eos=True, detokenize=False)
+    sampling_params = SamplingParams(temperature=0, max_tokens=MAX_DECODED_TOKENS, ignore_eos=True, detokenize=False)
     request_ids = [f"decoding-{prompt.id}" for prompt in prompts]
     for request_id, prompt in zip(request_ids, prompts, strict=True):
-        engine.add_request(request_id, {"prompt_token_ids": prompt.tokens}, params)
+        engine.add_request(request_id, {"prompt_token_ids": prompt.tokens}, sampling_params)
     max_running = min(len(request_ids), engine.vllm_config.scheduler_config.max_num_seqs)
     started_ids, has_ended = set[str](), False
     while len(started_ids) < max_running and not has_ended:  # a small token budget spreads prompts over many steps

@@ -84,9 +84,9 @@ class LayerKind(NamedTuple):
     """An MLA layer as vLLM built it. Facts that depend on weights or on a card's build are assumed to be right."""
 
     view: LayerView
-    format: str  # of its absorb weight, named as in ``kernels.absorb``
-    method: str  # the class that quantises ``kv_b_proj``
-    weight: str  # the dtype of that weight; empty if it is packed
+    weight_format: str  # of its absorb weight, named as in ``kernels.absorb``
+    kv_b_proj_method: str  # the class that quantises ``kv_b_proj``
+    kv_b_proj_dtype: str  # of the weight of ``kv_b_proj``; empty if that weight is packed
     has_rope: bool  # the layer, or the module around it, has a rotary embedding
     is_draft: bool  # it belongs to the draft model
     padded_heads: int = 0  # of AITER's decode kernel, if vLLM pads to it; else 0
@@ -99,8 +99,9 @@ def has_layerwise_connector(config: Any) -> bool:
         return False
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    connector, transfer = KVConnectorFactory.get_connector_class(config.kv_transfer_config), config.kv_transfer_config
-    return bool(connector.requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config))
+    transfer_config = config.kv_transfer_config
+    connector_class = KVConnectorFactory.get_connector_class(transfer_config)
+    return bool(connector_class.requires_piecewise_for_cudagraph(transfer_config.kv_connector_extra_config))
 
 
 def create_engine_config(args: Any) -> Any:
@@ -121,23 +122,23 @@ def build_mla_layers(config: Any) -> list[tuple[LayerKind, int]]:
     with module.installed(), _meta_device(config):
         models = [initialize_model(config), *_build_drafts(config)]
         current_platform.update_block_size_for_backend(config)
-    kinds: Counter[LayerKind] = Counter()
+    layer_kinds: Counter[LayerKind] = Counter()
     for index, model in enumerate(models):
         parents = {child: parent for parent in model.modules() for child in parent.children()}
         layers = (layer for layer in model.modules() if isinstance(layer, MLAAttention))
-        kinds.update(_layer_kind(layer, parents[layer], is_draft=index > 0) for layer in layers)
-    return kinds.most_common()
+        layer_kinds.update(_layer_kind(layer, parents[layer], is_draft=index > 0) for layer in layers)
+    return layer_kinds.most_common()
 
 
 def _build_drafts(config: Any) -> list[Any]:
     """Build the draft model, if there is one. Its modules show whether it has MLA: ``use_mla`` may not."""
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    spec = config.speculative_config
-    model_config = spec.draft_model_config if spec is not None else None
+    speculative_config = config.speculative_config
+    model_config = speculative_config.draft_model_config if speculative_config is not None else None
     if model_config is None or model_config is config.model_config:
         return []
-    if spec.method != "draft_model":
+    if speculative_config.method != "draft_model":
         return [initialize_model(config, model_config=model_config)]
     draft_config = copy(config)  # a separate model, as vLLM's proposer builds it
     draft_config.model_config = model_config
@@ -153,14 +154,14 @@ def _layer_kind(layer: Any, parent: Any, is_draft: bool) -> LayerKind:
     if not view.missing_names:
         dtype = str(layer._vllm_config.model_config.dtype).removeprefix("torch.")
         view = replace(view, has_absorbed_weight=True, has_rope_kernel=True, model_dtype=dtype)
-    weight = getattr(layer.kv_b_proj, "weight", None)
+    kv_b_proj_weight = getattr(layer.kv_b_proj, "weight", None)
     padded = padded_heads(layer)
-    fp4, fp8 = layer.is_aiter_triton_fp4_bmm_enabled, layer.is_aiter_triton_fp8_bmm_enabled
+    has_fp4_bmm, has_fp8_bmm = layer.is_aiter_triton_fp4_bmm_enabled, layer.is_aiter_triton_fp8_bmm_enabled
     return LayerKind(
         view,
-        "mxfp4" if fp4 else "fp8" if fp8 else "plain",
+        "mxfp4" if has_fp4_bmm else "fp8" if has_fp8_bmm else "plain",
         type(layer.kv_b_proj.quant_method).__name__,
-        "" if weight is None else str(weight.dtype).removeprefix("torch."),
+        "" if kv_b_proj_weight is None else str(kv_b_proj_weight.dtype).removeprefix("torch."),
         # The code of Transformers rotates q inside its own attention.
         any(getattr(holder, "rotary_emb", None) is not None for holder in (layer, parent))
         or layer._vllm_config.model_config.using_transformers_backend(),
@@ -175,7 +176,7 @@ def _meta_device(config: Any) -> Iterator[None]:
     """Build models on the meta device inside a block, with numbers 1 and 3 to 7 of the list above."""
     import torch
     from vllm.config import CompilationMode, ParallelConfig, set_current_vllm_config
-    from vllm.distributed import parallel_state as groups
+    from vllm.distributed import parallel_state
     from vllm.model_executor.layers.attention import Attention
     from vllm.platforms import current_platform
     from vllm.tokenizers import registry as tokenizers
@@ -190,9 +191,9 @@ def _meta_device(config: Any) -> Iterator[None]:
         patch(config.device_config, "device", torch.device("meta"))
         stack.enter_context(set_current_vllm_config(config))
         with mock.patch.object(config, "parallel_config", ParallelConfig()):
-            groups.init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
-            groups.initialize_model_parallel()
-        groups.get_tp_group().world_size = config.parallel_config.tensor_parallel_size
+            parallel_state.init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
+            parallel_state.initialize_model_parallel()
+        parallel_state.get_tp_group().world_size = config.parallel_config.tensor_parallel_size
         init_workspace_manager(torch.device("meta"))
         patch(config.compilation_config, "mode", CompilationMode.NONE)
         patch(config.parallel_config, "enable_expert_parallel", False)

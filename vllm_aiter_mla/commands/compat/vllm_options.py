@@ -32,17 +32,17 @@ VARIABLES = (USE_AITER, USE_AITER_MLA, FP8_BMM, FP4_BMM, BREAKABLE_GRAPHS, BATCH
 """Variables that decide whether layers engage, which format their weights have, and which all-reduce runs."""
 
 
-def allowed_plugins(variable: str) -> list[str]:
+def allowed_plugins(vllm_plugins: str) -> list[str]:
     """Return the plugins that ``VLLM_PLUGINS`` allows, as vLLM reads it. A blank is a part of a name."""
-    return variable.split(",")
+    return vllm_plugins.split(",")
 
 
 def unloaded_plugin_reason(environment: Mapping[str, str]) -> str | None:
-    """Return why a server with these variables does not load the plugin, or None. ``VLLM_PLUGINS`` is an allow-list."""
-    variable = environment.get("VLLM_PLUGINS")
-    if variable is None or NAMESPACE in allowed_plugins(variable):
+    """Return why a server in this environment does not load the plugin, or None. ``VLLM_PLUGINS`` is an allow-list."""
+    vllm_plugins = environment.get("VLLM_PLUGINS")
+    if vllm_plugins is None or NAMESPACE in allowed_plugins(vllm_plugins):
         return None
-    return f"VLLM_PLUGINS={variable!r} leaves {NAMESPACE} out: the flag will be unknown"
+    return f"VLLM_PLUGINS={vllm_plugins!r} leaves {NAMESPACE} out: the flag will be unknown"
 
 
 def load_plugins() -> None:
@@ -121,10 +121,9 @@ def _check_config_option(action: argparse.Action, value: Any, arguments: Sequenc
         f"{name}.NAME=VALUE" if name in dotted_options and name not in spellings[number:] else name
         for number, name in enumerate(spellings, 1)
     ]
-    file = " (the file of --config counts too)" * ("--config" in arguments)
-    _raise_value_error(
-        f"{action.option_strings[0]}: given as {' and as '.join(spelling_texts)}{file}; vLLM would use only the last"
-    )
+    file_note = " (the file of --config counts too)" * ("--config" in arguments)
+    given_text = f"{action.option_strings[0]}: given as {' and as '.join(spelling_texts)}{file_note}"
+    _raise_value_error(f"{given_text}; vLLM would use only the last")
 
 
 def _reads_any_json(action: Any) -> bool:
@@ -141,10 +140,10 @@ def reset_options(parsed: Any, should_reset: Callable[[str], bool]) -> list[str]
     ``should_reset`` returns whether to reset an option, by its name in the namespace, such as "max_num_seqs".
     """
     defaults = vars(serve_parser().parse_args([]))
-    changed = [name for name, value in vars(parsed).items() if should_reset(name) and value != defaults.get(name)]
-    for name in changed:
+    changed_names = [name for name, value in vars(parsed).items() if should_reset(name) and value != defaults.get(name)]
+    for name in changed_names:
         setattr(parsed, name, defaults.get(name))
-    return ["--" + name.replace("_", "-") for name in changed]
+    return ["--" + name.replace("_", "-") for name in changed_names]
 
 
 def _raise_value_error(message: str) -> NoReturn:

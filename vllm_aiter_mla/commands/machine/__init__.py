@@ -12,25 +12,25 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from unittest import mock
 
-from vllm_aiter_mla.commands.machine.checks import CHECKS, CheckFunction, CheckResult, Env
+from vllm_aiter_mla.commands.machine.checks import CHECKS, CheckFunction, CheckResult, Environment
 
 
-def check_machine(env: Env) -> tuple[CheckResult, ...]:
-    """Run every check on this machine, for a server with these environment variables."""
+def check_machine(environment: Environment) -> tuple[CheckResult, ...]:
+    """Run every check on this machine, for a server with this environment."""
     logging.disable(logging.WARNING)  # vLLM's warnings would repeat what the checks find
     try:
         with forbid_aiter_import():
-            return run_checks(CHECKS, env)
+            return run_checks(CHECKS, environment)
     finally:
         logging.disable(logging.NOTSET)
 
 
-def run_checks(checks: Iterable[CheckFunction], env: Env) -> tuple[CheckResult, ...]:
+def run_checks(checks: Iterable[CheckFunction], environment: Environment) -> tuple[CheckResult, ...]:
     """Run every check. If a check raises, its status is "unknown", and the others still run."""
     results = []
     for check in checks:
         try:
-            result = check(env)
+            result = check(environment)
         except (Exception, SystemExit) as error:  # an import may raise SystemExit
             first_line = next(iter(str(error).strip().splitlines()), "")
             result = CheckResult("unknown", f"the check failed: {type(error).__name__}: {first_line}")
@@ -38,12 +38,12 @@ def run_checks(checks: Iterable[CheckFunction], env: Env) -> tuple[CheckResult, 
     return tuple(results)
 
 
-def check_lines(checks: Sequence[CheckResult]) -> Iterator[str]:
+def result_lines(results: Sequence[CheckResult]) -> Iterator[str]:
     """Yield one line per check: its status, its name, its finding and its remedy."""
-    width = max(len(check.name) for check in checks)
-    for check in checks:
-        remedy = f" -> {check.remedy}" if check.remedy else ""
-        yield f"{check.status:<8} {check.name:<{width}}  {' '.join(check.detail.split())}{remedy}"
+    width = max(len(result.name) for result in results)
+    for result in results:
+        remedy_text = f" -> {result.remedy}" if result.remedy else ""
+        yield f"{result.status:<8} {result.name:<{width}}  {' '.join(result.detail.split())}{remedy_text}"
 
 
 def check_name(check: CheckFunction) -> str:

@@ -39,9 +39,9 @@ class CheckResult:
     name: str = ""  # of the check; ``run_checks`` sets it
 
 
-Env = Mapping[str, str]
-"""Environment variables."""
-CheckFunction = Callable[[Env], CheckResult]
+Environment = Mapping[str, str]
+"""The environment of a server: the value of each variable."""
+CheckFunction = Callable[[Environment], CheckResult]
 
 MIN_ROCM_MAJOR = 7
 # Tests replace these paths.
@@ -62,7 +62,7 @@ SWITCHES = {
 """vLLM's switches: the value that the fast path needs, and the default in all supported releases (vllm/envs.py)."""
 
 
-def check_torch(env: Env) -> CheckResult:
+def check_torch(environment: Environment) -> CheckResult:
     """Check that torch is installed and built for ROCm."""
     try:
         module = import_module("torch")
@@ -71,14 +71,14 @@ def check_torch(env: Env) -> CheckResult:
     built_for = installed_device().built_for
     if built_for.startswith("ROCm"):
         return CheckResult("ok", f"{module.__version__} for {built_for}")
-    kind = f"for {built_for}" if built_for else "a CPU build"
+    build_text = f"for {built_for}" if built_for else "a CPU build"
     if gpu_arch() is not None:
-        detail = f"{module.__version__}, {kind}: the fast path needs ROCm"
+        detail = f"{module.__version__}, {build_text}: the fast path needs ROCm"
         return CheckResult("problem", detail, "use the ROCm build of torch")
-    return CheckResult("warning", f"{module.__version__}, {kind}: the plan and tests run, nothing else", SEE_GPU)
+    return CheckResult("warning", f"{module.__version__}, {build_text}: the plan and tests run, nothing else", SEE_GPU)
 
 
-def check_rocm(env: Env) -> CheckResult:
+def check_rocm(environment: Environment) -> CheckResult:
     """Check the ROCm release that torch was built for, or else the installed one."""
     version = rocm_version()
     if version is None:
@@ -88,7 +88,7 @@ def check_rocm(env: Env) -> CheckResult:
     return CheckResult("problem", f"{version}: AITER's bf16 arithmetic is wrong before 7", "use ROCm 7 or newer")
 
 
-def check_gpu(env: Env) -> CheckResult:
+def check_gpu(environment: Environment) -> CheckResult:
     """Check the card's architecture."""
     arch = gpu_arch()
     if arch is None:
@@ -100,7 +100,7 @@ def check_gpu(env: Env) -> CheckResult:
     return CheckResult("problem", f"{arch} (platform): not an AMD card, and {CONDITIONS}", REMEDIES["platform"])
 
 
-def check_triton(env: Env) -> CheckResult:
+def check_triton(environment: Environment) -> CheckResult:
     """Check that Triton is installed. With an fp8 KV cache ``kernel=auto`` runs none of our other kernels."""
     try:
         return CheckResult("ok", f"triton {import_module('triton').__version__}")
@@ -114,7 +114,7 @@ def check_triton(env: Env) -> CheckResult:
     )
 
 
-def check_hip_python(env: Env) -> CheckResult:
+def check_hip_python(environment: Environment) -> CheckResult:
     """Check that hip-python works and is made for this ROCm. Only the step ``kernels`` needs it."""
     module_or_problem, version, rocm = bindings.find(), bindings.version(), rocm_version()
     if module_or_problem == bindings.ABSENT and rocm is None:
@@ -127,18 +127,18 @@ def check_hip_python(env: Env) -> CheckResult:
     return CheckResult("ok", f"hip-python {version or 'without metadata'}")
 
 
-def check_vllm(env: Env) -> CheckResult:
+def check_vllm(environment: Environment) -> CheckResult:
     """Check that vLLM's version is supported, without importing vLLM."""
     version = vllm_version()
-    window = "{}.{} <= vLLM < {}.{}".format(*release.WINDOW[0], *release.WINDOW[1])
+    window_text = "{}.{} <= vLLM < {}.{}".format(*release.WINDOW[0], *release.WINDOW[1])
     if version is None:
-        return CheckResult("problem", "vLLM is not installed", f"install vLLM for ROCm, {window}")
+        return CheckResult("problem", "vLLM is not installed", f"install vLLM for ROCm, {window_text}")
     if release.in_window(version):
-        return CheckResult("ok", f"{version}, inside {window}")
-    return CheckResult("problem", f"{version} is outside {window}: the plugin stays off", REMEDIES["vllm_version"])
+        return CheckResult("ok", f"{version}, inside {window_text}")
+    return CheckResult("problem", f"{version} is outside {window_text}: the plugin stays off", REMEDIES["vllm_version"])
 
 
-def check_plugin(env: Env) -> CheckResult:
+def check_plugin(environment: Environment) -> CheckResult:
     """Check that vLLM finds this plugin. ``VLLM_PLUGINS`` is an allow-list: if it is set, it must name the plugin."""
     entry_points = importlib.metadata.entry_points(group=GENERAL_PLUGINS_GROUP)
     own_targets = {point.value for point in entry_points if point.name == NAMESPACE}
@@ -152,28 +152,28 @@ def check_plugin(env: Env) -> CheckResult:
         )
     if len(own_targets) > 1:
         return CheckResult("warning", f"{NAMESPACE} is registered more than once", "remove all but one installation")
-    if (reason := vllm_options.unloaded_plugin_reason(env)) is not None:
+    if (reason := vllm_options.unloaded_plugin_reason(environment)) is not None:
         return CheckResult("problem", reason, vllm_options.PLUGIN_REMEDY)
     return CheckResult("ok", f"entry point {NAMESPACE} = {own_targets.pop()}{others_text}")
 
 
-def check_surface(env: Env) -> CheckResult:
+def check_surface(environment: Environment) -> CheckResult:
     """Check that vLLM has the hooks that the plugin needs, and that its MLA ops have the expected arguments."""
     if vllm_version() is None:
         return NO_VLLM
     from vllm_aiter_mla.compat.layer import missing_names
 
-    missing = (*release.missing_capabilities(), *missing_names())
+    missing_hooks = (*release.missing_capabilities(), *missing_names())
     differences = (*release.op_differences(fused=False), *release.op_differences(fused=True))
-    if missing or differences:
-        problem = "; ".join([*(f"this vLLM lacks {name}" for name in missing), *differences])
+    if missing_hooks or differences:
+        problem = "; ".join([*(f"this vLLM lacks {name}" for name in missing_hooks), *differences])
         return CheckResult(
-            "problem", f"{problem}: the plugin stays off", REMEDIES["capability" if missing else "op_schema"]
+            "problem", f"{problem}: the plugin stays off", REMEDIES["capability" if missing_hooks else "op_schema"]
         )
     return CheckResult("ok", "vLLM has every hook that the plugin needs, and the MLA ops that it knows")
 
 
-def check_patches(env: Env) -> CheckResult:
+def check_patches(environment: Environment) -> CheckResult:
     """Apply the plugin's patches and define its ops, as a server does."""
     if vllm_version() is None:
         return NO_VLLM
@@ -193,7 +193,7 @@ def check_patches(env: Env) -> CheckResult:
     return CheckResult("warning", failure_texts, "use additional_config.aiter_mla instead of the flag")
 
 
-def check_aiter(env: Env) -> CheckResult:
+def check_aiter(environment: Environment) -> CheckResult:
     """Check AITER by its files, without importing it."""
     install = op.locate_aiter()
     if install.reason is not None:
@@ -207,31 +207,32 @@ def check_aiter(env: Env) -> CheckResult:
     return CheckResult("warning", detail, "nothing; expect a slow first start")
 
 
-def check_code_objects(env: Env) -> CheckResult:
+def check_code_objects(environment: Environment) -> CheckResult:
     """Check that compiled modules of vLLM and AITER with AMD code have code for this card."""
     arch = gpu_arch()
     if arch is None or not arch.startswith("gfx"):
         return CheckResult("unknown", "no AMD card is visible here", SEE_GPU)
-    by_module = {path: architectures_of(path) for path in compiled_modules()}
-    with_code = {path: architectures for path, architectures in by_module.items() if architectures}
-    if not with_code:  # a CPU build, or a compressed bundle
+    architectures_by_module = {path: architectures_of(path) for path in compiled_modules()}
+    modules_with_code = {path: archs for path, archs in architectures_by_module.items() if archs}
+    if not modules_with_code:  # a CPU build, or a compressed bundle
         return CheckResult(
-            "unknown", f"no AMD code can be seen in {len(by_module)} modules of vLLM and AITER", SEE_VLLM
+            "unknown", f"no AMD code can be seen in {len(architectures_by_module)} modules of vLLM and AITER", SEE_VLLM
         )
-    missing = [path.name for path, architectures in with_code.items() if arch not in architectures]
-    if missing:
-        return CheckResult("problem", f"no code for {arch} in {', '.join(missing)}", "install builds for this card")
-    return CheckResult("ok", f"{len(with_code)} modules hold code for {arch}")
+    lacking_modules = [path.name for path, archs in modules_with_code.items() if arch not in archs]
+    if lacking_modules:
+        problem = f"no code for {arch} in {', '.join(lacking_modules)}"
+        return CheckResult("problem", problem, "install builds for this card")
+    return CheckResult("ok", f"{len(modules_with_code)} modules hold code for {arch}")
 
 
 def compiled_modules() -> list[Path]:
     """Return the paths of vLLM's shared objects and of AITER's built modules."""
-    modules: list[Path] = []
+    module_paths: list[Path] = []
     for package, pattern in (("vllm", "*.so"), ("aiter", "jit/*.so")):
         spec = importlib.util.find_spec(package)
         if spec is not None and spec.origin is not None:
-            modules += sorted(Path(spec.origin).parent.glob(pattern))
-    return modules
+            module_paths += sorted(Path(spec.origin).parent.glob(pattern))
+    return module_paths
 
 
 def architectures_of(path: Path) -> set[str]:
@@ -240,51 +241,59 @@ def architectures_of(path: Path) -> set[str]:
         return {name.decode() for name in re.findall(rb"amdgcn-amd-amdhsa--(gfx[0-9a-f]+)", content)}
 
 
-def check_verified(env: Env) -> CheckResult:
+def check_verified(environment: Environment) -> CheckResult:
     """Check whether this project has run the releases here. Without a card it has run no ROCm and no AITER."""
-    installed = {
+    installed_versions = {
         "vLLM": vllm_version(),
         "torch": packages.installed_distribution("torch"),
         "Python": platform.python_version(),
         "ROCm": rocm_version(),
         "AITER": packages.installed_distribution(*packages.AITER),
     }
-    lines = {name: ".".join(text.split()[-1].split(".")[:2]) for name, text in installed.items() if text is not None}
-    verified_releases = files.load(VERIFIED)
-    untested = ", ".join(f"{name} {line}" for name, line in lines.items() if line not in verified_releases[name])
+    release_lines = {
+        name: ".".join(version.split()[-1].split(".")[:2])
+        for name, version in installed_versions.items()
+        if version is not None
+    }
+    evidence = files.load(VERIFIED)
+    untested = [f"{name} {line}" for name, line in release_lines.items() if line not in evidence[name]]
     if untested:
-        return CheckResult(
-            "warning", f"never run by this project: {untested}", "run `vllm-aiter-mla check` where you serve"
-        )
+        finding = f"never run by this project: {', '.join(untested)}"
+        return CheckResult("warning", finding, "run `vllm-aiter-mla check` where you serve")
     return CheckResult(
-        "ok", "; ".join(f"{name} {line}: {verified_releases[name][line]}" for name, line in lines.items())
+        "ok", "; ".join(f"{name} {line}: {evidence[name][line]}" for name, line in release_lines.items())
     )
 
 
-def check_atom(env: Env) -> CheckResult:
+def check_atom(environment: Environment) -> CheckResult:
     """Check that ATOM's platform plugin, which replaces the models, is absent or off."""
     if not any(
         _package_name(point) == "atom" for point in importlib.metadata.entry_points(group=PLATFORM_PLUGINS_GROUP)
     ):
         return CheckResult("ok", "ATOM's vLLM plugin is not installed")
-    if env.get("ATOM_DISABLE_VLLM_PLUGIN") == "1":
+    if environment.get("ATOM_DISABLE_VLLM_PLUGIN") == "1":
         return CheckResult("ok", "installed and switched off by ATOM_DISABLE_VLLM_PLUGIN=1")
     return CheckResult("problem", "ATOM's plugin owns the model: this plugin stays off", REMEDIES["atom"])
 
 
-def check_switches(env: Env) -> CheckResult:
+def check_switches(environment: Environment) -> CheckResult:
     """Check vLLM's variables: AITER and its MLA are on, batch invariance is off, and MLA is not disabled."""
     try:
-        is_on = {name: _is_on(name, env[name]) if name in env else SWITCHES[name][1] for name in SWITCHES}
+        is_on = {
+            name: _is_on(name, environment[name]) if name in environment else SWITCHES[name][1] for name in SWITCHES
+        }
     except ValueError as error:
         return CheckResult("problem", f"vLLM does not start: {error}", "set 0 or 1")
     wrong_switches = [name for name, (required, _) in SWITCHES.items() if is_on[name] != required]
     if not wrong_switches:
         return CheckResult(
-            "ok", ", ".join(f"{name}={env[name]}" if name in env else f"{name} unset" for name in SWITCHES)
+            "ok",
+            ", ".join(f"{name}={environment[name]}" if name in environment else f"{name} unset" for name in SWITCHES),
         )
     code = "mla_disabled" if vllm_options.NO_MLA in wrong_switches else "aiter_off"
-    needed = ", ".join(f"{name}={int(SWITCHES[name][0])} (it is {env.get(name, 'unset')})" for name in wrong_switches)
+    needed = ", ".join(
+        f"{name}={int(SWITCHES[name][0])} (it is {environment.get(name, 'unset')})" for name in wrong_switches
+    )
     detail = f"{code}: vLLM takes another attention, so no layer engages without {needed}"
     # Without ROCm vLLM does not read AITER's switches.
     is_problem = rocm_version() is not None or any(not SWITCHES[name][0] for name in wrong_switches)

@@ -14,7 +14,7 @@ from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.commands.compat.rocm_config import LayerKind
 from vllm_aiter_mla.commands.compat.vllm_options import FP4_BMM, FP8_BMM, USE_AITER, VARIABLES
 from vllm_aiter_mla.commands.plan import kernels, record
-from vllm_aiter_mla.commands.plan.record import Variables
+from vllm_aiter_mla.commands.plan.record import PlanEnvironment
 from vllm_aiter_mla.commands.plan.vllm_facts import EngineFacts, LoadedVllm, VllmFacts
 from vllm_aiter_mla.kernels import formulas, vllm_own
 from vllm_aiter_mla.kernels.absorb import FORMATS
@@ -33,7 +33,7 @@ MAX_VALUES = {
 """The option of each number, and the largest value: above that the sizes of a plan do not fit 64 bits."""
 
 
-def make_plan(facts: VllmFacts, vllm: LoadedVllm, variables: Variables) -> record.Plan:
+def make_plan(facts: VllmFacts, vllm: LoadedVllm, plan_environment: PlanEnvironment) -> record.Plan:
     """Return the record of a plan. Its kernels and figures are for the most frequent kind of layer.
 
     Raises:
@@ -49,42 +49,43 @@ def make_plan(facts: VllmFacts, vllm: LoadedVllm, variables: Variables) -> recor
     limit = engine.gate.limit if engine.gate else admission.decode_limit(*sizes)
     kind_plans = [_plan_layer_kind(vllm.arch, settings, engine, *layer, limit) for layer in facts.layers]
     main_kind = kind_plans[0] if kind_plans else None
-    total = sum(kind_plan.count for kind_plan in kind_plans) or model.listed_layers
+    num_mla_layers = sum(kind_plan.count for kind_plan in kind_plans) or model.listed_layers
     engine_skips = engine_reasons(facts)
-    engaged = 0 if engine_skips else sum(kind_plan.count for kind_plan in kind_plans if not kind_plan.reasons)
+    num_engaged = 0 if engine_skips else sum(kind_plan.count for kind_plan in kind_plans if not kind_plan.reasons)
     # If the engine is skipped, its reason also explains another attention implementation, or Transformers' forward.
     engine_codes = {reason.code for reason in engine_skips} | ({"impl"} if engine_skips else set())
     if engine.view.model_impl:
         engine_codes |= {"unknown_forward"}
     is_supported = not any(reason.code in admission.UNSUPPORTED_CODES for reason in engine_skips)
-    reasons = [*engine_skips, *_layer_reasons(kind_plans if is_supported else [], total, engine_codes)]
-    formats: Counter[str] = Counter()
+    reasons = [*engine_skips, *_layer_reasons(kind_plans if is_supported else [], num_mla_layers, engine_codes)]
+    layers_by_weight_format: Counter[str] = Counter()
     for kind_plan in kind_plans:
-        formats[kind_plan.layer_kind.format] += kind_plan.count
-    drafts = sum(kind_plan.count for kind_plan in kind_plans if kind_plan.layer_kind.is_draft)
+        layers_by_weight_format[kind_plan.layer_kind.weight_format] += kind_plan.count
+    num_draft_layers = sum(kind_plan.count for kind_plan in kind_plans if kind_plan.layer_kind.is_draft)
     return record.Plan(
         plugin=__version__,
         vllm=vllm.version,
         model=replace(
             model,
             notes=tuple(facts.user_options.notes),
-            kinds=tuple(kind_plan.sizes() for kind_plan in kind_plans),
+            kinds=tuple(kind_plan.make_record() for kind_plan in kind_plans),
         ),
         arch=vllm.arch,
         options=engine.options,
-        environment={name: (str(int(is_on)), "default") for name, is_on in vllm.switches.items()} | dict(variables),
+        environment={name: (str(int(is_on)), "default") for name, is_on in vllm.switches.items()}
+        | dict(plan_environment),
         heads_per_rank=main_kind.view.num_heads if main_kind else 0,
-        absorb_weight=main_kind.layer_kind.format if main_kind else None,
-        absorb_weights=dict(formats),
+        absorb_weight=main_kind.layer_kind.weight_format if main_kind else None,
+        absorb_weights=dict(layers_by_weight_format),
         limit=limit,
         **_graph_fields(engine, facts.user_options.settings, limit),
-        outcome=_outcome(reasons, engaged, total),
-        layers=record.Layers(total, drafts, model.num_layers, engaged),
+        outcome=_outcome(reasons, num_engaged, num_mla_layers),
+        layers=record.LayerCounts(num_mla_layers, num_draft_layers, model.num_layers, num_engaged),
         reasons=tuple(reasons),
         kernels=main_kind.spans if main_kind else None,
         figures=_figures(model, main_kind, limit, engine.view.enforce_eager) if main_kind else None,
-        assumptions=tuple(_assumptions(facts, vllm, variables, main_kind)),
-        warnings=tuple(_unknown_variable_warnings(variables, vllm.version)),
+        assumptions=tuple(_assumptions(facts, vllm, plan_environment, main_kind)),
+        warnings=tuple(_unknown_variable_warnings(plan_environment, vllm.version)),
     )
 
 
@@ -109,12 +110,12 @@ class _LayerKindPlan:
         """Whether the KV cache is in fp8."""
         return record.is_fp8_cache(self.view.kv_cache_dtype)
 
-    def sizes(self) -> record.Kind:
+    def make_record(self) -> record.LayerKindRecord:
         """Return the number of such layers and their sizes, with the heads of all ranks."""
         layer_kind, (heads, nope, rope, latent, v) = self.layer_kind, self.view.sizes
-        return record.Kind(
+        return record.LayerKindRecord(
             self.count, heads * self.tp, self.view.is_sparse, nope, rope, latent, v, layer_kind.has_rope,
-            layer_kind.method, layer_kind.weight,
+            layer_kind.kv_b_proj_method, layer_kind.kv_b_proj_dtype,
         )  # fmt: skip
 
 
@@ -131,7 +132,7 @@ def _plan_layer_kind(
         reasons = [layer_kind.module_skip]
     block_size = engine.options.block_size
     assert block_size is not None, "vLLM sets it when it builds the layers"
-    decision, spans = kernels.decide_kernels(arch, settings, view, layer_kind.format, block_size, limit)
+    decision, spans = kernels.decide_kernels(arch, settings, view, layer_kind.weight_format, block_size, limit)
     reasons += [decision.skip] if decision.skip else []
     prepared_heads = heads if is_unpadded else layer_kind.padded_heads or heads
     return _LayerKindPlan(layer_kind, count, engine.options.tp, prepared_heads, tuple(reasons), spans)
@@ -160,26 +161,27 @@ def _integration(engine: EngineFacts, settings: Settings) -> str:
     return engine.gate.integration if engine.gate else integration_of(engine.view, settings)
 
 
-def _outcome(reasons: list[Skip], engaged: int, total: int) -> str:
+def _outcome(reasons: list[Skip], num_engaged: int, num_mla_layers: int) -> str:
     """Return "engaged", "some", "skipped" or "unknown"."""
-    if total and engaged == total:
+    if num_mla_layers and num_engaged == num_mla_layers:
         return "engaged"
     known_reasons = [reason for reason in reasons if reason.code not in UNKNOWN_CODES]
     if len(known_reasons) < len(reasons) and not any(reason.level == "engine" for reason in known_reasons):
         return "unknown"
-    return "some" if engaged else "skipped"
+    return "some" if num_engaged else "skipped"
 
 
-def _layer_reasons(kind_plans: list[_LayerKindPlan], total: int, engine_codes: set[str]) -> list[Skip]:
+def _layer_reasons(kind_plans: list[_LayerKindPlan], num_mla_layers: int, engine_codes: set[str]) -> list[Skip]:
     """Return the reasons of layers without those of the engine. Each has its number of layers if others lack it."""
-    layers: Counter[Skip] = Counter()
+    layers_by_reason: Counter[Skip] = Counter()
     for kind_plan in kind_plans:
-        layers.update(dict.fromkeys(kind_plan.reasons, kind_plan.count))
-    return [
-        replace(reason, message=("" if count == total else f"{count} of {total} layers: ") + reason.message)
-        for reason, count in layers.items()
-        if reason.code not in engine_codes
-    ]
+        layers_by_reason.update(dict.fromkeys(kind_plan.reasons, kind_plan.count))
+    reasons = []
+    for reason, count in layers_by_reason.items():
+        if reason.code not in engine_codes:
+            share_text = "" if count == num_mla_layers else f"{count} of {num_mla_layers} layers: "
+            reasons.append(replace(reason, message=share_text + reason.message))
+    return reasons
 
 
 def _graph_fields(engine: EngineFacts, settings: Settings, limit: int) -> dict[str, Any]:
@@ -192,12 +194,12 @@ def _graph_fields(engine: EngineFacts, settings: Settings, limit: int) -> dict[s
     return {
         "integration": _integration(engine, settings),
         "passes_skip": passes_skip(view),
-        "compile_ranges": record.Ranges(
+        "compile_ranges": record.CompileRanges(
             ranges,
             sum(admission.is_within_limit(end, limit) for _, end in ranges) if runs_passes else 0,
             "" if is_compiled else "none: vLLM compiles no graph with these options",
         ),
-        "captures": record.Captures(
+        "captures": record.CapturedSizes(
             tuple(size for size in sizes if size <= limit),
             tuple(size for size in sizes if size > limit),
             "" if sizes else f"none: {no_graph_cause}",
@@ -212,12 +214,12 @@ def _figures(model: record.Model, kind_plan: _LayerKindPlan, limit: int, is_eage
     heads, nope, rope, latent, _ = kind_plan.view.sizes
     by_tokens: dict[int, dict[str, record.Cost]] = {}
     for tokens in sorted({1, min(64, limit), limit}):
-        size = formulas.StepSize(
-            tokens, heads, nope, rope, latent, cache_value_bytes, FORMATS[kind_plan.layer_kind.format].bytes
+        step_size = formulas.StepSize(
+            tokens, heads, nope, rope, latent, cache_value_bytes, FORMATS[kind_plan.layer_kind.weight_format].bytes
         )
         by_tokens[tokens] = {
             name: record.Cost(launches, len(launches) * kind_plan.count, formulas.moved(launches))
-            for name, launches in formulas.paths(size, is_eager).items()
+            for name, launches in formulas.paths(step_size, is_eager).items()
         }
     return record.Figures(
         kind_plan.count,
@@ -230,7 +232,7 @@ def _figures(model: record.Model, kind_plan: _LayerKindPlan, limit: int, is_eage
 
 
 def _assumptions(
-    facts: VllmFacts, vllm: LoadedVllm, variables: Variables, main_kind: _LayerKindPlan | None
+    facts: VllmFacts, vllm: LoadedVllm, plan_environment: PlanEnvironment, main_kind: _LayerKindPlan | None
 ) -> Iterator[str]:
     """Yield a sentence for each default of vLLM, and for each fact that only a card can show.
 
@@ -242,12 +244,12 @@ def _assumptions(
             "vLLM finds no AMD card here (that takes torch for ROCm, and amdsmi): it ran with a simulated driver, "
             f"simulated cards and libraries of {arch}"
         )
-    yield from _default_notes(facts, vllm, variables)
+    yield from _default_notes(facts, vllm, plan_environment)
     if facts.model.is_mla and not settings.enabled:
         yield f"pass_config.{FLAG_FIELD} is not given: planned as if it were true"
     if facts.model.is_mla:
         yield "ROCm 7 or newer, an AITER with the 15-argument op: `vllm-aiter-mla check --only machine` looks"
-    for name, (value, _) in variables.items():
+    for name, (value, _) in plan_environment.items():
         if name not in VARIABLES and (vllm_options.has_variable(name) or not name.startswith("VLLM_")):
             yield f"{name}={value} is passed on to vLLM, and does not change the plan"
     heads = main_kind.view.num_heads if main_kind else 0
@@ -263,9 +265,9 @@ def _assumptions(
     yield from facts.user_options.notes
 
 
-def _unknown_variable_warnings(variables: Variables, version: str) -> Iterator[str]:
+def _unknown_variable_warnings(plan_environment: PlanEnvironment, version: str) -> Iterator[str]:
     """Yield a warning for each variable with vLLM's prefix that this release does not have."""
-    for name, (value, _) in variables.items():
+    for name, (value, _) in plan_environment.items():
         if name.startswith("VLLM_") and name not in VARIABLES and not vllm_options.has_variable(name):
             similar = get_close_matches(name, vllm_options.variable_names(), 1, serve_options.MIN_VARIABLE_SIMILARITY)
             hint = f"; did you mean {similar[0]}?" if similar else ""
@@ -274,22 +276,22 @@ def _unknown_variable_warnings(variables: Variables, version: str) -> Iterator[s
             yield f"{name}={value}: vLLM {version} has no variable of that name{hint}"
 
 
-def _default_notes(facts: VllmFacts, vllm: LoadedVllm, variables: Variables) -> Iterator[str]:
+def _default_notes(facts: VllmFacts, vllm: LoadedVllm, plan_environment: PlanEnvironment) -> Iterator[str]:
     """Yield a sentence for each unset option and variable whose default is that of the installed vLLM."""
     arch, release = vllm.arch, vllm.version
-    batch = {"max_num_seqs": f"the API server's default in vLLM {release} on {arch}",
-             "max_num_batched_tokens": "that server's default"}  # fmt: skip
-    for name, origin in batch.items():
+    default_origins = {"max_num_seqs": f"the API server's default in vLLM {release} on {arch}",
+                       "max_num_batched_tokens": "that server's default"}  # fmt: skip
+    for name, origin in default_origins.items():
         if getattr(facts.user_options, name) is None:
             yield f"--{name.replace('_', '-')} is not given: {getattr(facts.engine.options, name)}, {origin}"
-    if variables[USE_AITER][1] == "default":
+    if plan_environment[USE_AITER][1] == "default":
         yield f"{USE_AITER}=1 is assumed; vLLM's default is 0: export it"
     # The fp4 switch acts on gfx950 only, and only where kv_b_proj is in bfloat16.
     if not facts.model.is_mla:
         return
-    is_bf16 = any(kind.weight == "bfloat16" for kind, _ in facts.layers)
-    for name in (FP8_BMM, FP4_BMM) if arch == "gfx950" and is_bf16 else (FP8_BMM,):
-        if name not in variables:
+    has_bf16 = any(layer_kind.kv_b_proj_dtype == "bfloat16" for layer_kind, _ in facts.layers)
+    for name in (FP8_BMM, FP4_BMM) if arch == "gfx950" and has_bf16 else (FP8_BMM,):
+        if name not in plan_environment:
             state, preposition, value = ("on", "without", 0) if vllm.switches[name] else ("off", "with", 1)
-            default = f"{name} is unset: {state}, the default of vLLM {release}"
-            yield f"{default}; plan {preposition} it by --env {name}={value}"
+            default_text = f"{name} is unset: {state}, the default of vLLM {release}"
+            yield f"{default_text}; plan {preposition} it by --env {name}={value}"

@@ -16,14 +16,14 @@ from typing import TypeVar
 from vllm_aiter_mla.admission import LayerView
 from vllm_aiter_mla.commands.compat import rocm_config
 from vllm_aiter_mla.commands.plan import build, kernels, vllm_facts
-from vllm_aiter_mla.commands.plan.record import FORWARDED_ERRORS, Plan, Variables
+from vllm_aiter_mla.commands.plan.record import FORWARDED_ERRORS, Plan, PlanEnvironment
 from vllm_aiter_mla.settings import Settings
 
-Result = TypeVar("Result")
+Returned = TypeVar("Returned")
 
 
 def plan_deployments(
-    folder: Path, deployments: Sequence[Sequence[str]], arch: str | None, variables: Variables
+    folder: Path, deployments: Sequence[Sequence[str]], arch: str | None, plan_environment: PlanEnvironment
 ) -> list[Plan]:
     """Return a plan for the options of each deployment.
 
@@ -35,7 +35,7 @@ def plan_deployments(
         vllm = vllm_facts.load_vllm(arch)
 
         def plan_deployment(arguments: Sequence[str]) -> Plan:
-            return build.make_plan(vllm_facts.collect_facts(folder, arguments), vllm, variables)
+            return build.make_plan(vllm_facts.collect_facts(folder, arguments), vllm, plan_environment)
 
         if len(deployments) == 1:
             return [plan_deployment(deployments[0])]
@@ -61,7 +61,7 @@ def preload() -> None:
     gc.freeze()  # forks then neither copy nor scan the imported modules
 
 
-def call_in_fork(function: Callable[[], Result]) -> Result:
+def call_in_fork(function: Callable[[], Returned]) -> Returned:
     """Call ``function`` in a fork of this process. Return its result, or raise its error.
 
     Raises:
@@ -69,8 +69,8 @@ def call_in_fork(function: Callable[[], Result]) -> Result:
     """
     read_end, write_end = os.pipe()
     if (child_pid := os.fork()) == 0:
-        with suppress(BaseException), os.fdopen(write_end, "wb") as out:
-            pickle.dump(_result_or_error(function), out)
+        with suppress(BaseException), os.fdopen(write_end, "wb") as pipe:
+            pickle.dump(_result_or_error(function), pipe)
         os._exit(0)
     os.close(write_end)
     with os.fdopen(read_end, "rb") as pipe:
@@ -85,7 +85,7 @@ def call_in_fork(function: Callable[[], Result]) -> Result:
     return result
 
 
-def _result_or_error(function: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+def _result_or_error(function: Callable[[], Returned]) -> tuple[Returned | None, Exception | None]:
     """Return the result of ``function`` and None, or None and its error."""
     try:
         return function(), None

@@ -16,10 +16,10 @@ CONFIG_NAMES = ("config.json", "params.json")
 
 
 @dataclass(frozen=True)
-class Source:
+class ConfigSource:
     """A model's config and its origin."""
 
-    name: str  # as the user gave it
+    name: str  # MODEL as typed
     config_location: str  # in words
     config: Path | dict[str, Any]  # the config's file, or a bundled example's config
     basis: str = ""  # where the fields of a bundled example come from; else empty
@@ -68,7 +68,7 @@ def examples() -> dict[str, dict[str, Any]]:
     return {name: entry | {"config": expand(entry["config"])} for name, entry in entries.items()}
 
 
-def find_config(name: str) -> Source:
+def find_config(name: str) -> ConfigSource:
     """Return the config of ``name``: a folder or file, a bundled example, or a hub name in the local cache.
 
     Nothing is downloaded.
@@ -78,12 +78,12 @@ def find_config(name: str) -> Source:
     """
     local_file = _local_file(name)
     if local_file is not None:
-        return Source(name, f"file {local_file}", local_file)
+        return ConfigSource(name, f"file {local_file}", local_file)
     bundled = examples()
     if name.lower() in bundled:
         return _from_example(name, bundled[name.lower()])
     try:
-        return Source(name, "local Hugging Face cache", cached_config(name))
+        return ConfigSource(name, "local Hugging Face cache", cached_config(name))
     except LookupError as error:
         cache_reason = str(error)
     for entry in bundled.values():
@@ -100,9 +100,9 @@ def find_config(name: str) -> Source:
     )
 
 
-def _from_example(name: str, entry: dict[str, Any]) -> Source:
+def _from_example(name: str, entry: dict[str, Any]) -> ConfigSource:
     example = entry["example"]
-    return Source(name, "bundled example", entry["config"], example["basis"], tuple(example["assumed"]))
+    return ConfigSource(name, "bundled example", entry["config"], example["basis"], tuple(example["assumed"]))
 
 
 def _local_file(name: str) -> Path | None:

@@ -66,20 +66,20 @@ class _PlanVllm(ReferenceBackend):
 
 
 def decide_kernels(
-    arch: str, settings: Settings, view: LayerView, format: str, block_size: int, limit: int
+    arch: str, settings: Settings, view: LayerView, weight_format: str, block_size: int, limit: int
 ) -> tuple[Decision, tuple[PlanSpan, ...]]:
     """Return the decision of a start that times nothing, and its spans, one for each variant of a kernel.
 
-    ``view`` has the heads of one rank. ``format`` is the format of its absorb weight, named as in ``kernels.absorb``.
+    ``view`` has the heads of one rank. ``weight_format`` is that of its absorb weight, named as in ``kernels.absorb``.
     ``block_size`` is the number of tokens in a block of the KV cache, ``limit`` that of the largest decode step.
     """
     backends = PlanBackends(arch, settings)
-    shape = layer_shape(view, format, block_size, backends.platform)
+    shape = layer_shape(view, weight_format, block_size, backends.platform)
     points, offers = backends.offers(shape, limit)
     # By its sources AITER's op overflows to NaN. A plan assumes that every kernel passes its check.
-    overflows = is_fp8_cache(view.kv_cache_dtype)
-    checks = {name: Checked(writes_nan=overflows and name in AITER_KERNELS) for name in offers}
-    facts = LayerFacts(None, offers, points, absorb.drops_values(format, view.qk_nope_head_dim))
+    has_fp8_cache = is_fp8_cache(view.kv_cache_dtype)
+    checks = {name: Checked(writes_nan=has_fp8_cache and name in AITER_KERNELS) for name in offers}
+    facts = LayerFacts(None, offers, points, absorb.drops_values(weight_format, view.qk_nope_head_dim))
     decision = decide(facts, checks, None, settings)
     return decision, tuple(_spans(backends, shape, facts, decision))
 
@@ -112,21 +112,21 @@ def _detail(backends: Backends, kernel: str, inputs: DecodeInputs) -> str:
     """Return the variant of a kernel that runs these inputs, in words."""
     backend = backends.get(kernel)
     if isinstance(backend, AiterBackend):
-        overflow = f"; it {OVERFLOW}" if is_fp8(inputs.kv_cache.dtype) else ""
-        return f"its {backend.kernel_of(inputs)} kernel{overflow}"
+        overflow_text = f"; it {OVERFLOW}" if is_fp8(inputs.kv_cache.dtype) else ""
+        return f"its {backend.kernel_of(inputs)} kernel{overflow_text}"
     if isinstance(backend, triton.TritonBackend):
         return f"tile {backend.kernel_of(inputs)}, by formula"
     return "the layer's own attention" if kernel == VLLM else f"the back end {kernel}"
 
 
-def layer_shape(view: LayerView, format: str, block_size: int, platform: Platform) -> LayerShape:
+def layer_shape(view: LayerView, weight_format: str, block_size: int, platform: Platform) -> LayerShape:
     """Return the shape of a layer on torch's ``meta`` device, with the sizes and dtypes that vLLM passes."""
     dtype = getattr(torch, view.model_dtype)
     cache_dtype = platform.fp8 if is_fp8_cache(view.kv_cache_dtype) else dtype
-    weight_format = (format, platform.fp8) if format == "fp8" else (format,)
+    absorb_key = (weight_format, platform.fp8) if weight_format == "fp8" else (weight_format,)
     return LayerShape(
         view.num_heads, view.qk_nope_head_dim, cache_dtype, cache_dtype, block_size, False, dtype, "meta",
-        view.kv_lora_rank, view.qk_rope_head_dim, weight_format,
+        view.kv_lora_rank, view.qk_rope_head_dim, absorb_key,
     )  # fmt: skip
 
 

@@ -14,13 +14,15 @@ from vllm_aiter_mla.decided import RejectedKernel, Span
 from vllm_aiter_mla.kernels.formulas import Launch
 from vllm_aiter_mla.settings import Settings
 
-Variables = Mapping[str, tuple[str, str]]
-"""Value and origin ("--env", "environment" or "default") of each environment variable that is set for the plan."""
+PlanEnvironment = Mapping[str, tuple[str, str]]
+"""The environment of a plan: of each variable that is set, the value and its origin.
+
+The origin is "--env", "environment" (of this process) or "default" (assumed, because nobody set the variable)."""
 
 
-def server_environment(variables: Variables) -> dict[str, str]:
-    """Return the environment of a server with these variables: that of this process, overridden by them."""
-    return {**os.environ, **{name: value for name, (value, _) in variables.items()}}
+def server_environment(plan_environment: PlanEnvironment) -> dict[str, str]:
+    """Return the environment of a server: that of this process, overridden by the variables of the plan."""
+    return {**os.environ, **{name: value for name, (value, _) in plan_environment.items()}}
 
 
 class NotKnownError(RuntimeError):
@@ -37,33 +39,33 @@ def is_fp8_cache(kv_cache_dtype: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Layers of one kind, with the heads of all ranks."""
+class LayerKindRecord:
+    """Layers of one kind, as the JSON shows a ``LayerKind``. Widths are numbers of values."""
 
-    count: int
-    heads: int
+    count: int  # of such layers
+    heads: int  # of all ranks
     is_sparse: bool
-    nope: int
-    rope: int
-    latent: int
-    v: int
+    nope: int  # un-rotated width of a query head
+    rope: int  # rotated width of a query head, and width of k_pe
+    latent: int  # width of the compressed KV vector
+    v: int  # width of a value head
     has_rope: bool
-    method: str
-    weight: str
+    method: str  # the class that quantises ``kv_b_proj``
+    weight: str  # the dtype of the weight of ``kv_b_proj``; empty if it is packed
 
 
 @dataclass(frozen=True)
 class Model:
-    """The model of a plan. The last four fields are the origin of its config, as in ``config_source.Source``."""
+    """The model of a plan. The last four fields are the origin of its config, as in ``config_source.ConfigSource``."""
 
     architecture: str
     is_mla: bool
     dtype: str
     num_layers: int
     max_position: int
-    listed_layers: int
+    listed_layers: int  # MLA layers that the config lists
     notes: tuple[str, ...] = ()  # how the config was read
-    kinds: tuple[Kind, ...] = ()  # the most frequent first
+    kinds: tuple[LayerKindRecord, ...] = ()  # the most frequent first
     name: str = ""
     source: str = ""
     basis: str = ""
@@ -71,7 +73,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Options:
+class PlanOptions:
     """The options of a plan, from vLLM's finished config."""
 
     tp: int
@@ -95,7 +97,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Ranges:
+class CompileRanges:
     """Compile ranges, (first, last) in tokens; the passes would rewrite the first ``num_within_limit`` ones."""
 
     ranges: tuple[tuple[int, int], ...]
@@ -104,7 +106,7 @@ class Ranges:
 
 
 @dataclass(frozen=True)
-class Captures:
+class CapturedSizes:
     """Captured sizes in tokens, inside and outside the decode limit. ``full``: those inside that have full graphs."""
 
     within_limit: tuple[int, ...]
@@ -114,13 +116,13 @@ class Captures:
 
 
 @dataclass(frozen=True)
-class Layers:
+class LayerCounts:
     """Numbers of layers."""
 
-    mla: int
-    drafts: int
-    total: int
-    engaged: int
+    mla: int  # with MLA, those of the draft included
+    drafts: int  # with MLA, of the draft
+    total: int  # of the model, with or without MLA
+    engaged: int  # that would engage
 
 
 @dataclass(frozen=True)
@@ -133,21 +135,21 @@ class PlanSpan(Span):
 
 @dataclass(frozen=True)
 class Cost:
-    """Launches and bytes of one path, in one layer and in a step."""
+    """Launches and bytes of one path."""
 
-    launches: tuple[Launch, ...]
-    launches_per_step: int
-    bytes: int
+    launches: tuple[Launch, ...]  # of one layer
+    launches_per_step: int  # of all layers
+    bytes: int  # moved by one layer
 
 
 @dataclass(frozen=True)
 class Figures:
     """Launches and bytes by formula, of the most frequent kind of layer."""
 
-    num_layers: int
-    by_tokens: dict[int, dict[str, Cost]]  # by path
-    q_prepared_bytes: int
-    table_halves_bytes: int
+    num_layers: int  # of that kind
+    by_tokens: dict[int, dict[str, Cost]]  # by number of tokens, and path
+    q_prepared_bytes: int  # the largest prepared query
+    table_halves_bytes: int  # the copy of one rotary table that AITER's path keeps
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ class Plan:
     vllm: str
     model: Model
     arch: str
-    options: Options
+    options: PlanOptions
     environment: dict[str, tuple[str, str]]  # value and origin by name
     heads_per_rank: int
     absorb_weight: str | None
@@ -177,10 +179,10 @@ class Plan:
     limit: int
     integration: str
     passes_skip: Skip | None
-    compile_ranges: Ranges
-    captures: Captures
+    compile_ranges: CompileRanges
+    captures: CapturedSizes
     outcome: str
-    layers: Layers
+    layers: LayerCounts
     reasons: tuple[Skip, ...]
     kernels: tuple[PlanSpan, ...] | None
     figures: Figures | None

@@ -56,33 +56,33 @@ def simulate_rocm(arch: str) -> None:
     """Make vLLM's own ROCm platform the current one, with eight cards of ``arch``, before vLLM imports its modules."""
     import torch
 
-    device, gib = CARDS[arch]
+    device_id, memory_gib = CARDS[arch]
     rocm_config.import_vllm()
     simulate_modules(*_PACKAGES, *_EXTENSIONS)
     import amdsmi
 
-    asic = {"target_graphics_version": arch, "device_id": device, "market_name": "AMD Instinct"}
+    asic = {"target_graphics_version": arch, "device_id": device_id, "market_name": "AMD Instinct"}
     vars(amdsmi).update(
         AmdSmiException=type("AmdSmiException", (Exception,), {}),
         amdsmi_get_processor_handles=lambda: list(range(8)),
         amdsmi_get_gpu_asic_info=lambda handle: asic,
-        amdsmi_get_gpu_memory_total=lambda handle, kind: gib << 30,
+        amdsmi_get_gpu_memory_total=lambda handle, kind: memory_gib << 30,
         amdsmi_topo_get_link_type=lambda first, second: {"hops": 1, "type": 2},  # XGMI
     )
     torch.version.hip = "7.0.1"
-    simulate_cards((9, 4), gib, gcnArchName=f"{arch}:sramecc+:xnack-", warp_size=64)
+    simulate_cards((9, 4), memory_gib, gcnArchName=f"{arch}:sramecc+:xnack-", warp_size=64)
     torch.cuda.Stream = torch.cuda.Event = type(  # type: ignore[assignment, misc]
         "Unused", (), {"__init__": lambda self, *args, **kwargs: None}
     )
     rocm_config.use_rocm_platform(device_count=8)
 
 
-def simulate_cards(capability: tuple[int, int], gib: int, **properties: Any) -> None:
-    """Let torch report eight cards without a driver."""
+def simulate_cards(capability: tuple[int, int], memory_gib: int, **properties: Any) -> None:
+    """Let torch report eight cards without a driver, each with ``memory_gib`` GiB and these properties."""
     import torch
 
     major, minor = capability
-    sizes = {"total_memory": gib << 30, "multi_processor_count": 304, "major": major, "minor": minor}
+    sizes = {"total_memory": memory_gib << 30, "multi_processor_count": 304, "major": major, "minor": minor}
     card = SimpleNamespace(name="a card", **sizes, **properties)
     torch.cuda.get_device_properties = lambda device=None: card  # type: ignore[assignment, return-value]
     torch.cuda.get_device_capability = lambda device=None: capability
@@ -97,20 +97,22 @@ def simulate_modules(*names: str) -> None:
     sys.meta_path.insert(0, _Stubs(*names))
     library = torch.library.Library("_C", "FRAGMENT")
     _op_libraries.append(library)
-    rotary = "Tensor positions, Tensor! query, Tensor!? key, int head_size, Tensor cos_sin_cache, bool is_neox"
-    library.define(f"rotary_embedding({rotary}, int rope_dim_offset=0, bool inverse=False) -> ()")
+    library.define(
+        "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, Tensor cos_sin_cache, "
+        "bool is_neox, int rope_dim_offset=0, bool inverse=False) -> ()"
+    )
     library.define("silu_and_mul(Tensor! result, Tensor input) -> ()")
-    norm = "Tensor! result, Tensor input, Tensor weight"
-    library.define(f"rms_norm({norm}, float epsilon) -> ()")
+    norm_arguments = "Tensor! result, Tensor input, Tensor weight"
+    library.define(f"rms_norm({norm_arguments}, float epsilon) -> ()")
     library.define("fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor weight, float epsilon) -> ()")
-    library.define(f"rms_norm_static_fp8_quant({norm}, Tensor scale, float epsilon) -> ()")
+    library.define(f"rms_norm_static_fp8_quant({norm_arguments}, Tensor scale, float epsilon) -> ()")
     library.define(
         "fused_add_rms_norm_static_fp8_quant(Tensor! result, Tensor input, Tensor! residual, Tensor weight, "
         "Tensor scale, float epsilon) -> ()"
     )
     library.define(
-        f"rms_norm_dynamic_per_token_quant({norm}, Tensor! scale, float epsilon, Tensor? scale_ub, "
+        f"rms_norm_dynamic_per_token_quant({norm_arguments}, Tensor! scale, float epsilon, Tensor? scale_ub, "
         "Tensor!? residual) -> ()"
     )
-    for kind in ("static_scaled", "dynamic_scaled", "dynamic_per_token_scaled"):
-        library.define(f"{kind}_fp8_quant(Tensor! result, Tensor input, Tensor! scale) -> ()")
+    for name in ("static_scaled", "dynamic_scaled", "dynamic_per_token_scaled"):
+        library.define(f"{name}_fp8_quant(Tensor! result, Tensor input, Tensor! scale) -> ()")

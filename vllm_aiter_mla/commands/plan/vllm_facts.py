@@ -21,7 +21,7 @@ from vllm_aiter_mla.commands import serve_options
 from vllm_aiter_mla.commands.compat import rocm_config, vllm_options
 from vllm_aiter_mla.commands.plan import simulated_card
 from vllm_aiter_mla.commands.plan.config_source import cached_config
-from vllm_aiter_mla.commands.plan.record import Model, NotKnownError, Options
+from vllm_aiter_mla.commands.plan.record import Model, NotKnownError, PlanOptions
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import release
 from vllm_aiter_mla.settings import FLAG_FIELD, NAMESPACE, Settings, near_misses
@@ -69,7 +69,7 @@ class EngineFacts:
 
     gate: GateResult | None  # None if the gate did not change the config
     view: ConfigView  # for admission
-    options: Options
+    options: PlanOptions
     compile_ranges: tuple[tuple[int, int], ...]  # (first, last) in tokens
     graph_sizes: compat_config.GraphSizes
 
@@ -128,7 +128,7 @@ def parse_options(folder: Path, arguments: Sequence[str]) -> tuple[Any, UserOpti
     _check_named_repositories(parsed, folder)
     tokenizer_options = vllm_options.reset_options(parsed, vllm_options.TOKENIZER_OPTIONS.__contains__)
     parsed.model, parsed.skip_tokenizer_init, parsed.tokenizer = str(folder), True, None
-    args, notes = vllm_options.engine_args(parsed, folder)
+    engine_args, notes = vllm_options.engine_args(parsed, folder)
     if tokenizer_options:
         notes.append(f"{', '.join(tokenizer_options)}: ignored, because a plan has no tokenizer")
     notes += [
@@ -138,20 +138,20 @@ def parse_options(folder: Path, arguments: Sequence[str]) -> tuple[Any, UserOpti
     ]
     for key in near_misses(parsed.additional_config):
         notes.append(f"additional_config.{key} is not read by this plugin, whose key is {NAMESPACE}")
-    return args, UserOptions(settings, parsed.max_num_seqs, parsed.max_num_batched_tokens, notes)
+    return engine_args, UserOptions(settings, parsed.max_num_seqs, parsed.max_num_batched_tokens, notes)
 
 
 def _check_named_repositories(parsed: Any, folder: Path) -> None:
     """Raise ValueError if an option or the config names a repository that is not here. vLLM would raise too."""
     fields = vllm_options.config_fields(folder)
     verifier = (fields.get("speculators_config") or {}).get("verifier") or {}
-    spec = parsed.speculative_config if isinstance(parsed.speculative_config, dict) else {}
-    draft = spec.get("model") or getattr(parsed, "spec_model", None)
-    method = spec.get("method") or getattr(parsed, "spec_method", None)
+    speculative_config = parsed.speculative_config if isinstance(parsed.speculative_config, dict) else {}
+    draft = speculative_config.get("model") or getattr(parsed, "spec_model", None)
+    method = speculative_config.get("method") or getattr(parsed, "spec_method", None)
     if method in DRAFTS_WITHOUT_REPOSITORY or draft in DRAFTS_WITHOUT_REPOSITORY:
         draft = None
     for role, name, revision in (
-        ("the draft", draft, spec.get("revision")),
+        ("the draft", draft, speculative_config.get("revision")),
         ("the draft's verifier", verifier.get("name_or_path"), None),
         ("--hf-config-path", parsed.hf_config_path, parsed.revision),
     ):
@@ -172,12 +172,12 @@ def collect_facts(folder: Path, arguments: Sequence[str]) -> VllmFacts:
     """
     user_options, engine = None, None
     try:
-        args, user_options = parse_options(folder, arguments)
-        config = rocm_config.create_engine_config(args)
-        model, engine = model_facts(config.model_config), engine_facts(config, user_options.settings)
-        layers = rocm_config.build_mla_layers(config) if model.is_mla else []
+        engine_args, user_options = parse_options(folder, arguments)
+        vllm_config = rocm_config.create_engine_config(engine_args)
+        model, engine = model_facts(vllm_config.model_config), engine_facts(vllm_config, user_options.settings)
+        layers = rocm_config.build_mla_layers(vllm_config) if model.is_mla else []
         # vLLM sets the block size when the layers are built.
-        engine = replace(engine, options=replace(engine.options, block_size=config.cache_config.block_size))
+        engine = replace(engine, options=replace(engine.options, block_size=vllm_config.cache_config.block_size))
     except (Exception, SystemExit) as error:
         if user_options is None or engine is None:
             raise _user_error(error, arguments, before_parsing=user_options is None) from error
@@ -262,68 +262,69 @@ def _message_with_location(error: BaseException) -> str:
     return f"{type(error).__name__}: {sentence} ({Path(location.filename).name}:{location.lineno} in {location.name})"
 
 
-def model_facts(model: Any) -> Model:
+def model_facts(model_config: Any) -> Model:
     """Return the facts in a ``ModelConfig``, without notes and kinds of layers.
 
     Raises:
         ValueError: the model is too large to be built.
     """
-    layers, positions = model.get_total_num_hidden_layers(), model.max_model_len
-    if layers > MAX_LAYERS or positions > MAX_POSITIONS:
-        raise ValueError(f"{layers} layers and {positions} positions are more than a plan builds")
+    num_layers, num_positions = model_config.get_total_num_hidden_layers(), model_config.max_model_len
+    if num_layers > MAX_LAYERS or num_positions > MAX_POSITIONS:
+        raise ValueError(f"{num_layers} layers and {num_positions} positions are more than a plan builds")
     return Model(
-        architecture=str(model.architecture),
-        is_mla=bool(model.use_mla),
-        dtype=_dtype(model),
-        num_layers=layers,
-        max_position=getattr(model.hf_text_config, "max_position_embeddings", None) or positions,
-        listed_layers=len(compat_config.mla_layers(model)),
+        architecture=str(model_config.architecture),
+        is_mla=bool(model_config.use_mla),
+        dtype=_dtype_name(model_config),
+        num_layers=num_layers,
+        max_position=getattr(model_config.hf_text_config, "max_position_embeddings", None) or num_positions,
+        listed_layers=len(compat_config.mla_layers(model_config)),
     )
 
 
-def _dtype(model: Any) -> str:
-    return str(model.dtype).removeprefix("torch.")
+def _dtype_name(model_config: Any) -> str:
+    return str(model_config.dtype).removeprefix("torch.")
 
 
-def connector_names(transfer: Any) -> tuple[str, ...]:
+def connector_names(transfer_config: Any) -> tuple[str, ...]:
     """Return the names of the KV connectors of a ``KVTransferConfig``, and of those inside a MultiConnector."""
-    if transfer is None:
+    if transfer_config is None:
         return ()
-    nested = (transfer.kv_connector_extra_config or {}).get("connectors") or ()
-    return (str(transfer.kv_connector), *(str(connector.get("kv_connector")) for connector in nested))
+    nested = (transfer_config.kv_connector_extra_config or {}).get("connectors") or ()
+    return (str(transfer_config.kv_connector), *(str(connector.get("kv_connector")) for connector in nested))
 
 
-def engine_facts(config: Any, settings: Settings) -> EngineFacts:
+def engine_facts(vllm_config: Any, settings: Settings) -> EngineFacts:
     """Return the facts in a finished ``VllmConfig``, with the plugin's ``settings``."""
-    compilation, scheduler, parallel = config.compilation_config, config.scheduler_config, config.parallel_config
-    our_pass, view = compat_config.engaged_pass(config), compat_config.read(config)
+    compilation_config, scheduler_config = vllm_config.compilation_config, vllm_config.scheduler_config
+    parallel_config, cache_config = vllm_config.parallel_config, vllm_config.cache_config
+    our_pass, view = compat_config.engaged_pass(vllm_config), compat_config.read(vllm_config)
     return EngineFacts(
         gate=None if our_pass is None else GateResult(our_pass.limit, our_pass.integration),
         view=view,
-        options=Options(
-            tp=parallel.tensor_parallel_size,
-            pp=parallel.pipeline_parallel_size,
-            dp=parallel.data_parallel_size,
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
-            block_size=config.cache_config.block_size,
-            num_drafts=config.num_speculative_tokens or 0,
-            kv_cache_dtype=str(config.cache_config.cache_dtype),
+        options=PlanOptions(
+            tp=parallel_config.tensor_parallel_size,
+            pp=parallel_config.pipeline_parallel_size,
+            dp=parallel_config.data_parallel_size,
+            max_num_seqs=scheduler_config.max_num_seqs,
+            max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
+            block_size=cache_config.block_size,
+            num_drafts=vllm_config.num_speculative_tokens or 0,
+            kv_cache_dtype=str(cache_config.cache_dtype),
             dcp=view.dcp,
             pcp=view.pcp,
             enforce_eager=view.enforce_eager,
             mode=view.mode,
-            dtype=_dtype(config.model_config),
+            dtype=_dtype_name(vllm_config.model_config),
             settings=settings,
             attention=view.attention,
-            connectors=connector_names(config.kv_transfer_config),
-            layerwise=rocm_config.has_layerwise_connector(config),
-            sleep=bool(config.model_config.enable_sleep_mode),
+            connectors=connector_names(vllm_config.kv_transfer_config),
+            layerwise=rocm_config.has_layerwise_connector(vllm_config),
+            sleep=bool(vllm_config.model_config.enable_sleep_mode),
         ),
         compile_ranges=tuple(
-            (compile_range.start, compile_range.end) for compile_range in compilation.get_compile_ranges()
+            (compile_range.start, compile_range.end) for compile_range in compilation_config.get_compile_ranges()
         )
-        if compilation.mode
+        if compilation_config.mode
         else (),
-        graph_sizes=compat_config.graph_sizes(config),
+        graph_sizes=compat_config.graph_sizes(vllm_config),
     )

@@ -73,9 +73,9 @@ def _step_records(step: StepResult) -> Iterator[tuple[Callable[[Page, PageInput,
     Raises:
         ValueError: the data is not a record of this version.
     """
-    if step.data is None or step.step_name not in STEP_RECORDS:
+    if step.data is None or step.base_name not in STEP_RECORDS:
         return
-    record_type, add_record = STEP_RECORDS[step.step_name]
+    record_type, add_record = STEP_RECORDS[step.base_name]
     for data in step.data if isinstance(step.data, list) else [step.data]:
         if files.layout_of(data)[0] != TUNED_SCHEMA:  # the lines of the step say the same as the record of --tune
             yield add_record, files.parse(record_type, Path(step.name), data)
@@ -85,7 +85,7 @@ def _step_outcome(step: StepResult, passed_word: str) -> str:
     """Return the outcome of a step. A plan, or a step that passed on a CPU, never looks as if it passed on a card."""
     if step.status != "passed":
         return step.status
-    return NOTHING_RAN if step.step_name == "plan" else passed_word
+    return NOTHING_RAN if step.base_name == "plan" else passed_word
 
 
 def _run_outcome(run: CheckRun, plans: Sequence[Plan], passed_word: str) -> tuple[str, str]:
@@ -106,7 +106,7 @@ def _run_outcome(run: CheckRun, plans: Sequence[Plan], passed_word: str) -> tupl
     if passed_word == ON_CPU:
         meaning += ", on this CPU, which shows nothing of a card"
     passed_steps = [
-        step.name for step in run.steps if step.status in ("passed", "warning") and step.step_name != "plan"
+        step.name for step in run.steps if step.status in ("passed", "warning") and step.base_name != "plan"
     ]
     return passed_word, f"{meaning}: {', '.join(passed_steps)}"
 
@@ -135,7 +135,7 @@ def _summary_of_run(run: CheckRun, records: Sequence[Any], passed_word: str) -> 
     outcome, meaning = _run_outcome(run, plans, passed_word)
     meaning += "; an emulator says nothing of time, nor of a card's faults" * (passed_word == ON_EMULATOR)
     meaning += "; no graph was captured" * any(record.engine != GRAPH_ENGINE for record in verifications)
-    checks = next((step.data for step in run.steps if step.name == "machine"), None) or ()
+    checks: Any = next((step.data for step in run.steps if step.name == "machine"), None) or ()
     machine_facts = {check["name"]: check["detail"] for check in checks if check["status"] in ("ok", "warning")}
     machines = (record.machine for record in records if not isinstance(record, Plan))
     recorded_machine: Mapping[str, str] = next(filter(None, machines), {})
@@ -166,16 +166,17 @@ def _card_name(recorded_machine: Mapping[str, str], machine_facts: Mapping[str, 
 
 def _add_figures(page: Page, page_input: PageInput, step: StepResult) -> None:
     """Add the figures of a step without a record, under their names in its data."""
-    step_name, title_suffix = step.step_name, f"{step.name}, {page_input.name}"
-    if not step.data:
+    step_name, title_suffix = step.base_name, f"{step.name}, {page_input.name}"
+    figures: Any = step.data
+    if not figures:
         return
     if step_name == "engine":
-        _add_by_scenario(page, page_input, f"Flag off and on, token by token: {title_suffix}", step.data["distances"])
+        _add_by_scenario(page, page_input, f"Flag off and on, token by token: {title_suffix}", figures["distances"])
     elif step_name == "prefill":
-        _add_by_scenario(page, page_input, f"Steps with prefill rows, flag off and on: {title_suffix}", step.data)
+        _add_by_scenario(page, page_input, f"Steps with prefill rows, flag off and on: {title_suffix}", figures)
     elif step_name == "launches":
         page.add_block(
-            page_input, "Check", f"Kernels of one decode step: {title_suffix}", ("side", "kernels"), step.data.items()
+            page_input, "Check", f"Kernels of one decode step: {title_suffix}", ("side", "kernels"), figures.items()
         )
 
 

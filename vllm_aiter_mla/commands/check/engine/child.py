@@ -71,14 +71,14 @@ def short_prompt_lengths(num_tokens: int, max_requests: int, max_length: int) ->
 
 
 def drive_engine(options: EngineOptions) -> EngineAnswer:
-    """Start one engine in this process and send it the prompts; return its answer without ``rank_statuses``."""
+    """Start one engine in this process and send it the prompts; return its answer without ``rank_records``."""
     engine, unsupported_options = _start_with_flag(options)
-    generated_tokens = {name: llm_engine.generate(engine, prompts) for name, prompts in SCENARIOS.items()}
+    generated_tokens = {scenario: llm_engine.generate(engine, prompts) for scenario, prompts in SCENARIOS.items()}
     generated_text_logprobs = {}
-    for name, prompts in SCENARIOS.items():
-        prompts_and_tokens = zip(prompts, generated_tokens[name], strict=True)
+    for scenario, prompts in SCENARIOS.items():
+        prompts_and_tokens = zip(prompts, generated_tokens[scenario], strict=True)
         texts = [prompt.tokens + [token for token, _ in tokens] for prompt, tokens in prompts_and_tokens]
-        generated_text_logprobs[name] = llm_engine.prompt_logprobs(engine, texts)
+        generated_text_logprobs[scenario] = llm_engine.prompt_logprobs(engine, texts)
     prefill_step_logprobs, step_seconds = _run_prefill_steps(engine, options.decode_limit)
     num_launches = llm_engine.count_decode_launches(engine, SCENARIOS["concurrent"])
     return EngineAnswer(
@@ -109,26 +109,26 @@ def _run_prefill_steps(
     engine: Any, decode_limit: int
 ) -> tuple[dict[str, list[list[list[float]]]], dict[str, list[float]]]:
     """Run the steps of ``PREFILL_STEPS``; return their ``prefill_step_logprobs`` and ``step_seconds``."""
-    scheduler, max_length = engine.vllm_config.scheduler_config, engine.model_config.max_model_len - 8
-    max_batched_tokens, max_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    scheduler_config, max_length = engine.vllm_config.scheduler_config, engine.model_config.max_model_len - 8
+    max_batched_tokens, max_requests = scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs
     num_decoding = min(max_requests // 2, NUM_DECODING_REQUESTS)
     num_decode_rows = num_decoding * (1 + engine.vllm_config.num_speculative_tokens)
     num_mixed_tokens = min(decode_limit, max_batched_tokens) - num_decode_rows
     num_tokens_above_limit = decode_limit + 8 if decode_limit + 8 <= max_batched_tokens else 0
-    lengths = {
+    lengths_by_kind = {
         ABOVE_LIMIT: short_prompt_lengths(num_tokens_above_limit, max_requests, max_length),
         MIXED: short_prompt_lengths(num_mixed_tokens, max_requests - num_decoding, max_length),
     }
-    logprobs, step_seconds = {}, {}
+    step_logprobs, step_seconds = {}, {}
     for step_kind in PREFILL_STEPS:
         decoding_prompts = SCENARIOS["concurrent"][: num_decoding if step_kind == MIXED else 0]
         # Each step has its own prompts: vLLM would take repeated ones from its prefix cache.
         batches = [
-            [prompt.tokens for prompt in random_prompts(8 + repetition, lengths[step_kind], 1)]
+            [prompt.tokens for prompt in random_prompts(8 + repetition, lengths_by_kind[step_kind], 1)]
             for repetition in range(1 + NUM_TIMED_STEPS)
         ]
         compared_batch, *timed_batches = batches
         with llm_engine.decode_batch(engine, decoding_prompts):
-            logprobs[step_kind] = [llm_engine.prompt_logprobs(engine, compared_batch) for _ in range(2)]
+            step_logprobs[step_kind] = [llm_engine.prompt_logprobs(engine, compared_batch) for _ in range(2)]
             step_seconds[step_kind] = [llm_engine.prefill_seconds(engine, batch) for batch in timed_batches if batch]
-    return logprobs, step_seconds
+    return step_logprobs, step_seconds

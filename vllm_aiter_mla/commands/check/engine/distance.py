@@ -71,9 +71,9 @@ def compare_requests(
     for base_tokens, other_tokens in zip(base_requests, other_requests, strict=True):
         distance_sum, num_distances = 0.0, 0
         comparison.tokens += len(base_tokens)
-        for (base_token, base_probs), (other_token, other_probs) in zip(base_tokens, other_tokens, strict=True):
-            common_tokens = base_probs.keys() & other_probs.keys()
-            distances = [logprob_distance(base_probs[token], other_probs[token]) for token in common_tokens]
+        for (base_token, base_logprobs), (other_token, other_logprobs) in zip(base_tokens, other_tokens, strict=True):
+            common_tokens = base_logprobs.keys() & other_logprobs.keys()
+            distances = [logprob_distance(base_logprobs[token], other_logprobs[token]) for token in common_tokens]
             distances = distances or [math.inf]
             comparison.compared += 1
             comparison.max_abs_dlogprob = max([comparison.max_abs_dlogprob, *distances])
@@ -81,8 +81,8 @@ def compare_requests(
             if base_token != other_token:
                 break  # from here on the contexts differ
             comparison.tokens_equal += 1
-        mean = distance_sum / num_distances if num_distances else 0.0
-        comparison.mean_abs_dlogprob = max(comparison.mean_abs_dlogprob, mean)
+        mean_distance = distance_sum / num_distances if num_distances else 0.0
+        comparison.mean_abs_dlogprob = max(comparison.mean_abs_dlogprob, mean_distance)
     return comparison
 
 
@@ -102,19 +102,19 @@ def can_rounding_explain_tokens(comparison: TokenComparison, fp8_noise: float = 
     )
 
 
-def logprob_distance(x: float, y: float) -> float:
-    """Return the absolute difference. It is infinite if ``x`` or ``y`` is NaN, because ``max`` would ignore a NaN."""
-    difference = abs(x - y)
+def logprob_distance(logprob: float, other_logprob: float) -> float:
+    """Return the absolute difference. It is infinite if one of both is NaN, because ``max`` would ignore a NaN."""
+    difference = abs(logprob - other_logprob)
     return math.inf if math.isnan(difference) else difference
 
 
 def mean_decode_prefill_dlogprob(answer: EngineAnswer) -> float:
     """Return the mean difference of the generated tokens' log-probabilities between decode and prefill."""
     distances = []
-    for name, requests in answer.generated_tokens.items():
-        for tokens, generated_text_logprobs in zip(requests, answer.generated_text_logprobs[name], strict=True):
-            for (token, probs), prefill_logprob in zip(tokens, generated_text_logprobs[-len(tokens) :], strict=True):
-                distances.append(logprob_distance(probs[token], prefill_logprob))
+    for scenario, requests in answer.generated_tokens.items():
+        for tokens, text_logprobs in zip(requests, answer.generated_text_logprobs[scenario], strict=True):
+            for (token, decode_logprobs), prefill_logprob in zip(tokens, text_logprobs[-len(tokens) :], strict=True):
+                distances.append(logprob_distance(decode_logprobs[token], prefill_logprob))
     return sum(distances) / len(distances) if distances else math.inf
 
 
@@ -122,12 +122,12 @@ def mean_decode_prefill_dlogprob(answer: EngineAnswer) -> float:
 class PrefillComparison:
     """One kind of step with prefill rows, compared with the flag off and on."""
 
-    prompts: int
+    prompts: int  # their number
     equal: int  # prompts with the same bytes with the flag off and on
     repeated: int  # prompts with the same bytes in two steps with the flag off
     max_abs_dlogprob: float  # between off and on
-    off_ms: float  # median time of a step
-    on_ms: float
+    off_ms: float  # median time of a step with the flag off, in milliseconds
+    on_ms: float  # the same with the flag on
 
     @property
     def is_explained_by_rounding(self) -> bool:
@@ -152,11 +152,15 @@ class PrefillComparison:
 
 def compare_prefill(answers: Mapping[Side, EngineAnswer], step_kind: str) -> PrefillComparison | None:
     """Compare the steps of one kind of ``PREFILL_STEPS``; return None if no such batch fits."""
-    (off, off_again), (on, _) = (answers[side].prefill_step_logprobs[step_kind] for side in SIDES)
-    if not off:
+    (off_logprobs, repeated_off_logprobs), (on_logprobs, _) = (
+        answers[side].prefill_step_logprobs[step_kind] for side in SIDES
+    )
+    if not off_logprobs:
         return None
-    distances, off_distances = (
-        [max(map(logprob_distance, *pair)) for pair in zip(off, other, strict=True)] for other in (on, off_again)
+    distances, repeated_distances = (
+        [max(map(logprob_distance, *pair)) for pair in zip(off_logprobs, other_logprobs, strict=True)]
+        for other_logprobs in (on_logprobs, repeated_off_logprobs)
     )
     off_ms, on_ms = (1e3 * statistics.median(answers[side].step_seconds[step_kind]) for side in SIDES)
-    return PrefillComparison(len(distances), distances.count(0), off_distances.count(0), max(distances), off_ms, on_ms)
+    num_equal, num_repeated = distances.count(0), repeated_distances.count(0)
+    return PrefillComparison(len(distances), num_equal, num_repeated, max(distances), off_ms, on_ms)

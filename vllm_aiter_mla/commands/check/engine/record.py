@@ -34,4 +34,4 @@ class EngineAnswer:
     step_seconds: dict[str, list[float]]
     num_launches: int  # kernels of one decode step on the first rank; 0 on a CPU
     unsupported_options: tuple[str, ...] = ()  # options of a deployment that one engine does not support
-    rank_statuses: tuple[RankRecord, ...] = ()
+    rank_records: tuple[RankRecord, ...] = ()

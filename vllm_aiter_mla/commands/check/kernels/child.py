@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from vllm_aiter_mla.commands import process
-from vllm_aiter_mla.commands.check.options import KernelOptions, Weights
+from vllm_aiter_mla.commands.check.options import KernelOptions, WeightFormat
 from vllm_aiter_mla.kernels.platform import detect_platform
 from vllm_aiter_mla.verify import session
 from vllm_aiter_mla.verify.cases import REAL, TINY
@@ -21,7 +21,7 @@ class KernelsRequest:
 
     options: KernelOptions
     geometry_sizes: Mapping[str, int]  # fields of a ``Geometry``; empty for the machine's default
-    weights: Weights | None  # format of the absorb weights in every variant; None if each variant has its own
+    weight_format: WeightFormat | None  # of the absorb weights in every variant; None if each variant has its own
     uses_cpu: bool
     model: str | None  # MODEL in the command that repeats a failure
     repeat_arguments: tuple[str, ...]  # further arguments of that command
@@ -36,12 +36,12 @@ def verify_backend(request: KernelsRequest, backend: str) -> Verification:
     Raises:
         NotHereError: torch sees no GPU here, and ``request.uses_cpu`` is not set.
     """
-    options, weights = request.options, request.weights
+    options, weight_format = request.options, request.weight_format
     geometry = replace(TINY if options.small else REAL, **request.geometry_sizes) if request.geometry_sizes else None
     backend_session = session.Session(
         **(asdict(options) | {"backend": (backend,)}),
         geometry=geometry,
-        weight=weights.key(detect_platform().fp8) if weights else None,
+        weight=weight_format.absorb_key(detect_platform().fp8) if weight_format else None,
         device="cpu" if request.uses_cpu else "gpu",
         model=request.model or "",
         again=request.repeat_arguments,

@@ -84,8 +84,9 @@ def _lines_below_the_tables(record: Verification) -> Iterator[str]:
     from vllm_aiter_mla.verify.oracles import ORACLES
 
     for result in (result for result in record.results if result.status == "failed"):
-        rounds = f", first of {result.rounds} rounds that failed" * (result.rounds > 1)
-        yield f"\n[red bold]FAILED[/] {result.backend} {result.case} ({result.variant}, seed {result.seed}{rounds})"
+        rounds_text = f", first of {result.rounds} rounds that failed" * (result.rounds > 1)
+        case_text = f"{result.backend} {result.case} ({result.variant}, seed {result.seed}{rounds_text})"
+        yield f"\n[red bold]FAILED[/] {case_text}"
         for finding in result.findings[:6]:
             yield f"  {finding.oracle}: {escape(finding.message)}"
             yield f"    must hold: {ORACLES[finding.oracle]}"
@@ -100,5 +101,5 @@ def _lines_below_the_tables(record: Verification) -> Iterator[str]:
             num_tokens, text = next(iter(result.launches.items()))
             yield f"launches of {result.backend} {result.variant}, T={num_tokens}: {escape(text)}"
     yield f"oracles: {', '.join(ORACLES)}"
-    replays, seconds = (sum(getattr(result, name) for result in record.results) for name in ("replays", "seconds"))
-    yield f"{record.engine}: {counts_text(record.results)}; {replays} replays; {seconds:.1f} s"
+    num_replays, seconds = (sum(getattr(result, name) for result in record.results) for name in ("replays", "seconds"))
+    yield f"{record.engine}: {counts_text(record.results)}; {num_replays} replays; {seconds:.1f} s"

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from vllm_aiter_mla.admission import OVERFLOW
 from vllm_aiter_mla.commands import process
-from vllm_aiter_mla.commands.check.context import NO_GPU, CheckOptions, Context
+from vllm_aiter_mla.commands.check.context import NO_GPU, CheckOptions, StepContext
 from vllm_aiter_mla.commands.check.kernels.printout import counts_text
-from vllm_aiter_mla.commands.check.options import Weights
+from vllm_aiter_mla.commands.check.options import WeightFormat
 from vllm_aiter_mla.commands.check.record import StepResult, StepStatus
 from vllm_aiter_mla.verify import FAILED, NOTHING, PASSED
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm_aiter_mla.verify.results import Result, Verification
 
 
-def verify_kernels(context: Context) -> StepResult:
+def verify_kernels(context: StepContext) -> StepResult:
     """Verify the kernels at the model's shapes, up to its decode limit; without a model at DeepSeek's shapes.
 
     A CPU replays small shapes eagerly. A kernel that turns an fp8 overflow into NaN fails the step if it would serve
@@ -39,7 +39,7 @@ def verify_kernels(context: Context) -> StepResult:
     return _judge(context, _merge_records(records))
 
 
-def _build_request(context: Context) -> KernelsRequest:
+def _build_request(context: StepContext) -> KernelsRequest:
     """Return the request for the processes: the options, overridden by the sizes of the plan if there is one."""
     from vllm_aiter_mla.commands.check.kernels.child import KernelsRequest
     from vllm_aiter_mla.verify.cases import LIMITS
@@ -53,7 +53,7 @@ def _build_request(context: Context) -> KernelsRequest:
     request = KernelsRequest(
         options=replace(options.kernels, quick=options.kernels.quick or plan is not None),
         geometry_sizes={name: size for name, size in typed_sizes.items() if size is not None},
-        weights=layer_options.weights,
+        weight_format=layer_options.weight_format,
         uses_cpu=options.uses_cpu,
         model=options.source.name if options.source else None,
         repeat_arguments=_repeat_arguments(options, typed_sizes),
@@ -65,7 +65,7 @@ def _build_request(context: Context) -> KernelsRequest:
         request,
         options=replace(request.options, limit=limit),
         geometry_sizes=_layer_sizes(plan),
-        weights=Weights.of_format(str(plan.absorb_weight)),
+        weight_format=WeightFormat.of_format_name(str(plan.absorb_weight)),
     )
 
 
@@ -80,7 +80,7 @@ def _repeat_arguments(options: CheckOptions, typed_sizes: Mapping[str, int | Non
         "long-run": kernel_options.replays,
         "device": "cpu" if options.uses_cpu else None,
         **typed_sizes,
-        "weights": layer_options.weights.value if layer_options.weights else None,
+        "weights": layer_options.weight_format.value if layer_options.weight_format else None,
         "arch": options.arch,
     }
     arguments = [
@@ -89,7 +89,7 @@ def _repeat_arguments(options: CheckOptions, typed_sizes: Mapping[str, int | Non
         if value is not None and value is not False
         for argument in ((f"--{name}",) if value is True else (f"--{name}", str(value)))
     ]
-    for name, (value, origin) in options.variables.items():
+    for name, (value, origin) in options.plan_environment.items():
         arguments += ["--env", f"{name}={value}"] * (origin == "--env")
     return (*arguments, *options.serve_arguments)
 
@@ -101,7 +101,7 @@ def _layer_sizes(plan: Plan) -> dict[str, int]:
 
 
 def _run_backend_process(
-    context: Context, request: KernelsRequest, backend: str, earlier_records: Sequence[Verification]
+    context: StepContext, request: KernelsRequest, backend: str, earlier_records: Sequence[Verification]
 ) -> Verification:
     """Return the record of one back end. If its process ends early, the case that ran has failed.
 
@@ -132,7 +132,7 @@ def _run_backend_process(
             merged = _merge_records([*earlier_records, record])
             context.progress.report_partial(StepResult("cut off", counts_text(merged.results), data=merged))
 
-    environment = context.options.environment()
+    environment = context.options.server_environment()
     try:
         return process.call(
             child.verify_backend,
@@ -155,10 +155,10 @@ def _add_failure(
     """
     from vllm_aiter_mla.verify.results import Finding, Result
 
-    case = running_case or Result("start", "none", backend, record.engine)
-    message = f"{error.sentence(case.case)}; no later case of {backend} ran"
-    failed = replace(case, status="failed", findings=[Finding("runs", message, "its process")])
-    return replace(record, status=FAILED, results=(*record.results, failed))
+    started_result = running_case or Result("start", "none", backend, record.engine)
+    message = f"{error.sentence(started_result.case)}; no later case of {backend} ran"
+    failed_result = replace(started_result, status="failed", findings=[Finding("runs", message, "its process")])
+    return replace(record, status=FAILED, results=(*record.results, failed_result))
 
 
 def _merge_records(records: Sequence[Verification]) -> Verification:
@@ -166,13 +166,13 @@ def _merge_records(records: Sequence[Verification]) -> Verification:
     from vllm_aiter_mla.verify.results import status_of
 
     results = tuple(result for record in records for result in record.results)
-    first = next((record for record in records if record.machine), records[0])
+    first_record = next((record for record in records if record.machine), records[0])
     sizes = next((record.sizes for record in records if record.sizes), None)
-    missing = {name: reason for record in records for name, reason in record.missing.items()}
-    return replace(first, status=status_of(results), sizes=sizes, missing=missing, results=results)
+    missing_backends = {name: reason for record in records for name, reason in record.missing.items()}
+    return replace(first_record, status=status_of(results), sizes=sizes, missing=missing_backends, results=results)
 
 
-def _judge(context: Context, record: Verification) -> StepResult:
+def _judge(context: StepContext, record: Verification) -> StepResult:
     """Return how the step ended. It passes if a kernel was compared and each named back end was available."""
     options, plan = context.options, context.plan
     failed_results = [result for result in record.results if result.status == "failed"]
@@ -186,19 +186,22 @@ def _judge(context: Context, record: Verification) -> StepResult:
         # The cases have fp8 caches even if the model's cache is bf16, and on a CPU only the reference runs.
         overflowing_backends = {result.backend for result in record.results if result.writes_nan}
         serving_backends = overflowing_backends & {span.kernel for span in plan.kernels or ()}
-        left_out = sorted(overflowing_backends - serving_backends)
-        lines += [f"{name} {OVERFLOW}; start-up leaves it out" for name in left_out]
+        left_out_backends = sorted(overflowing_backends - serving_backends)
+        lines += [f"{name} {OVERFLOW}; start-up leaves it out" for name in left_out_backends]
     named_backends = options.kernels.backend
     has_compared = record.status == PASSED
     if not options.uses_cpu and "reference" not in named_backends:  # the reference is compared with itself
         has_compared = has_compared and any(result.backend != "reference" for result in record.results)
-    missing = {name: reason for name, reason in record.missing.items() if name in named_backends or not has_compared}
-    status: StepStatus = (
-        "failed" if failed_results or serving_backends else "passed" if has_compared and not missing else "skipped"
-    )
+    missing_backends = {
+        name: reason for name, reason in record.missing.items() if name in named_backends or not has_compared
+    }
+    if failed_results or serving_backends:
+        status: StepStatus = "failed"
+    else:
+        status = "passed" if has_compared and not missing_backends else "skipped"
     backends_text = ", ".join(dict.fromkeys(result.backend for result in record.results)) or "no back end"
     detail = f"{counts_text(record.results)} ({record.engine}; {backends_text})"
-    detail += "".join(f"; back end {name}: {reason}" for name, reason in missing.items())
+    detail += "".join(f"; back end {name}: {reason}" for name, reason in missing_backends.items())
     # The record, which is printed in place of the lines if the step was named, does not hold this reason.
     detail += "".join(f"; {name} {OVERFLOW}, and it would serve" for name in sorted(serving_backends))
     return StepResult(status, detail, tuple(lines), record)

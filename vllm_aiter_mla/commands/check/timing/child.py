@@ -13,13 +13,13 @@ from itertools import product
 import torch
 
 from vllm_aiter_mla.commands import process
-from vllm_aiter_mla.commands.check.options import Weights
+from vllm_aiter_mla.commands.check.options import WeightFormat
 from vllm_aiter_mla.commands.check.timing import rivals
 from vllm_aiter_mla.commands.check.timing.record import (
     TYPES_OF_16_BITS,
     VLLM,
     Measurement,
-    Row,
+    TimingRow,
     make_row,
     without_rivals,
 )
@@ -47,12 +47,13 @@ class TimingRequest:
 
     token_counts: tuple[int, ...]  # rows of a decode step; empty if ``tune`` chooses them
     head_counts: tuple[int, ...]  # query heads of a rank
-    cache_types: tuple[str, ...]  # as ``Row.cache_type``
-    weights: str = "bf16"  # format of the absorb weights, a value of ``Weights``
-    nope: int = REAL.nope  # DeepSeek's widths and dtype
+    cache_types: tuple[str, ...]  # as ``TimingRow.cache_type``
+    weight_format: str = "bf16"  # format of the absorb weights, a value of ``WeightFormat``
+    # Widths of a layer, and the dtype of its activations as torch names it. The defaults are DeepSeek's.
+    nope: int = REAL.nope
     rope: int = REAL.rope
     latent: int = REAL.latent
-    act: str = "bfloat16"
+    activation_dtype: str = "bfloat16"
 
     def layers(self) -> Iterator[tuple[str, int]]:
         """Yield the type and the number of heads of each layer."""
@@ -64,8 +65,9 @@ class TimingRequest:
         If vLLM pads the heads for AITER's decode kernels, a kernel may lay out the query for the padded number of
         heads.
         """
-        fp8_dtype, act, padded_heads = detect_platform().fp8, getattr(torch, self.act), heads
-        stored_dtype = fp8_dtype if cache_type == "fp8" else act
+        fp8_dtype, activation_dtype = detect_platform().fp8, getattr(torch, self.activation_dtype)
+        stored_dtype = fp8_dtype if cache_type == "fp8" else activation_dtype
+        padded_heads = heads
         padding_helper = compat_layer.padding_helper()
         if (
             padding_helper
@@ -74,8 +76,9 @@ class TimingRequest:
         ):
             padded_heads = padding_helper.get_actual_mla_num_heads(heads)
         return LayerShape(
-            heads, self.nope, stored_dtype, stored_dtype, 64, False, act, card().torch_device, self.latent, self.rope,
-            Weights(self.weights).key(fp8_dtype), padded_heads if padded_heads != heads else 0,
+            heads, self.nope, stored_dtype, stored_dtype, 64, False, activation_dtype, card().torch_device, self.latent,
+            self.rope, WeightFormat(self.weight_format).absorb_key(fp8_dtype),
+            padded_heads if padded_heads != heads else 0,
         )  # fmt: skip
 
 
@@ -110,8 +113,9 @@ def time_layers(request: TimingRequest, ended_checks: Mapping[str, str]) -> Meas
         ended_checks: kernels that are not called, because an earlier process ended in their check, and how it ended.
     """
     load_plugins()  # as in a server: they may bring the platform, or kernels
-    machine, rows, failed_kernels, stop_reason = stopwatch.machine(), list[Row](), without_rivals(ended_checks), ""
-    process.send_value(Measurement(machine, request.weights, (), dict(failed_kernels), ""))
+    machine, failed_kernels = stopwatch.machine(), without_rivals(ended_checks)
+    rows, stop_reason = list[TimingRow](), ""
+    process.send_value(Measurement(machine, request.weight_format, (), dict(failed_kernels), ""))
     backends = Backends(Settings(enabled=True), current_platform())
     with compat_config.as_current():
         for cache_type, heads in request.layers():
@@ -128,7 +132,7 @@ def time_layers(request: TimingRequest, ended_checks: Mapping[str, str]) -> Meas
             except Exception as error:  # out of memory for a large size, or a build that fails
                 stop_reason = f"{heads} heads, {cache_type}: {type(error).__name__}: {error}"
                 break
-    return Measurement(machine, request.weights, tuple(rows), failed_kernels, stop_reason)
+    return Measurement(machine, request.weight_format, tuple(rows), failed_kernels, stop_reason)
 
 
 def check_contenders(
@@ -171,7 +175,7 @@ def _check_kernel(name: str, backend: KernelBackend | str, shape: LayerShape, ma
 
 def time_layer(
     contenders: Sequence[Contender], settings: Settings, shape: LayerShape, token_counts: Sequence[int]
-) -> Iterator[Row]:
+) -> Iterator[TimingRow]:
     """Time the contenders of one layer shape that are right; yield a row for each number of tokens."""
     runnable = {contender.name: contender.backend for contender in contenders if contender.backend is not None}
     untimed_reasons = {
@@ -198,10 +202,12 @@ def time_layer(
 
 def _overflowing_kernels(contenders: Sequence[Contender], settings: Settings) -> list[str]:
     """Return the kernels that turn an fp8 overflow into NaN, and that start-up does not choose for that reason."""
-    overflows = {contender.name: decision.Checked(writes_nan=True) for contender in contenders if contender.writes_nan}
-    layer_facts = decision.LayerFacts(None, dict.fromkeys(overflows, decision.Offer()))
-    usable_kernels = decision.usable(layer_facts, overflows, settings)
-    return [name for name in overflows if name not in usable_kernels]
+    checked_by_name = {
+        contender.name: decision.Checked(writes_nan=True) for contender in contenders if contender.writes_nan
+    }
+    layer_facts = decision.LayerFacts(None, dict.fromkeys(checked_by_name, decision.Offer()))
+    usable_kernels = decision.usable(layer_facts, checked_by_name, settings)
+    return [name for name in checked_by_name if name not in usable_kernels]
 
 
 def layer_label(shape: LayerShape) -> str:
@@ -210,6 +216,6 @@ def layer_label(shape: LayerShape) -> str:
 
 
 def cache_type_of(shape: LayerShape) -> str:
-    """Return the type of the query and the cache, as ``Row.cache_type`` names it."""
-    name = str(shape.cache_dtype).removeprefix("torch.")
-    return "fp8" if is_fp8(shape.cache_dtype) else TYPES_OF_16_BITS.get(name, name)
+    """Return the type of the query and the cache, as ``TimingRow.cache_type`` names it."""
+    dtype_name = str(shape.cache_dtype).removeprefix("torch.")
+    return "fp8" if is_fp8(shape.cache_dtype) else TYPES_OF_16_BITS.get(dtype_name, dtype_name)

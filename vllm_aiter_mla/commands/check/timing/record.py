@@ -10,19 +10,20 @@ from vllm_aiter_mla.decided import VLLM
 MAX_TIMED_TOKENS = 65536
 """More tokens would fill the memory of a card."""
 STAND_IN, DECODE_TILE, ONE_LAUNCH = "vllm-stand-in", "aiter-decode-tile", "aiter-one-launch"
+"""Names of kernels that are timed and never serve; ``rivals`` explains them."""
 TYPES_OF_16_BITS = {"bfloat16": "bf16", "float16": "fp16"}
-"""The name in ``Row.cache_type`` by torch's name of the type."""
+"""The name in ``TimingRow.cache_type`` by torch's name of the type."""
 RIVALS = (VLLM, STAND_IN, DECODE_TILE, ONE_LAUNCH)
 """Kernels that ours are compared with: vLLM's own, a stand-in if vLLM's are not installed, and two uses of AITER's
 kernels that never serve."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """The figures of one size."""
+class TimingRow:
+    """The figures of one size: a number of tokens, a number of heads and a type."""
 
-    tokens: int
-    heads: int
+    tokens: int  # of a decode step
+    heads: int  # query heads of a rank
     cache_type: str  # "fp8", "bf16" or "fp16": the type of the query and the cache
     us: dict[str, float]  # median microseconds per call in a replayed graph, by kernel; includes ``RIVALS``
     # Why each other kernel was not timed: it does not take the call, cannot run here, or is wrong
@@ -45,23 +46,26 @@ class Measurement:
     """The record of a run without ``--tune``. ``schemas.json`` explains the fields."""
 
     machine: dict[str, str]
-    weights: str
-    rows: tuple[Row, ...]
-    failed_kernels: dict[str, str]
-    stop_reason: str
+    weights: str  # format of the absorb weights
+    rows: tuple[TimingRow, ...]
+    failed_kernels: dict[str, str]  # where and how each failed its check, by name
+    stop_reason: str  # empty if the run was not stopped
     evidence: files.Stamp = files.stamp_field("timing")
 
 
 def make_row(
     tokens: int, heads: int, cache_type: str, us: Mapping[str, float], untimed_reasons: Mapping[str, str],
     overflowing_kernels: Sequence[str] = (),
-) -> Row:  # fmt: skip
-    """Return the figures of one size. The ratio is None without a kernel of ours, or without vLLM's or a stand-in."""
+) -> TimingRow:  # fmt: skip
+    """Return the figures of one size; ``us`` has the median microseconds of each kernel.
+
+    The ratio is None without a kernel of ours, or without vLLM's or a stand-in.
+    """
     overflowing_and_timed = tuple(name for name in overflowing_kernels if name in us)
     our_times = _times_of_ours(us, overflowing_and_timed)
-    rival_times = [time for name, time in us.items() if name in RIVALS]
+    rival_times = [median_us for name, median_us in us.items() if name in RIVALS]
     ratio = min(rival_times) / min(our_times) if our_times and {VLLM, STAND_IN} & us.keys() else None
-    return Row(tokens, heads, cache_type, dict(us), dict(untimed_reasons), ratio, overflowing_and_timed)
+    return TimingRow(tokens, heads, cache_type, dict(us), dict(untimed_reasons), ratio, overflowing_and_timed)
 
 
 def without_rivals(ended_checks: Mapping[str, str]) -> dict[str, str]:
@@ -70,4 +74,4 @@ def without_rivals(ended_checks: Mapping[str, str]) -> dict[str, str]:
 
 
 def _times_of_ours(us: Mapping[str, float], overflowing_kernels: Sequence[str]) -> list[float]:
-    return [time for name, time in us.items() if name not in (*RIVALS, *overflowing_kernels)]
+    return [median_us for name, median_us in us.items() if name not in (*RIVALS, *overflowing_kernels)]

@@ -34,7 +34,8 @@ from vllm_aiter_mla.startup import checks
 ONE_LAUNCH_MODULE = "aiter.ops.triton.fusions.fused_bmm_rope_kv_cache"
 ONE_LAUNCH_FUNCTIONS = {"fp8": "fused_fp8_bmm_rope_cat_and_cache_mla", "mxfp4": "fused_fp4_bmm_rope_cat_and_cache_mla"}
 """By weight format."""
-MAX_DECODE_TILE_ROWS = 256
+MAX_DECODE_TILE_TOKENS = 256
+"""Most tokens of a call for which AITER's op has a tile for few rows here."""
 AiterFunctions = Mapping[str, Callable[..., Any]]
 
 
@@ -46,7 +47,7 @@ def load_aiter_functions() -> AiterFunctions:
     """
     try:
         module = importlib.import_module(ONE_LAUNCH_MODULE)
-        return {format: getattr(module, name) for format, name in ONE_LAUNCH_FUNCTIONS.items()}
+        return {weight_format: getattr(module, name) for weight_format, name in ONE_LAUNCH_FUNCTIONS.items()}
     except Exception as error:  # AITER's import runs rocminfo, compilers and a registry, which may raise anything
         raise AiterUnavailableError(f"{ONE_LAUNCH_MODULE}: {type(error).__name__}: {error}") from error
 
@@ -58,12 +59,12 @@ class NotTimedError(RuntimeError):
 def check_rivals(
     platform: Platform,
     shape: LayerShape,
-    max_rows: int,
-    vllm_is_here: bool,
+    max_tokens: int,
+    is_vllm_here: bool,
     ended_checks: Mapping[str, str],
     on_check: Callable[[str], None] = lambda name: None,
 ) -> tuple[dict[str, KernelBackend], dict[str, str]]:
-    """Check the rivals of this card with up to ``max_rows`` rows.
+    """Check the rivals of this card with up to ``max_tokens`` tokens.
 
     A rival in ``ended_checks`` is not called. ``on_check`` is called with the name of a rival before its check.
 
@@ -71,46 +72,46 @@ def check_rivals(
         The rivals that can be timed on this shape, and why the others cannot, by name.
     """
     runnable, untimed_reasons = dict[str, KernelBackend](), dict[str, str]()
-    makers: dict[str, Callable[[], KernelBackend]] = {}
+    make_by_name: dict[str, Callable[[], KernelBackend]] = {}
     if platform.arch in ARCHITECTURES:
-        makers[DECODE_TILE] = lambda: _decode_tile_backend(platform, shape, max_rows)
-        makers[ONE_LAUNCH] = lambda: _one_launch_backend(platform, shape, max_rows)
+        make_by_name[DECODE_TILE] = lambda: _decode_tile_backend(platform, shape, max_tokens)
+        make_by_name[ONE_LAUNCH] = lambda: _one_launch_backend(platform, shape, max_tokens)
     else:
         untimed_reasons |= dict.fromkeys((DECODE_TILE, ONE_LAUNCH), f"it is for {' and '.join(ARCHITECTURES)}")
-        if not vllm_is_here:
-            makers[STAND_IN] = lambda: _stand_in_backend(shape, max_rows)
-    for name, make in makers.items():
+        if not is_vllm_here:
+            make_by_name[STAND_IN] = lambda: _stand_in_backend(shape, max_tokens)
+    for name, make_backend in make_by_name.items():
         if name in ended_checks:
             untimed_reasons[name] = ended_checks[name]
             continue
         on_check(name)
         try:
-            runnable[name] = make()
+            runnable[name] = make_backend()
         except (AiterUnavailableError, NotTimedError, torch.OutOfMemoryError) as error:
             untimed_reasons[name] = str(error)
     return runnable, untimed_reasons
 
 
-def _check(backend: KernelBackend, shape: LayerShape, rows: int) -> None:
+def _check_rival(backend: KernelBackend, shape: LayerShape, max_tokens: int) -> None:
     """Raise NotTimedError if a rival differs from the reference."""
-    result = checks.check_kernel(backend.name, backend, shape, (), rows)
-    if not result.has_passed:
-        raise NotTimedError(result.message)
+    checked = checks.check_kernel(backend.name, backend, shape, (), max_tokens)
+    if not checked.has_passed:
+        raise NotTimedError(checked.message)
 
 
-def _decode_tile_backend(platform: Platform, shape: LayerShape, max_rows: int) -> KernelBackend:
+def _decode_tile_backend(platform: Platform, shape: LayerShape, max_tokens: int) -> KernelBackend:
     backend = DecodeTileBackend(platform)
-    _check(backend, shape, min(max_rows, MAX_DECODE_TILE_ROWS))
+    _check_rival(backend, shape, min(max_tokens, MAX_DECODE_TILE_TOKENS))
     return backend
 
 
-def _one_launch_backend(platform: Platform, shape: LayerShape, max_rows: int) -> KernelBackend:
+def _one_launch_backend(platform: Platform, shape: LayerShape, max_tokens: int) -> KernelBackend:
     # The single launch neither scales the query nor clamps an overflow, so it is checked in 16 bits.
-    _check(OneLaunchBackend(platform), replace(shape, out_dtype=shape.act, cache_dtype=shape.act), max_rows)
+    _check_rival(OneLaunchBackend(platform), replace(shape, out_dtype=shape.act, cache_dtype=shape.act), max_tokens)
     return OneLaunchBackend(platform, has_unit_scale=True)
 
 
-def _stand_in_backend(shape: LayerShape, max_rows: int) -> KernelBackend:
+def _stand_in_backend(shape: LayerShape, max_tokens: int) -> KernelBackend:
     try:
         from vllm_aiter_mla.commands.check.timing.stand_in import StandInBackend
     except ImportError as error:  # no Triton
@@ -118,7 +119,7 @@ def _stand_in_backend(shape: LayerShape, max_rows: int) -> KernelBackend:
     backend = StandInBackend()
     if (reason := backend.refuse(meta_inputs(shape))) is not None:
         raise NotTimedError(reason)
-    _check(backend, shape, max_rows)
+    _check_rival(backend, shape, max_tokens)
     return backend
 
 
@@ -146,8 +147,8 @@ class DecodeTileBackend(AiterBackend):
         """See the base class."""
         if inputs.weight.format != "fp8":
             return "only vLLM's fp8 product takes a tile"
-        if inputs.num_tokens > MAX_DECODE_TILE_ROWS:
-            return f"a tile for up to {MAX_DECODE_TILE_ROWS} rows, not for {inputs.num_tokens}"
+        if inputs.num_tokens > MAX_DECODE_TILE_TOKENS:
+            return f"a tile for up to {MAX_DECODE_TILE_TOKENS} rows, not for {inputs.num_tokens}"
         return super().bind(inputs)
 
     def _options(self, inputs: DecodeInputs) -> dict[str, Any]:
@@ -156,13 +157,13 @@ class DecodeTileBackend(AiterBackend):
 
 def decode_tile(tokens: int, heads: int, latent: int, units: int) -> dict[str, Any]:
     """Return the ``config`` of AITER's fp8 GEMM for ``tokens`` rows on a card with ``units`` compute units."""
-    rows = next(size for size in (16, 32, 64) if tokens <= size or size == 64)
-    columns, blocks = 128, heads * -(-tokens // rows)
-    while columns > 16 and blocks * latent // columns < 0.75 * units:
-        columns //= 2
+    tile_rows = next(size for size in (16, 32, 64) if tokens <= size or size == 64)
+    tile_columns, row_tiles = 128, heads * -(-tokens // tile_rows)
+    while tile_columns > 16 and row_tiles * latent // tile_columns < 0.75 * units:
+        tile_columns //= 2
     return {
-        "BLOCK_SIZE_M": rows, "BLOCK_SIZE_N": columns, "GROUP_SIZE_M": 1, "num_warps": 4, "num_stages": 2,
-        "waves_per_eu": 1 if blocks * latent // columns <= units else 2, "matrix_instr_nonkdim": 16, "kpack": 2,
+        "BLOCK_SIZE_M": tile_rows, "BLOCK_SIZE_N": tile_columns, "GROUP_SIZE_M": 1, "num_warps": 4, "num_stages": 2,
+        "waves_per_eu": 1 if row_tiles * latent // tile_columns <= units else 2, "matrix_instr_nonkdim": 16, "kpack": 2,
         "cache_modifier": ".cg",
     }  # fmt: skip
 
@@ -215,18 +216,18 @@ class OneLaunchBackend(KernelBackend):
         if not cache.is_contiguous():
             yield f"kv_cache: contiguous blocks expected, got strides {cache.stride()}"
 
-    def _run(self, op: Callable[..., Any], inputs: DecodeInputs) -> torch.Tensor:
-        table, width = inputs.cos_sin_cache, inputs.kv_cache.shape[-1]
-        key = (table.data_ptr(), table.shape)
-        if key not in self._halves:  # keep the table too, so that no other table can get its address
-            self._halves[key] = (*(half.float().contiguous() for half in table.chunk(2, dim=-1)), table)
-        cos, sin, _ = self._halves[key]
+    def _run(self, function: Callable[..., Any], inputs: DecodeInputs) -> torch.Tensor:
+        table, cache_width = inputs.cos_sin_cache, inputs.kv_cache.shape[-1]
+        table_key = (table.data_ptr(), table.shape)
+        if table_key not in self._halves:  # keep the table too, so that no other table can get its address
+            self._halves[table_key] = (*(half.float().contiguous() for half in table.chunk(2, dim=-1)), table)
+        cos, sin, _ = self._halves[table_key]
         (_, values), (_, scale) = inputs.weight.tensors
         # A scale would also scale a 16-bit cache.
         k_scale = inputs.k_scale if formats.is_fp8(inputs.kv_cache.dtype) else None
-        group = {"group_size": FP8_GROUP} if inputs.weight.format == "fp8" else {}
-        return op(
+        group_argument = {"group_size": FP8_GROUP} if inputs.weight.format == "fp8" else {}
+        return function(
             inputs.q_nope.transpose(0, 1), values, scale, inputs.q[..., inputs.nope_dim :], inputs.kv_c.unsqueeze(1),
-            inputs.k_pe.unsqueeze(1), inputs.kv_cache.view(-1, 1, width), inputs.slot_mapping, inputs.positions, cos,
-            sin, k_scale=k_scale, is_neox=inputs.is_neox, q_out_dtype=inputs.out_dtype, **group,
+            inputs.k_pe.unsqueeze(1), inputs.kv_cache.view(-1, 1, cache_width), inputs.slot_mapping, inputs.positions,
+            cos, sin, k_scale=k_scale, is_neox=inputs.is_neox, q_out_dtype=inputs.out_dtype, **group_argument,
         )[0]  # fmt: skip

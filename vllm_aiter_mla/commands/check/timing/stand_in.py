@@ -23,11 +23,11 @@ from vllm_aiter_mla.kernels.reference import VLLM_COMPILED
 
 
 @triton.jit
-def _stored(x, scale_ptr, FP8_MAX: tl.constexpr):
-    """Return ``x`` as it is stored: unchanged, or in float32 divided by the scale and clamped to the range of fp8."""
+def _stored(value, scale_ptr, FP8_MAX: tl.constexpr):
+    """Return a value as it is stored: unchanged, or in float32 divided by the scale and clamped to the range of fp8."""
     if FP8_MAX > 0:
-        x = tl.minimum(tl.maximum(x.to(tl.float32) * (1.0 / tl.load(scale_ptr)), -FP8_MAX), FP8_MAX)
-    return x
+        value = tl.minimum(tl.maximum(value.to(tl.float32) * (1.0 / tl.load(scale_ptr)), -FP8_MAX), FP8_MAX)
+    return value
 
 
 @triton.jit
@@ -42,25 +42,29 @@ def rope_and_write_kernel(
     pair, head = tl.arange(0, R // 2), tl.arange(0, HEADS)[:, None]
     first = pair if IS_NEOX else 2 * pair
     second = first + (R // 2 if IS_NEOX else 1)
-    at = cos_sin_ptr + tl.load(pos_ptr + token) * cos_sin_stride + pair
-    cos, sin = tl.load(at).to(tl.float32), tl.load(at + R // 2).to(tl.float32)
+    cos_ptr = cos_sin_ptr + tl.load(pos_ptr + token) * cos_sin_stride + pair
+    cos, sin = tl.load(cos_ptr).to(tl.float32), tl.load(cos_ptr + R // 2).to(tl.float32)
     act: tl.constexpr = q_ptr.dtype.element_ty
-    q, to = q_ptr + token * q_stride_t + head * q_stride_h, rotated_ptr + (token * N + head) * R
-    a = tl.load(q + first[None, :], mask=head < N, other=0.0).to(tl.float32)
-    b = tl.load(q + second[None, :], mask=head < N, other=0.0).to(tl.float32)
-    tl.store(to + first[None, :], (a * cos[None, :] - b * sin[None, :]).to(act), mask=head < N)
-    tl.store(to + second[None, :], (b * cos[None, :] + a * sin[None, :]).to(act), mask=head < N)
+    q_row_ptr, rotated_row_ptr = q_ptr + token * q_stride_t + head * q_stride_h, rotated_ptr + (token * N + head) * R
+    q_first = tl.load(q_row_ptr + first[None, :], mask=head < N, other=0.0).to(tl.float32)
+    q_second = tl.load(q_row_ptr + second[None, :], mask=head < N, other=0.0).to(tl.float32)
+    rotated_first = (q_first * cos[None, :] - q_second * sin[None, :]).to(act)
+    rotated_second = (q_second * cos[None, :] + q_first * sin[None, :]).to(act)
+    tl.store(rotated_row_ptr + first[None, :], rotated_first, mask=head < N)
+    tl.store(rotated_row_ptr + second[None, :], rotated_second, mask=head < N)
     slot = tl.load(slot_ptr + token)
     if slot >= 0:
-        row = cache_ptr + slot // BLOCK_SIZE * cache_stride_b + slot % BLOCK_SIZE * cache_stride_s
+        cache_row_ptr = cache_ptr + slot // BLOCK_SIZE * cache_stride_b + slot % BLOCK_SIZE * cache_stride_s
         out: tl.constexpr = cache_ptr.dtype.element_ty
         column = tl.arange(0, L)
         latent = tl.load(kv_c_ptr + token * kv_c_stride_t + column)
-        tl.store(row + column, _stored(latent, k_scale_ptr, FP8_MAX).to(out))
-        k = tl.load(k_pe_ptr + token * k_pe_stride_t + first).to(tl.float32)
-        partner = tl.load(k_pe_ptr + token * k_pe_stride_t + second).to(tl.float32)
-        tl.store(row + L + first, _stored((k * cos - partner * sin).to(act), k_scale_ptr, FP8_MAX).to(out))
-        tl.store(row + L + second, _stored((partner * cos + k * sin).to(act), k_scale_ptr, FP8_MAX).to(out))
+        tl.store(cache_row_ptr + column, _stored(latent, k_scale_ptr, FP8_MAX).to(out))
+        k_first = tl.load(k_pe_ptr + token * k_pe_stride_t + first).to(tl.float32)
+        k_second = tl.load(k_pe_ptr + token * k_pe_stride_t + second).to(tl.float32)
+        rotated_k_first = (k_first * cos - k_second * sin).to(act)
+        rotated_k_second = (k_second * cos + k_first * sin).to(act)
+        tl.store(cache_row_ptr + L + first, _stored(rotated_k_first, k_scale_ptr, FP8_MAX).to(out))
+        tl.store(cache_row_ptr + L + second, _stored(rotated_k_second, k_scale_ptr, FP8_MAX).to(out))
 
 
 @triton.jit
@@ -71,9 +75,9 @@ def concat_kernel(
     row = tl.program_id(0).to(tl.int64)
     out: tl.constexpr = out_ptr.dtype.element_ty
     latent, rope = tl.arange(0, L), tl.arange(0, R)
-    to = out_ptr + row * (L + R)
-    tl.store(to + latent, _stored(tl.load(absorbed_ptr + row * L + latent), q_scale_ptr, FP8_MAX).to(out))
-    tl.store(to + L + rope, _stored(tl.load(rotated_ptr + row * R + rope), q_scale_ptr, FP8_MAX).to(out))
+    out_row_ptr = out_ptr + row * (L + R)
+    tl.store(out_row_ptr + latent, _stored(tl.load(absorbed_ptr + row * L + latent), q_scale_ptr, FP8_MAX).to(out))
+    tl.store(out_row_ptr + L + rope, _stored(tl.load(rotated_ptr + row * R + rope), q_scale_ptr, FP8_MAX).to(out))
 
 
 class StandInBackend(KernelBackend):
@@ -98,17 +102,17 @@ class StandInBackend(KernelBackend):
         return contract_violation(inputs) or Binding(self._run, numerics=VLLM_COMPILED)
 
     def _run(self, inputs: DecodeInputs) -> torch.Tensor:
-        q, cache, table = inputs.q[..., inputs.nope_dim :], inputs.kv_cache, inputs.cos_sin_cache
+        q_pe, cache, table = inputs.q[..., inputs.nope_dim :], inputs.kv_cache, inputs.cos_sin_cache
         tokens, heads, widths = inputs.num_tokens, inputs.num_heads, {"R": inputs.rope_dim, "L": inputs.latent_dim}
-        rotated = q.new_empty(q.shape)
+        rotated = q_pe.new_empty(q_pe.shape)
         rope_and_write_kernel[(tokens,)](
-            q, rotated, inputs.k_pe, inputs.kv_c, inputs.positions, table, inputs.slot_mapping, inputs.k_scale, cache,
-            q.stride(0), q.stride(1), table.stride(0), inputs.k_pe.stride(0), inputs.kv_c.stride(0), cache.stride(0),
-            cache.stride(1), N=heads, HEADS=triton.next_power_of_2(heads), BLOCK_SIZE=cache.shape[1],
+            q_pe, rotated, inputs.k_pe, inputs.kv_c, inputs.positions, table, inputs.slot_mapping, inputs.k_scale,
+            cache, q_pe.stride(0), q_pe.stride(1), table.stride(0), inputs.k_pe.stride(0), inputs.kv_c.stride(0),
+            cache.stride(0), cache.stride(1), N=heads, HEADS=triton.next_power_of_2(heads), BLOCK_SIZE=cache.shape[1],
             IS_NEOX=inputs.is_neox, FP8_MAX=_fp8_max(cache.dtype), **widths,
         )  # fmt: skip
         absorbed = inputs.weight.product(inputs.q_nope)
-        out: Any = q.new_empty((tokens, heads, inputs.latent_dim + inputs.rope_dim), dtype=inputs.out_dtype)
+        out: Any = q_pe.new_empty((tokens, heads, inputs.latent_dim + inputs.rope_dim), dtype=inputs.out_dtype)
         concat_kernel[(tokens * heads,)](
             absorbed, rotated, out, inputs.q_scale, FP8_MAX=_fp8_max(inputs.out_dtype), **widths
         )

@@ -7,22 +7,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm_aiter_mla.commands import process
-from vllm_aiter_mla.commands.check.context import Context
-from vllm_aiter_mla.commands.check.options import CacheType, Weights
+from vllm_aiter_mla.commands.check.context import StepContext
+from vllm_aiter_mla.commands.check.options import CacheType, WeightFormat
 from vllm_aiter_mla.commands.check.record import StepResult
 from vllm_aiter_mla.commands.check.timing.record import MAX_TIMED_TOKENS, TYPES_OF_16_BITS, Measurement, without_rivals
 
 if TYPE_CHECKING:
     from vllm_aiter_mla.commands.check.timing.child import Activity, TimingRequest
-    from vllm_aiter_mla.commands.check.timing.record import Row
+    from vllm_aiter_mla.commands.check.timing.record import TimingRow
 
 DEFAULT_TOKEN_COUNTS, DEFAULT_HEAD_COUNTS = (1, 8, 64, 256, 512), (8, 16, 128)
 """The sizes that are timed without a model, unless options give others."""
 MODEL_TOKEN_COUNTS = (1, 8, 64, 256)
-"""For a model those below its decode limit are timed, and the limit itself."""
+"""The sizes that are timed for a model: those of them below its decode limit, and the limit itself."""
 
 
-def time_kernels(context: Context) -> StepResult:
+def time_kernels(context: StepContext) -> StepResult:
     """Time every kernel and rival on this card, for the model's layer or for DeepSeek's at several numbers of heads.
 
     The step fails if a kernel is wrong, or if no kernel of ours was timed for the model. It is "unknown" if there is
@@ -49,7 +49,7 @@ class EndedInCheckError(RuntimeError):
         self.kernel = kernel
 
 
-def _build_request(context: Context) -> TimingRequest:
+def _build_request(context: StepContext) -> TimingRequest:
     """Return the request for the process: the plan's layer if there is a plan, or else DeepSeek's."""
     from vllm_aiter_mla.commands.check.timing.child import TimingRequest
 
@@ -58,27 +58,27 @@ def _build_request(context: Context) -> TimingRequest:
     if plan is None:
         both_types = (CacheType.fp8, CacheType.bf16)
         cache_types = both_types if options.cache_type is CacheType.both else (options.cache_type,)
-        token_counts, weights = DEFAULT_TOKEN_COUNTS, layer_options.weights or Weights.bf16
+        token_counts, weight_format = DEFAULT_TOKEN_COUNTS, layer_options.weight_format or WeightFormat.bf16
         request = TimingRequest(
             (),
             layer_options.head_counts or DEFAULT_HEAD_COUNTS,
             tuple(cache_type.value for cache_type in cache_types),
-            weights.value,
+            weight_format.value,
         )
         request = request if layer_options.nope is None else replace(request, nope=layer_options.nope)
     else:
-        layer_sizes, weights = plan.model.kinds[0], Weights.of_format(str(plan.absorb_weight))
+        layer_sizes, weight_format = plan.model.kinds[0], WeightFormat.of_format_name(str(plan.absorb_weight))
         cache_type = "fp8" if plan.has_fp8_cache else TYPES_OF_16_BITS[plan.model.dtype]
         counts_below_limit = [count for count in MODEL_TOKEN_COUNTS if count < plan.limit]
         token_counts = (*counts_below_limit, min(plan.limit, MAX_TIMED_TOKENS))
         request = TimingRequest(
-            (), (plan.heads_per_rank,), (cache_type,), weights.value, layer_sizes.nope, layer_sizes.rope,
+            (), (plan.heads_per_rank,), (cache_type,), weight_format.value, layer_sizes.nope, layer_sizes.rope,
             layer_sizes.latent, plan.model.dtype,
         )  # fmt: skip
     return replace(request, token_counts=options.token_counts or (() if options.tune else token_counts))
 
 
-def _measure(context: Context, request: TimingRequest, ended_checks: dict[str, str]) -> Measurement:
+def _measure(context: StepContext, request: TimingRequest, ended_checks: dict[str, str]) -> Measurement:
     """Return the record of the process, or what the process had sent when it ended early.
 
     Raises:
@@ -86,10 +86,10 @@ def _measure(context: Context, request: TimingRequest, ended_checks: dict[str, s
     """
     from vllm_aiter_mla.commands.check.timing import child
 
-    record = Measurement({}, request.weights, (), without_rivals(ended_checks), "")
+    record = Measurement({}, request.weight_format, (), without_rivals(ended_checks), "")
     activity = child.Activity(None, "its start")
 
-    def on_value(value: Measurement | Row | Activity) -> None:
+    def on_value(value: Measurement | TimingRow | Activity) -> None:
         nonlocal record, activity
         if isinstance(value, Measurement):  # the facts that all rows share
             record = value
@@ -101,7 +101,7 @@ def _measure(context: Context, request: TimingRequest, ended_checks: dict[str, s
             partial_record = replace(record, stop_reason="cut off")
             context.progress.report_partial(StepResult("cut off", f"{len(record.rows)} sizes", data=partial_record))
 
-    environment = context.options.environment()
+    environment = context.options.server_environment()
     try:
         return process.call(child.time_layers, request, ended_checks, environment=environment, on_value=on_value)
     except process.EndedError as error:
@@ -111,10 +111,10 @@ def _measure(context: Context, request: TimingRequest, ended_checks: dict[str, s
         return replace(record, stop_reason=sentence)
 
 
-def _judge(context: Context, record: Measurement) -> StepResult:
+def _judge(context: StepContext, record: Measurement) -> StepResult:
     """Return how the step ended; see ``time_kernels``. It also fails if a size raised."""
     lines = tuple(
-        f"{_size_text(row)}: " + ", ".join(f"{name} {us:.2f} us" for name, us in sorted(row.us.items()))
+        f"{_size_text(row)}: " + ", ".join(f"{name} {median_us:.2f} us" for name, median_us in sorted(row.us.items()))
         for row in record.rows
     )
     lines += tuple(f"{name}: {reason}" for name, reason in record.failed_kernels.items())
@@ -137,12 +137,12 @@ def _judge(context: Context, record: Measurement) -> StepResult:
     return StepResult("passed", speed_text, lines, record)
 
 
-def _size_text(row: Row) -> str:
+def _size_text(row: TimingRow) -> str:
     """Return the size of a row, as in "128 heads, bf16, 8 tokens"."""
     return f"{row.heads} heads, {row.cache_type}, {row.tokens} tokens"
 
 
-def _run_tuning(context: Context, request: TimingRequest) -> StepResult:
+def _run_tuning(context: StepContext, request: TimingRequest) -> StepResult:
     """Tune the tiles in a process of its own. The lines of the step are those that the process sends."""
     from vllm_aiter_mla.commands.check.timing import tune
 
@@ -153,7 +153,7 @@ def _run_tuning(context: Context, request: TimingRequest) -> StepResult:
         context.progress.show_activity(text)
         context.progress.report_partial(StepResult("cut off", "tiles of the Triton kernel", tuple(lines)))
 
-    environment = context.options.environment()
+    environment = context.options.server_environment()
     try:
         record, failure = process.call(tune.tune_tiles, request, environment=environment, on_value=on_value)
     except process.EndedError as error:

@@ -47,27 +47,27 @@ def tune_tiles(request: TimingRequest) -> tuple[tuning.TunedTiles, str | None]:
     with compat_config.as_current():
         for layer in request.layers():
             shape = request.shape(*layer)
-            key, tile_of_table = tuning.key_of(meta_inputs(shape)), partial(table_tile, heads=shape.heads)
+            shape_key, table_tile_at = tuning.key_of(meta_inputs(shape)), partial(table_tile, heads=shape.heads)
             right_tiles = dict[str, KernelBackend]()
             try:
-                for tile in check_tiles(shape, key, max(token_counts)):
+                for tile in check_tiles(shape, shape_key, max(token_counts)):
                     if tile.failure is None:
                         right_tiles[tile.label] = tile.backend
                     else:  # noted at once, because a later check may raise
-                        wrong_tile_texts.append(f"{tile.label} at {key}: {tile.failure}")
+                        wrong_tile_texts.append(f"{tile.label} at {shape_key}: {tile.failure}")
                 rounds = time_tiles(right_tiles, shape, token_counts)
             except Exception as error:  # out of memory for a large size, or Triton is absent
-                stop_reason = f"stopped: {key}: {type(error).__name__}: {error}"
+                stop_reason = f"stopped: {shape_key}: {type(error).__name__}: {error}"
                 break
             us = stopwatch.medians(rounds)
-            spans = _fastest_tiles(rounds, token_counts[0], tile_of_table)
-            path = save_tiles(replace(record, chosen={key: spans}, us={key: us}))
+            spans = _fastest_tiles(rounds, token_counts[0], table_tile_at)
+            path = save_tiles(replace(record, chosen={shape_key: spans}, us={shape_key: us}))
             if not record.chosen:
                 process.send_value(
                     f"kept in {path}; the next start checks these tiles and names them in its status line"
                 )
-            record = replace(record, chosen=record.chosen | {key: spans}, us=record.us | {key: us})
-            for line in _span_lines(key, spans, us, tile_of_table):
+            record = replace(record, chosen=record.chosen | {shape_key: spans}, us=record.us | {shape_key: us})
+            for line in _span_lines(shape_key, spans, us, table_tile_at):
                 process.send_value(line)
             card().give_back()
     for text in wrong_tile_texts:
@@ -75,26 +75,29 @@ def tune_tiles(request: TimingRequest) -> tuple[tuning.TunedTiles, str | None]:
     return record, stop_reason or ("a tile is wrong" if wrong_tile_texts else None)
 
 
-def _fastest_tiles(rounds: stopwatch.Rounds, min_tokens: int, tile_of_table: Callable[[int], str]) -> Spans:
+def _fastest_tiles(rounds: stopwatch.Rounds, min_tokens: int, table_tile_at: Callable[[int], str]) -> Spans:
     """Return the fastest tile at each number of tokens.
 
     Below ``min_tokens``, the smallest count, the table may have tiles that are not timed. Those ranges keep the table's
     tiles.
     """
     table_borders = [
-        num_tokens for num_tokens in range(1, min_tokens) if tile_of_table(num_tokens) != tile_of_table(num_tokens + 1)
+        num_tokens for num_tokens in range(1, min_tokens) if table_tile_at(num_tokens) != table_tile_at(num_tokens + 1)
     ]
     points: stopwatch.Rounds = {**{num_tokens: {} for num_tokens in table_borders}, **rounds}
-    return decision.fastest_spans(points, [*tiles.allowed(card().arch)], tile_of_table)
+    return decision.fastest_spans(points, [*tiles.allowed(card().arch)], table_tile_at)
 
 
 def _span_lines(
-    key: str, spans: Spans, us: Mapping[int, Mapping[str, float]], tile_of_table: Callable[[int], str]
+    shape_key: str, spans: Spans, us: Mapping[int, Mapping[str, float]], table_tile_at: Callable[[int], str]
 ) -> Iterator[str]:
-    """Yield a line for each span of tokens: the fastest tile, its time, and the time of the table's tile."""
-    yield f"{key}:"
+    """Yield a line for each span of tokens: the fastest tile, its time, and the time of the table's tile.
+
+    ``us`` has the median microseconds by number of tokens and tile.
+    """
+    yield f"{shape_key}:"
     for span in spans:
-        label, table_label = span.kernel, tile_of_table(span.last)
+        label, table_label = span.kernel, table_tile_at(span.last)
         if span.last not in us:
             yield f"  {span.tokens_text} tokens  {label}: not timed, the table's"
             continue
@@ -118,7 +121,7 @@ class CheckedTile:
     failure: str | None  # why the tile is wrong; None if it is right
 
 
-def check_tiles(shape: LayerShape, key: str, max_tokens: int) -> Iterator[CheckedTile]:
+def check_tiles(shape: LayerShape, shape_key: str, max_tokens: int) -> Iterator[CheckedTile]:
     """Check each tile with up to ``max_tokens`` tokens, as start-up does; yield each after its check.
 
     Raises:
@@ -126,7 +129,7 @@ def check_tiles(shape: LayerShape, key: str, max_tokens: int) -> Iterator[Checke
     """
     inputs = meta_inputs(shape)
     for label in tiles.allowed(card().arch):
-        backend = TritonBackend({key: (Span(1, sys.maxsize, label),)})
+        backend = TritonBackend({shape_key: (Span(1, sys.maxsize, label),)})
         if (reason := backend.refuse(inputs)) is not None:
             raise ValueError(reason)
         checked = checks.check_kernel(label, backend, shape, (), max_tokens)
@@ -175,10 +178,12 @@ def save_tiles(record: tuning.TunedTiles) -> Path:
     with suppress(OSError, ValueError):  # there is no file, or one that start-up would not read either
         old_record = files.read_record(tuning.TunedTiles, path)
         chosen = {
-            key: splice_spans(spans, record.us[key], old_record.chosen.get(key, ()), old_record.us.get(key, ()))
-            for key, spans in record.chosen.items()
+            shape_key: splice_spans(
+                spans, record.us[shape_key], old_record.chosen.get(shape_key, ()), old_record.us.get(shape_key, ())
+            )
+            for shape_key, spans in record.chosen.items()
         }
-        us = {key: old_record.us.get(key, {}) | by_tokens for key, by_tokens in record.us.items()}
+        us = {shape_key: old_record.us.get(shape_key, {}) | by_tokens for shape_key, by_tokens in record.us.items()}
         record = replace(record, chosen=old_record.chosen | chosen, us=old_record.us | us)
     folder.mkdir(parents=True, exist_ok=True)
     files.write_record(path, record)
