@@ -169,6 +169,18 @@ def test_an_engine_shares_vllms_notes_where_vllm_keeps_them_and_does_without_whe
     assert [one.resolve() for one in cache.iterdir()] == ([root / "vllm/modelinfos"] if home == "usable" else [])
 
 
+@pytest.mark.parametrize("has_tiles", [True, False])
+def test_an_engine_runs_the_tiles_that_were_tuned_for_servers(tmp_path: Path, has_tiles: bool) -> None:
+    folder = tmp_path / "vllm" / "aiter_mla"
+    if has_tiles:
+        folder.mkdir(parents=True)
+        (folder / "tuned-a-card-triton-3.json").write_text("tiles")
+        (folder / "status-1-a-1-0-0.json").write_text("another server's")
+    engine_steps._copy_tuned_tiles(tmp_path / "engine", {"XDG_CACHE_HOME": str(tmp_path)})
+    copied = {path.name: path.read_text() for path in (tmp_path / "engine").iterdir()}
+    assert copied == ({"tuned-a-card-triton-3.json": "tiles"} if has_tiles else {})
+
+
 def a_problem_of_the_machine(card: dict[str, Any]) -> None:
     card["checks"] = (CheckResult("problem", "torch is missing", "install it", "torch"),)
 

@@ -82,6 +82,18 @@ def test_check_does_not_write_its_page_over_its_json(tmp_path, monkeypatch):
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("option", ["--json", "--html"])
+@pytest.mark.parametrize("model", ["model", "model/config.json"])
+def test_check_does_not_replace_the_config_of_its_model(tmp_path, monkeypatch, option, model):
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "model" / "config.json"
+    config.parent.mkdir()
+    config.write_text('{"architectures": []}')
+    done = CliRunner().invoke(app, ["check", model, "--only", "plan", option, "model/config.json"])
+    assert (done.exit_code, f"{option} model/config.json: " in done.stderr) == (2, True)
+    assert config.read_text() == '{"architectures": []}'
+
+
 @pytest.mark.parametrize("typed", [("x.json",), (".",), ("link.json",)])
 def test_report_does_not_replace_its_input(tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tests.support import plans
 from tests.support.pages import ROOT
 from vllm_aiter_mla import admission
-from vllm_aiter_mla.commands.compat import vllm_options
+from vllm_aiter_mla.commands.compat import rocm_config, vllm_options
 from vllm_aiter_mla.commands.plan import build, config_source, kernels, vllm_facts
 from vllm_aiter_mla.commands.plan.record import NotKnownError
-from vllm_aiter_mla.kernels import formulas
+from vllm_aiter_mla.kernels import device, formulas
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.serving.backends import candidates
 from vllm_aiter_mla.settings import LIMIT_FIELD, Settings
@@ -175,6 +175,50 @@ def test_a_cache_that_cannot_be_searched_is_not_called_empty(monkeypatch):
     with pytest.raises(LookupError, match="ImportError: cannot import name 'try_to_load_from_cache'") as caught:
         config_source.find_config("some/model")
     assert "not in the local" not in str(caught.value)
+
+
+def no_driver():
+    raise RuntimeError("AMDSMI_STATUS_DRIVER_NOT_LOADED")
+
+
+@pytest.mark.parametrize(
+    ("init", "handles", "finds"), [(no_driver, [], False), (lambda: None, [], False), (lambda: None, ["a card"], True)],
+    ids=["no driver", "no card", "a card"],
+)  # fmt: skip
+def test_a_rocm_image_has_a_card_only_if_amdsmi_finds_one(monkeypatch, init, handles, finds):
+    """The package is in the image; a build machine or a laptop has no card."""
+    ended = []
+    amdsmi = SimpleNamespace(
+        amdsmi_init=init, amdsmi_get_processor_handles=lambda: handles, amdsmi_shut_down=lambda: ended.append(1)
+    )
+    monkeypatch.setitem(sys.modules, "amdsmi", amdsmi)
+    assert rocm_config.has_amd_card() is finds
+    assert ended == [1] * (init is not no_driver), "the library was left open"
+
+
+def test_a_machine_without_amdsmi_has_no_card(monkeypatch):
+    monkeypatch.setitem(sys.modules, "amdsmi", None)
+    assert not rocm_config.has_amd_card()
+
+
+def simulates(monkeypatch, found_card, arch=None):
+    """Return the card that a plan simulates where torch is built for ROCm; None if it simulates none."""
+    simulated = []
+    monkeypatch.setattr(device, "card", lambda: SimpleNamespace(rocm="7.0.1", arch="gfx942"))
+    monkeypatch.setattr(rocm_config, "has_amd_card", lambda: found_card)
+    monkeypatch.setattr(rocm_config, "driver_arch", lambda: "gfx950")
+    monkeypatch.setattr(vllm_facts.simulated_card, "simulate_rocm", simulated.append)
+    for module, name in ((vllm_facts.vllm_options, "load_plugins"), (rocm_config, "inspect_models_in_process")):
+        monkeypatch.setattr(module, name, lambda: None)
+    loaded = vllm_facts.load_vllm(arch)
+    assert simulated == ([loaded.arch] if loaded.has_simulated_card else [])
+    return simulated[0] if simulated else None
+
+
+def test_a_plan_simulates_a_card_in_a_rocm_image_without_one(monkeypatch):
+    assert simulates(monkeypatch, found_card=False) == "gfx942"
+    assert simulates(monkeypatch, found_card=False, arch="gfx950") == "gfx950"
+    assert simulates(monkeypatch, found_card=True) is None
 
 
 def test_what_serves_does_not_import_what_is_made_up():

@@ -228,6 +228,14 @@ def ends(monkeypatch, folder, told):
     return step["status"], step["detail"], step["data"]
 
 
+def test_timing_whose_process_ends_names_the_kernel_that_it_had_found_wrong(card, monkeypatch, tmp_path):
+    """It ends in the timing, after all checks."""
+    card["triton"] = Wrong("triton")
+    status, _, found = ends(monkeypatch, tmp_path, 9)
+    assert (status, [*found["failed_kernels"]]) == ("failed", ["triton"])
+    assert found["rows"] == []
+
+
 @pytest.mark.parametrize(("told", "kernel", "other"), [(2, "aiter", "triton"), (4, "triton", "aiter")])
 def test_timing_leaves_a_kernel_out_in_whose_check_its_process_ended(card, monkeypatch, tmp_path, told, kernel, other):
     status, _, found = ends(monkeypatch, tmp_path, told)

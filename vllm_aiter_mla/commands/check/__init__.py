@@ -7,7 +7,7 @@
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -184,6 +184,7 @@ def check(
             kernels=build_options(KernelOptions, step_options),
             timing=build_options(TimingOptions, step_options),
         )
+        _check_outputs_keep_config(check_options, {"--json": json, "--html": html})
         if check_options.uses_checkpoint and "engine" in step_names:
             _check_for_weights(check_options)
         _check_option_values(check_options, step_names)
@@ -195,7 +196,7 @@ def check(
 
 def _run_check(
     check_options: CheckOptions, step_names: tuple[str, ...], model: str | None, json_path: Path | None,
-    html_path: Path | None,     render_page: Callable[[Sequence[Path]], str] | None, require_all: bool,
+    html_path: Path | None, render_page: Callable[[Sequence[Path]], str] | None, require_all: bool,
 ) -> int:  # fmt: skip
     """Run the steps, print the table, and write the files of --json and --html. Return the exit status."""
     runner = CheckRunner(StepContext(check_options), step_names, model, json_path)
@@ -256,6 +257,24 @@ def _check_step_options(ctx: typer.Context, step_names: Sequence[str], model: st
             raise WrongOptionError(f"{option_text}: only the step {' or '.join(group.steps)} takes this option")
         if group.excludes_model and model is not None:
             raise WrongOptionError(f"{option_text}: the sizes are those of MODEL {model}; leave one out")
+
+
+def _check_outputs_keep_config(check_options: CheckOptions, output_paths: Mapping[str, Path | None]) -> None:
+    """Check that no output replaces MODEL's config.
+
+    Args:
+        check_options: the options of the check.
+        output_paths: by option; None without the option.
+
+    Raises:
+        WrongOptionError: an output would replace the config.
+    """
+    config = None if check_options.source is None else check_options.source.config
+    if not isinstance(config, Path):
+        return
+    for option, path in output_paths.items():
+        if path is not None and (reason := outputs.overwritten_input_reason([config], path)) is not None:
+            raise WrongOptionError(f"{option} {path}: {reason}")
 
 
 def _check_for_weights(check_options: CheckOptions) -> None:

@@ -49,6 +49,19 @@ def use_rocm_platform(device_count: int) -> None:
     vllm.config.vllm.HAS_TRITON = True
 
 
+def has_amd_card() -> bool:
+    """Return whether vLLM would find an AMD card: it asks amdsmi, which a ROCm image has without a card too."""
+    try:
+        amdsmi = import_module("amdsmi")
+        amdsmi.amdsmi_init()
+        try:
+            return bool(amdsmi.amdsmi_get_processor_handles())
+        finally:
+            amdsmi.amdsmi_shut_down()
+    except Exception:  # there is no such package, or no driver
+        return False
+
+
 def driver_arch() -> str:
     """Return the architecture of this machine's card from amdsmi, which does not initialise the card."""
     from vllm.platforms import rocm

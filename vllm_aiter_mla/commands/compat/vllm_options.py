@@ -121,7 +121,7 @@ def _check_config_option(action: argparse.Action, value: Any, arguments: Sequenc
         f"{name}.NAME=VALUE" if name in dotted_options and name not in spellings[number:] else name
         for number, name in enumerate(spellings, 1)
     ]
-    file_note = " (the file of --config counts too)" * ("--config" in arguments)
+    file_note = " (the file of --config counts too)" * any(word.partition("=")[0] == "--config" for word in arguments)
     given_text = f"{action.option_strings[0]}: given as {' and as '.join(spelling_texts)}{file_note}"
     _raise_value_error(f"{given_text}; vLLM would use only the last")
 

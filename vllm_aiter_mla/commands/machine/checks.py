@@ -110,7 +110,9 @@ def check_triton(environment: Environment) -> CheckResult:
         else:
             problem, remedy = f"cannot be imported: {error}", "reinstall the Triton that belongs to your torch"
     return CheckResult(
-        "warning", f"{problem}: kernel=triton is not available, so none of our kernels for an fp8 KV cache", remedy
+        "warning",
+        f"{problem}: kernel=triton is not available, so none of our kernels runs with an fp8 KV cache",
+        remedy,
     )
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulate an AMD card for vLLM's own ``RocmPlatform``, in this process.
 
-Nothing is simulated if torch is built for ROCm and ``amdsmi`` is there, because vLLM finds AMD cards through
-``amdsmi``. On other machines these are simulated:
+Nothing is simulated if torch is built for ROCm and ``amdsmi`` finds a card, because vLLM finds AMD cards through
+``amdsmi``. On other machines, a ROCm image without a card among them, these are simulated:
 
 1. packages of a ROCm image, ``_PACKAGES``: vLLM checks for them and imports names from them;
 2. ``amdsmi``, the driver's library, with eight linked cards, their architecture and their memory;
@@ -94,6 +94,8 @@ def simulate_modules(*names: str) -> None:
     """Replace modules by stubs, and define the ops of vLLM that its fusions look up at import."""
     import torch
 
+    for module in [module for module in sys.modules if module.partition(".")[0] in names]:
+        del sys.modules[module]  # ``amdsmi`` was imported to look for a card
     sys.meta_path.insert(0, _Stubs(*names))
     library = torch.library.Library("_C", "FRAGMENT")
     _op_libraries.append(library)

@@ -5,7 +5,6 @@ The plugin is loaded, so the engine's own gate decides. ``simulated_card`` says 
 card. ``commands.compat.rocm_config`` says what is simulated for a model without weights.
 """
 
-import importlib.util
 import os
 import re
 import sys
@@ -96,8 +95,7 @@ def load_vllm(arch: str | None) -> LoadedVllm:
     from vllm_aiter_mla.kernels import device
 
     this_device = device.card()
-    # vLLM finds AMD cards only through amdsmi.
-    if has_simulated_card := this_device.rocm is None or importlib.util.find_spec("amdsmi") is None:
+    if has_simulated_card := this_device.rocm is None or not rocm_config.has_amd_card():
         vllm_arch = arch or (this_device.arch if this_device.arch in simulated_card.CARDS else "gfx942")
         simulated_card.simulate_rocm(vllm_arch)
     else:

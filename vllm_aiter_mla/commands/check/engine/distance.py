@@ -103,7 +103,7 @@ def can_rounding_explain_tokens(comparison: TokenComparison, fp8_noise: float = 
 
 
 def logprob_distance(logprob: float, other_logprob: float) -> float:
-    """Return the absolute difference. It is infinite if one of both is NaN, because ``max`` would ignore a NaN."""
+    """Return the absolute difference. It is infinite if either is NaN, because ``max`` would ignore a NaN."""
     difference = abs(logprob - other_logprob)
     return math.inf if math.isnan(difference) else difference
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -91,6 +92,7 @@ def run_engine(options: EngineOptions, environment: Mapping[str, str]) -> Engine
         # A folder of its own: no status file of another server is read here, and no graph of a broken run is reused.
         cache_folder = Path(work_folder)
         _share_model_notes(cache_folder, environment)
+        _copy_tuned_tiles(cache_folder / "aiter_mla", environment)
         engine_environment = {
             **environment,
             "VLLM_CACHE_ROOT": str(cache_folder),
@@ -115,6 +117,15 @@ def _share_model_notes(cache_folder: Path, environment: Mapping[str, str]) -> No
     with suppress(OSError):  # the home is not writable: the engine inspects the class
         notes_folder.mkdir(parents=True, exist_ok=True)
         (cache_folder / notes_folder.name).symlink_to(notes_folder.resolve(), target_is_directory=True)
+
+
+def _copy_tuned_tiles(folder: Path, environment: Mapping[str, str]) -> None:
+    """Copy the tuned tiles into the engine's folder, because a server runs them. A link would not be read."""
+    with suppress(OSError):  # the folder is not readable: the engine runs the table's tiles, and a server does too
+        paths = [*files.cache_folder(environment).glob("tuned-*.json")]
+        folder.mkdir(parents=True)
+        for path in paths:
+            shutil.copyfile(path, folder / path.name)
 
 
 def num_cards_of(plan: Plan) -> int:

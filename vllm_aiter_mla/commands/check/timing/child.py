@@ -91,6 +91,14 @@ class Activity:
 
 
 @dataclass(frozen=True)
+class FailedKernel:
+    """A kernel that failed its self-check, and where."""
+
+    kernel: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Contender:
     """A kernel or a rival after its check on one layer shape."""
 
@@ -106,7 +114,7 @@ def time_layers(request: TimingRequest, ended_checks: Mapping[str, str]) -> Meas
 
     A size that raises ends the run, and ``stop_reason`` says which and why. The rows before it stay in the record.
     ``failed_kernels`` says for each kernel that failed its self-check where it failed. Send the caller the record
-    without rows first, then each ``Activity`` and each row.
+    without rows first, then each ``Activity``, ``FailedKernel`` and row.
 
     Args:
         request: what to time.
@@ -125,7 +133,9 @@ def time_layers(request: TimingRequest, ended_checks: Mapping[str, str]) -> Meas
                 for contender in check_contenders(backends, shape, max(request.token_counts), ended_checks):
                     contenders.append(contender)
                     if contender.is_wrong:  # noted at once, because a later check may raise
-                        failed_kernels[contender.name] = f"{layer_label(shape)}: {contender.untimed_reason}"
+                        failed = FailedKernel(contender.name, f"{layer_label(shape)}: {contender.untimed_reason}")
+                        failed_kernels[failed.kernel] = failed.text
+                        process.send_value(failed)
                 for row in time_layer(contenders, backends.settings, shape, request.token_counts):
                     rows.append(row)
                     process.send_value(row)

@@ -13,7 +13,7 @@ from vllm_aiter_mla.commands.check.record import StepResult
 from vllm_aiter_mla.commands.check.timing.record import MAX_TIMED_TOKENS, TYPES_OF_16_BITS, Measurement, without_rivals
 
 if TYPE_CHECKING:
-    from vllm_aiter_mla.commands.check.timing.child import Activity, TimingRequest
+    from vllm_aiter_mla.commands.check.timing.child import Activity, FailedKernel, TimingRequest
     from vllm_aiter_mla.commands.check.timing.record import TimingRow
 
 DEFAULT_TOKEN_COUNTS, DEFAULT_HEAD_COUNTS = (1, 8, 64, 256, 512), (8, 16, 128)
@@ -89,13 +89,15 @@ def _measure(context: StepContext, request: TimingRequest, ended_checks: dict[st
     record = Measurement({}, request.weight_format, (), without_rivals(ended_checks), "")
     activity = child.Activity(None, "its start")
 
-    def on_value(value: Measurement | TimingRow | Activity) -> None:
+    def on_value(value: Measurement | TimingRow | Activity | FailedKernel) -> None:
         nonlocal record, activity
         if isinstance(value, Measurement):  # the facts that all rows share
             record = value
         elif isinstance(value, child.Activity):
             activity = value
             context.progress.show_activity(value.text)
+        elif isinstance(value, child.FailedKernel):
+            record = replace(record, failed_kernels={**record.failed_kernels, value.kernel: value.text})
         else:
             record = replace(record, rows=(*record.rows, value))
             partial_record = replace(record, stop_reason="cut off")

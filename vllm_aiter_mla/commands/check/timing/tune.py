@@ -43,7 +43,7 @@ def tune_tiles(request: TimingRequest) -> tuple[tuning.TunedTiles, str | None]:
     machine = stopwatch.machine()
     token_counts = sorted(set(request.token_counts or stopwatch.token_counts(MAX_TUNED_TOKENS)))
     record = tuning.TunedTiles(machine["card"], machine["triton"], {}, {})
-    wrong_tile_texts, stop_reason = list[str](), None
+    has_wrong_tile, stop_reason = False, None
     with compat_config.as_current():
         for layer in request.layers():
             shape = request.shape(*layer)
@@ -53,8 +53,9 @@ def tune_tiles(request: TimingRequest) -> tuple[tuning.TunedTiles, str | None]:
                 for tile in check_tiles(shape, shape_key, max(token_counts)):
                     if tile.failure is None:
                         right_tiles[tile.label] = tile.backend
-                    else:  # noted at once, because a later check may raise
-                        wrong_tile_texts.append(f"{tile.label} at {shape_key}: {tile.failure}")
+                    else:  # said at once, because a later check may end the process
+                        has_wrong_tile = True
+                        process.send_value(f"WRONG, not timed: {tile.label} at {shape_key}: {tile.failure}")
                 rounds = time_tiles(right_tiles, shape, token_counts)
             except Exception as error:  # out of memory for a large size, or Triton is absent
                 stop_reason = f"stopped: {shape_key}: {type(error).__name__}: {error}"
@@ -70,9 +71,7 @@ def tune_tiles(request: TimingRequest) -> tuple[tuning.TunedTiles, str | None]:
             for line in _span_lines(shape_key, spans, us, table_tile_at):
                 process.send_value(line)
             card().give_back()
-    for text in wrong_tile_texts:
-        process.send_value(f"WRONG, not timed: {text}")
-    return record, stop_reason or ("a tile is wrong" if wrong_tile_texts else None)
+    return record, stop_reason or ("a tile is wrong" if has_wrong_tile else None)
 
 
 def _fastest_tiles(rounds: stopwatch.Rounds, min_tokens: int, table_tile_at: Callable[[int], str]) -> Spans:
