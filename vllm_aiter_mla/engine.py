@@ -362,9 +362,8 @@ class Engine:
         """
         self.status.set_record(record)
         with log.warned("the status file could not be written"):
-            folder = compat_config.cache_folder()
-            weakref.finalize(self.worker, liveness.let_go_of_rank_lock, folder, record).atexit = False
-            self.status.write(folder)
+            weakref.finalize(self.worker, self.status.close).atexit = False
+            self.status.write(compat_config.cache_folder())
 
     def _keep_skips(self, rank: int) -> dict[str, Skip]:
         """Add the reasons of the graphs that this start compiled to the kept reasons, and return all of them.

@@ -37,7 +37,8 @@ def try_hold(lock: Path) -> bool:
         _file_locks.pop(key, None)  # another thread may have removed the key
         old_file_lock.release()
     if key not in _file_locks:
-        file_lock = FileLock(lock, timeout=ACQUIRE_TIMEOUT_SECONDS)
+        # Another thread may release the lock: a correction of the status takes it in a timer's thread.
+        file_lock = FileLock(lock, timeout=ACQUIRE_TIMEOUT_SECONDS, thread_local=False)
         try:
             file_lock.acquire(poll_interval=ACQUIRE_TIMEOUT_SECONDS / 5)
         except Timeout:

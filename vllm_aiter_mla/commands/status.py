@@ -69,9 +69,9 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
     The command reads the files under VLLM_CACHE_ROOT. It says if an engine has ended, or only its front end. The
     remedies for skipped layers follow the line of an engine.
 
-    Exit status 0: every MLA layer of the live engines is engaged on every rank. 1: a layer is not engaged, or no engine
-    lives. 2: an option is wrong. 3: there is no status file, a rank has none here, the number of ranks is unknown, or a
-    file or lock cannot be read.
+    Exit status 0: every MLA layer of the running engines is engaged on every rank. 1: a layer is not engaged, or no
+    engine is running. 2: an option is wrong. 3: there is no status file, a rank has no status file here, the number of
+    ranks is unknown, or a file or lock cannot be read.
     """
     folder, unreadable_reasons = files.cache_folder(), list[str]()
     with suppress(FileNotFoundError, NotADirectoryError):

@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Lock, Timer
+from threading import RLock, Timer
 from typing import Any, NamedTuple
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import log
 from vllm_aiter_mla.decided import Decision, LayerState, ShapeTiming
-from vllm_aiter_mla.status import status_files
+from vllm_aiter_mla.status import liveness, status_files
 from vllm_aiter_mla.status.record import NOT_RUN, WHOLE_ENGINE, DecisionGroup, RankRecord
 
 REWRITE_DELAY_SECONDS = 1.0
@@ -25,9 +25,9 @@ REWRITE_DELAY_SECONDS = 1.0
 
 
 class EngagementChanges(NamedTuple):
-    """Which layers a correction of the record moved."""
+    """Which layers a correction of the record changed."""
 
-    fell_back: dict[str, Skip]  # layers that are engaged no longer, with the reason
+    fell_back: dict[str, Skip]  # layers that are no longer engaged, with the reason
     reengaged: list[str]  # layers that were skipped for a reason other than ``NOT_RUN`` and are engaged now
 
 
@@ -53,7 +53,9 @@ class EngineStatus:
     record: RankRecord | None = None  # what the status line said, with later corrections; None before ``set_record``
     path: Path | None = None  # of the status file; None before ``write``
     _timer: Timer | None = None  # runs until the file is written again
-    _write_lock: Any = field(default_factory=Lock)  # held during a write, so that the last record is written last
+    # Held during a write, so that the last record is written last. The garbage collector may call ``close`` meanwhile
+    _write_lock: Any = field(default_factory=RLock)
+    _is_closed: bool = False
 
     # What passes and start-up report.
 
@@ -97,12 +99,15 @@ class EngineStatus:
     def _with_layers(self, record: RankRecord) -> RankRecord:
         """Return a record with the present states of the layers: these decide all fields that may change later."""
         engaged = self._engaged_kernels()
-        kernels = {*engaged.values()}
+        kernels = {
+            *engaged.values(),
+            *(kernel for name in engaged for kernel in self.layers[name].decision.our_kernels),
+        }
         return replace(
             record,
             num_layers=len(self.layers),
             engaged=engaged,
-            skipped=self._skip_reasons(engaged),
+            skipped=self._skips_by_layer(engaged),
             decision_groups=self._group_by_decision(),
             nan_kernels=tuple(sorted(self.nan_kernels & kernels)),
             tuned_tiles=dict(self.tuned_tiles) if "triton" in kernels else {},
@@ -119,7 +124,7 @@ class EngineStatus:
         }
         return {name: kernel for name, kernel in kernels.items() if kernel}
 
-    def _skip_reasons(self, engaged: Mapping[str, str]) -> dict[str, Skip]:
+    def _skips_by_layer(self, engaged: Mapping[str, str]) -> dict[str, Skip]:
         """Return the reason of each layer that is not engaged."""
         return {
             name: state.skip or self.kept_skips.get(name, NOT_RUN)
@@ -167,23 +172,31 @@ class EngineStatus:
             with self._write_lock:
                 status_files.write_status(folder, self.record)
 
+    def close(self) -> None:
+        """Let go of the lock of this rank, and do not write its file again: its engine has ended."""
+        with self._write_lock:
+            self._is_closed = True
+            if self.path is not None and self.record is not None:
+                liveness.let_go_of_rank_lock(self.path.parent, self.record)
+
     def _schedule_rewrite(self) -> None:
         if self._timer is not None:
             return
         self._timer = timer = Timer(REWRITE_DELAY_SECONDS, self._rewrite)
         timer.daemon = True
-        try:
-            timer.start()
-        except Exception:  # no thread could be started: the next correction tries again
-            self._timer = None
-            raise
+        with log.warned("the status file could not be corrected"):
+            try:
+                timer.start()
+            except Exception:  # no thread could be started: the next correction tries again
+                self._timer = None
+                raise
 
     def _rewrite(self) -> None:
         """Write the record to its file again."""
         self._timer = None  # first, so that a layer that fails from now on starts another timer
         with log.warned("the status file could not be corrected"), self._write_lock:
             path, record = self.path, self.record
-            if path is not None and record is not None:
+            if path is not None and record is not None and not self._is_closed:
                 status_files.write_status(path.parent, record)
 
 

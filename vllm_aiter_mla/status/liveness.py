@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run of a server, and the locks that tell whether the server and its engines live.
+"""The run of a server, and the locks that show whether the server and its engines are running.
 
 A run is one server. Its front end names the run in the environment, and its workers inherit the name. The front end
 holds the run's lock. Each worker holds a lock for its rank of an engine, which tells whether the engine outlives its
@@ -108,14 +108,14 @@ class ServerLocks:
         paths = {
             path for record in records for path in (_run_lock_path(folder, record.run), _rank_lock_path(folder, record))
         }
-        # Somebody may have removed the lock of a server that lives, so a missing lock tells nothing.
+        # Somebody may have removed the lock of a server that lives, so a missing lock proves nothing.
         self._folder, self._states = folder, locks.held_states(filter(os.path.lexists, paths))
 
     def is_serving(self, records: Sequence[RankRecord]) -> bool | None:
         """Return whether an engine and its front end live; None if this is not known.
 
-        A script may shut its engine down and live on. If an engine has a rank on another machine (Ray), only the lock
-        of the front end counts, because the lock of that rank may mean nothing here.
+        A script may shut its engine down and keep running. If an engine has a rank on another machine (Ray), only the
+        lock of the front end counts, because the lock of that rank may mean nothing here.
 
         Args:
             records: of the engine's ranks, at least one.

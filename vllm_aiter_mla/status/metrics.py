@@ -49,7 +49,7 @@ class Metric:
 
 METRICS: Mapping[str, Metric] = {
     LAYERS: Metric(
-        "MLA layers of vllm-aiter-mla by state: on the fast path on every rank (engaged), or left to vLLM (skipped).",
+        "MLA layers of vllm-aiter-mla by state: on the fast path on every rank (engaged), or skipped.",
         ("state",),
     ),
     KERNEL_LAYERS: Metric("Engaged MLA layers by kernel and batch size in tokens.", ("kernel", "tokens")),
@@ -58,7 +58,7 @@ METRICS: Mapping[str, Metric] = {
         "another kernel than the first rank), silent (has no file).",
         ("state",),
     ),
-    ABORTED_BEFORE: Metric("1 if an earlier start ended in a first call or a timing of it.", ("kernel",)),
+    ABORTED_BEFORE: Metric("1 if an earlier start ended while this kernel was first called or timed.", ("kernel",)),
     INFO: Metric("1; its labels say what runs.", ("version", "integration")),
 }
 
@@ -133,7 +133,7 @@ def _refresh(gauges: Mapping[str, Any], folder: Path) -> None:
 
 
 def read_samples(folder: Path) -> dict[str, Samples]:
-    """Return the samples of each of ``METRICS``, of every engine of this run.
+    """Return the samples of each of ``METRICS``, of the engines of this run; of engines with equal labels, of the last.
 
     A layer counts as engaged only if every rank that has the layer engages it. Ranks of a tensor-parallel group have
     the same layers, stages of a pipeline different layers. An engine to which vLLM gives no MLA layer counts as one

@@ -25,7 +25,7 @@ NOT_RUN = Skip("not_run", "its fused op has not run")
 WHOLE_ENGINE = "engine"
 """Key of ``RankRecord.skipped`` for an engine to which vLLM gives no MLA layer; it does not count as a layer."""
 SKIPPED_ENGINE_ID = "skipped"
-"""``RankRecord.engine_id`` of an engine that is skipped as a whole: each process that reads its config has another."""
+"""``RankRecord.engine_id`` of a fully skipped engine: each process that reads its config has its own ``instance_id``."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class RankRecord:
     """What the MLA layers of one rank run on: the status file.
 
     A worker knows the first fields before any layer runs, and these never change. ``EngineStatus`` fills the fields
-    after ``engine_id``, but for ``num_ranks``, which is 0 until the ranks have counted themselves. An engine that is
+    after ``engine_id``, except ``num_ranks``, which is 0 until the ranks have counted themselves. An engine that is
     skipped as a whole has one record for all ranks, with rank 0. In that record, fields that only a worker can fill are
     empty or 0.
     """
@@ -56,7 +56,7 @@ class RankRecord:
     model_name: str | None = None  # this and ``dp_index`` as in vLLM's metrics; None if unknown
     dp_index: str | None = None  # data-parallel index
     run: str = ""  # name of the server's run
-    # VLLM's ``instance_id``, which all ranks of an engine have. A run may start several engines
+    # The ``instance_id`` of vLLM, which all ranks of an engine have. A run may start several engines
     engine_id: str = SKIPPED_ENGINE_ID
     num_layers: int = 0  # number of MLA layers of this rank
     engaged: dict[str, str] = field(default_factory=dict)  # layer to the kernel of ours that runs it
@@ -82,7 +82,7 @@ class MergedRecord:
     first_record: RankRecord
     num_layers: int  # number of MLA layers, each counted once
     engaged: dict[str, str]  # layers that some rank engages, with the kernel
-    engaged_everywhere: frozenset[str]  # layers that every rank engages that has them
+    engaged_everywhere: frozenset[str]  # layers that are engaged on every rank that has them
     skipped: dict[str, Skip]  # layers that no rank engages, and ``WHOLE_ENGINE``
     # One for each shape: the figures and the choice of the first rank that has timed it, the layers of all ranks
     shape_timings: tuple[ShapeTiming, ...]
@@ -191,7 +191,7 @@ def records_of_all_ranks(records: Sequence[RankRecord]) -> list[RankRecord | Non
 
 
 class EngineKey(NamedTuple):
-    """What tells an engine from all others. All its ranks have the same."""
+    """The key of an engine. All its ranks share the key."""
 
     run: str
     engine_id: str
@@ -206,7 +206,7 @@ def engine_key(record: RankRecord) -> EngineKey:
 def group_by_engine(records: Iterable[RankRecord]) -> dict[EngineKey, list[RankRecord]]:
     """Return the records of the ranks of each engine. Engines and ranks are in the order of their indices.
 
-    Of engines of a run with the same index, the one that was started last comes last.
+    Of engines of a run with the same index, the one that was started last comes last: vLLM's ``instance_id`` is a time.
     """
     records_by_engine: dict[EngineKey, list[RankRecord]] = {}
     for record in sorted(records, key=_sort_key):

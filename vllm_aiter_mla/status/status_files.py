@@ -23,11 +23,11 @@ def status_path(folder: Path, record: RankRecord) -> Path:
 def write_status(folder: Path, record: RankRecord) -> None:
     """Write the status file of one rank of this server's run.
 
-    Hold the lock of the rank to the end of this process. Remove the files of this machine's servers and engines that
-    have ended, and unfinished files that are older than ``MAX_UNFINISHED_SECONDS``.
+    Hold the lock of the rank until the engine or this process ends. Remove the files of this machine's servers and
+    engines that have ended, and unfinished files that are older than ``MAX_UNFINISHED_SECONDS``.
 
-    Nothing tells when an engine has ended that was skipped as a whole. So the next engine of its run that has the same
-    data-parallel index removes its file.
+    Nothing shows when a fully skipped engine ends. So the next engine of its run that has the same data-parallel index
+    removes its file.
 
     Args:
         folder: where the plugin keeps its files; made if it is missing.
@@ -49,8 +49,8 @@ def _remove_files_of_ended_servers(folder: Path, live_record: RankRecord) -> Non
     """Remove the status files and locks of this machine's servers that have ended, and of ended engines of this server.
 
     Files of another machine that shares the folder stay for ``files.MAX_UNUSED_SECONDS``, because its locks may mean
-    nothing here: a pod has a new host name at each start. So do files without a lock: somebody may have removed the
-    locks of a server that lives. A file of another version is removed too, because its name contains its run.
+    nothing here: a pod has a new host name at each start. Files without a lock stay as long: somebody may have removed
+    the locks of a running server. A file of another version is removed too, because its name contains its run.
 
     Args:
         folder: where the plugin keeps its files.
