@@ -272,8 +272,8 @@ def metric_labels(vllm_config: Any) -> dict[str, str | None]:
 
 
 def engine_id(vllm_config: Any) -> str:
-    """Return vLLM's ``instance_id`` without hyphens. All workers of an engine have the same."""
-    return str(vllm_config.instance_id).replace("-", "_")
+    """Return vLLM's ``instance_id`` without hyphens, "0" without one. All workers of an engine have the same."""
+    return str(getattr(vllm_config, "instance_id", 0)).replace("-", "_")
 
 
 def replica(vllm_config: Any) -> int | None:

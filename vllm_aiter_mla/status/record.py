@@ -25,7 +25,7 @@ NOT_RUN = Skip("not_run", "its fused op has not run")
 WHOLE_ENGINE = "engine"
 """Key of ``RankRecord.skipped`` for an engine to which vLLM gives no MLA layer; it does not count as a layer."""
 SKIPPED_ENGINE_ID = "skipped"
-"""``RankRecord.engine_id`` of a fully skipped engine: each process that reads its config has its own ``instance_id``."""
+"""``RankRecord.engine_id`` of a fully skipped engine: each process that reads its config has an ``instance_id``."""
 
 
 @dataclass(frozen=True)
