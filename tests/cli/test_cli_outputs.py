@@ -94,6 +94,15 @@ def test_check_does_not_replace_the_config_of_its_model(tmp_path, monkeypatch, o
     assert config.read_text() == '{"architectures": []}'
 
 
+@pytest.mark.parametrize("typed", [["--config", "serve.yaml"], ["--config=serve.yaml"]], ids=" ".join)
+def test_check_does_not_replace_the_file_of_vllms_options(tmp_path, monkeypatch, typed):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "serve.yaml").write_text("max-num-seqs: 8")
+    done = CliRunner().invoke(app, ["check", "deepseek-r1", "--only", "plan", "--json", "serve.yaml", *typed])
+    assert (done.exit_code, "--json serve.yaml: " in done.stderr) == (2, True), done.output
+    assert (tmp_path / "serve.yaml").read_text() == "max-num-seqs: 8"
+
+
 @pytest.mark.parametrize("typed", [("x.json",), (".",), ("link.json",)])
 def test_report_does_not_replace_its_input(tmp_path, monkeypatch, typed):
     monkeypatch.chdir(tmp_path)

@@ -142,14 +142,13 @@ def _engine_line(
     if is_serving:
         return _serving_line(engine, records)
     is_engine_alive = server_locks.is_engine_alive(records) if is_serving is False else None
-    is_unknown = is_engine_alive is None
     unknown_line = f"cannot tell whether the server is running from its locks in {folder}"
     return EngineLine(
         *engine,
         model_name=records[0].model_name or "",
         line=unknown_line if is_engine_alive is None else ENDED_LINES[is_engine_alive],
         remedies={},
-        is_serving=None if is_unknown else False,
+        is_serving=None if is_engine_alive is None else False,
         is_fully_engaged=False,
     )
 

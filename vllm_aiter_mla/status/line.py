@@ -133,10 +133,8 @@ def _timing_text(merged: MergedRecord) -> str:
     common, *others = sorted(merged.shape_timings, key=lambda timing: -len(merged.engaged.keys() & timing.layers))
     spans = ", ".join(f"{span.kernel} {span.tokens_text}" for span in common.chosen_spans)
     tokens = min(common.medians_us, key=lambda count: abs(count - NOMINAL_TOKENS))
-    chosen_us, vllm_us = (
-        common.medians_us[tokens][kernel_at(common.chosen_spans, tokens)],
-        common.medians_us[tokens][VLLM],
-    )
+    medians_us = common.medians_us[tokens]
+    chosen_us, vllm_us = medians_us[kernel_at(common.chosen_spans, tokens)], medians_us[VLLM]
     step = f"{tokens} token{'s' * (tokens != 1)}"
     date = f" on {common.kept_since[:10]}" if common.kept_since else ""
     others_text = f"; {len(others)} more layer shape{'s' * (len(others) != 1)} in the status file" if others else ""

@@ -2,8 +2,8 @@
 """The run of a server, and the locks that show whether the server and its engines are running.
 
 A run is one server. Its front end names the run in the environment, and its workers inherit the name. The front end
-holds the run's lock. Each worker holds a lock for its rank of an engine, which tells whether the engine outlives its
-front end.
+holds the run's lock. Each worker holds a lock for its rank of an engine, which shows whether the engine outlives
+its front end.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from vllm_aiter_mla import locks
-from vllm_aiter_mla.status.record import RankRecord
+from vllm_aiter_mla.status.record import RankRecord, engine_key
 
 RUN_VARIABLE = "AITER_MLA_RUN"
 """Environment variable with the name of this server's run. The front end sets it, and its workers inherit it."""
@@ -135,7 +135,7 @@ class ServerLocks:
 
 def rank_name(record: RankRecord) -> str:
     """Return the name of one rank of an engine, ``RUN-ENGINE_ID-DP_INDEX-RANK``."""
-    return f"{record.run}-{record.engine_id}-{record.dp_index or 0}-{record.rank}"
+    return "-".join((*engine_key(record), str(record.rank)))
 
 
 def _is_of_this_host(record: RankRecord) -> bool:

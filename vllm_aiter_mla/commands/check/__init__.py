@@ -8,6 +8,7 @@
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -260,7 +261,7 @@ def _check_step_options(ctx: typer.Context, step_names: Sequence[str], model: st
 
 
 def _check_outputs_keep_config(check_options: CheckOptions, output_paths: Mapping[str, Path | None]) -> None:
-    """Check that no output replaces MODEL's config.
+    """Check that no output replaces MODEL's config, or the file of vLLM's --config.
 
     Args:
         check_options: the options of the check.
@@ -270,10 +271,11 @@ def _check_outputs_keep_config(check_options: CheckOptions, output_paths: Mappin
         WrongOptionError: an output would replace the config.
     """
     config = None if check_options.source is None else check_options.source.config
-    if not isinstance(config, Path):
-        return
+    inputs = [config] if isinstance(config, Path) else []
+    words = [part for word in check_options.serve_arguments for part in word.split("=", 1)]
+    inputs += [Path(path) for option, path in pairwise(words) if option == "--config"]
     for option, path in output_paths.items():
-        if path is not None and (reason := outputs.overwritten_input_reason([config], path)) is not None:
+        if path is not None and (reason := outputs.overwritten_input_reason(inputs, path)) is not None:
             raise WrongOptionError(f"{option} {path}: {reason}")
 
 
