@@ -354,6 +354,20 @@ def test_the_timing_is_of_the_models_own_layer(card: dict[str, Any]) -> None:
     assert timing_child.cache_type_of(shape) == "fp16"
 
 
+@pytest.mark.parametrize(
+    ("weight_format", "dtype", "named"),
+    [
+        ("bf16", "bfloat16", "bf16"),
+        ("bf16", "float16", "fp16"),
+        ("fp8", "float16", "fp8"),
+        ("mxfp4", "bfloat16", "mxfp4"),
+    ],
+)
+def test_unquantised_weights_are_named_by_their_own_type(weight_format: str, dtype: str, named: str) -> None:
+    request = timing_child.TimingRequest((), (), (), weight_format, activation_dtype=dtype)
+    assert request.weights == named
+
+
 def test_a_models_timing_without_a_baseline_is_unknown(card: dict[str, Any]) -> None:
     row = timing.make_row(1, 16, "fp8", {"triton": 5.0}, {})
     card["measured"] = replace(card["measured"], rows=(row,))

@@ -3,6 +3,7 @@
 import logging
 from contextlib import nullcontext
 from dataclasses import replace
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -224,6 +225,40 @@ def test_mutation_tiles_that_are_kept_at_the_end_only_are_caught(card, monkeypat
     monkeypatch.setattr(step, "save_tiles", lambda record: tmp_path)
     with pytest.raises(AssertionError, match="0 == 1"):
         test_tune_whose_process_ends_fails_and_nothing_that_it_told_is_lost(card, monkeypatch, tmp_path, 3)
+
+
+def save_for(heads):
+    key, spans_of = f"{heads} heads, plain weight, bfloat16 cache", spans((1, 16, BEST))
+    return step.save_tiles(tuning.TunedTiles("AMD Instinct MI300X", "3.7.1", {key: spans_of}, {key: {}}))
+
+
+def assert_two_runs_at_once_keep_the_tiles_of_both(monkeypatch, tmp_path, seconds):
+    """The second run saves between the first one's look at the file and its writing, if it can within ``seconds``."""
+    monkeypatch.setattr(compat_config, "cache_folder", lambda: tmp_path)
+    second, write = Thread(target=save_for, args=(32,)), files.write_record
+
+    def write_later(*given):
+        monkeypatch.setattr(files, "write_record", write)
+        second.start()
+        second.join(seconds)
+        write(*given)
+
+    monkeypatch.setattr(files, "write_record", write_later)
+    path = save_for(16)
+    second.join()
+    kept = files.read_record(tuning.TunedTiles, path).chosen
+    assert [key.split(" heads")[0] for key in sorted(kept)] == ["16", "32"]
+
+
+def test_two_runs_that_tune_at_once_keep_the_tiles_of_both(monkeypatch, tmp_path):
+    assert_two_runs_at_once_keep_the_tiles_of_both(monkeypatch, tmp_path, 0.5)
+
+
+@pytest.mark.mutation
+def test_mutation_tiles_that_are_saved_without_a_lock_are_caught(monkeypatch, tmp_path):
+    monkeypatch.setattr(step, "FileLock", lambda path: nullcontext())
+    with pytest.raises(AssertionError, match=r"\['16'\] == \['16', '32'\]"):
+        assert_two_runs_at_once_keep_the_tiles_of_both(monkeypatch, tmp_path, 60)
 
 
 def test_tune_without_a_card_looks_at_nothing(tmp_path):

@@ -55,6 +55,12 @@ class TimingRequest:
     latent: int = REAL.latent
     activation_dtype: str = "bfloat16"
 
+    @property
+    def weights(self) -> str:
+        """Format of the absorb weights, as ``Measurement.weights``: unquantised ones are named by their own type."""
+        is_plain = WeightFormat(self.weight_format) is WeightFormat.bf16
+        return TYPES_OF_16_BITS[self.activation_dtype] if is_plain else self.weight_format
+
     def layers(self) -> Iterator[tuple[str, int]]:
         """Yield the type and the number of heads of each layer."""
         yield from product(self.cache_types, self.head_counts)
@@ -123,7 +129,7 @@ def time_layers(request: TimingRequest, ended_checks: Mapping[str, str]) -> Meas
     load_plugins()  # as in a server: they may bring the platform, or kernels
     machine, failed_kernels = stopwatch.machine(), without_rivals(ended_checks)
     rows, stop_reason = list[TimingRow](), ""
-    process.send_value(Measurement(machine, request.weight_format, (), dict(failed_kernels), ""))
+    process.send_value(Measurement(machine, request.weights, (), dict(failed_kernels), ""))
     backends = Backends(Settings(enabled=True), current_platform())
     with compat_config.as_current():
         for cache_type, heads in request.layers():
@@ -142,7 +148,7 @@ def time_layers(request: TimingRequest, ended_checks: Mapping[str, str]) -> Meas
             except Exception as error:  # out of memory for a large size, or a build that fails
                 stop_reason = f"{heads} heads, {cache_type}: {type(error).__name__}: {error}"
                 break
-    return Measurement(machine, request.weight_format, tuple(rows), failed_kernels, stop_reason)
+    return Measurement(machine, request.weights, tuple(rows), failed_kernels, stop_reason)
 
 
 def check_contenders(

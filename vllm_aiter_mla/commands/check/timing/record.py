@@ -12,7 +12,7 @@ MAX_TIMED_TOKENS = 65536
 STAND_IN, DECODE_TILE, ONE_LAUNCH = "vllm-stand-in", "aiter-decode-tile", "aiter-one-launch"
 """Names of kernels that are timed and never serve; ``rivals`` explains them."""
 TYPES_OF_16_BITS = {"bfloat16": "bf16", "float16": "fp16"}
-"""The name in ``TimingRow.cache_type`` by torch's name of the type."""
+"""The name in ``TimingRow.cache_type`` and ``Measurement.weights`` by torch's name of the type."""
 RIVALS = (VLLM, STAND_IN, DECODE_TILE, ONE_LAUNCH)
 """Kernels that ours are compared with: vLLM's own, a stand-in if vLLM's are not installed, and two uses of AITER's
 kernels that never serve."""
@@ -46,7 +46,7 @@ class Measurement:
     """The record of a run without ``--tune``. ``schemas.json`` explains the fields."""
 
     machine: dict[str, str]
-    weights: str  # format of the absorb weights
+    weights: str  # format of the absorb weights: "bf16", "fp16", "fp8" or "mxfp4"
     rows: tuple[TimingRow, ...]
     failed_kernels: dict[str, str]  # where and how each failed its check, by name
     stop_reason: str  # empty if the run was not stopped

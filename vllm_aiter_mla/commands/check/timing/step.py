@@ -86,7 +86,7 @@ def _measure(context: StepContext, request: TimingRequest, ended_checks: dict[st
     """
     from vllm_aiter_mla.commands.check.timing import child
 
-    record = Measurement({}, request.weight_format, (), without_rivals(ended_checks), "")
+    record = Measurement({}, request.weights, (), without_rivals(ended_checks), "")
     activity = child.Activity(None, "its start")
 
     def on_value(value: Measurement | TimingRow | Activity | FailedKernel) -> None:

@@ -3,10 +3,11 @@
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+
+from filelock import FileLock
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import process
@@ -174,16 +175,23 @@ def save_tiles(record: tuning.TunedTiles) -> Path:
     """
     folder = compat_config.cache_folder()
     path = tuning.path_of(folder, record.card, record.triton)
-    with suppress(OSError, ValueError):  # there is no file, or one that start-up would not read either
-        old_record = files.read_record(tuning.TunedTiles, path)
-        chosen = {
-            shape_key: splice_spans(
-                spans, record.us[shape_key], old_record.chosen.get(shape_key, ()), old_record.us.get(shape_key, ())
-            )
-            for shape_key, spans in record.chosen.items()
-        }
-        us = {shape_key: old_record.us.get(shape_key, {}) | by_tokens for shape_key, by_tokens in record.us.items()}
-        record = replace(record, chosen=old_record.chosen | chosen, us=old_record.us | us)
     folder.mkdir(parents=True, exist_ok=True)
-    files.write_record(path, record)
+    with FileLock(path.with_suffix(".lock")):  # held by another run that tunes, on another card of this machine
+        files.write_record(path, _added_to(path, record))
     return path
+
+
+def _added_to(path: Path, record: tuning.TunedTiles) -> tuning.TunedTiles:
+    """Return the record in the file at ``path`` with this one added, or this one if start-up would read no other."""
+    try:
+        old_record = files.read_record(tuning.TunedTiles, path)
+    except (OSError, ValueError):
+        return record
+    chosen = {
+        shape_key: splice_spans(
+            spans, record.us[shape_key], old_record.chosen.get(shape_key, ()), old_record.us.get(shape_key, ())
+        )
+        for shape_key, spans in record.chosen.items()
+    }
+    us = {shape_key: old_record.us.get(shape_key, {}) | by_tokens for shape_key, by_tokens in record.us.items()}
+    return replace(record, chosen=old_record.chosen | chosen, us=old_record.us | us)
