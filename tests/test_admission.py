@@ -142,6 +142,9 @@ def test_the_module_must_know_vllms_forwards_and_its_skip_names_partition(settin
         ({"splitting_ops": (MLA_ATTENTION_OP,), "use_inductor_graph_partition": True, "endpoints": (100, 2048)}, AUTO,
          Engagement(16, "passes", (MLA_ATTENTION_OP, *admission.ATTENTION_OPS), (16, 100, 2048))),
         ({"splitting_ops": (), "endpoints": (2048,)}, AUTO, Engagement(16, "passes", (), (16, 2048))),
+        # vLLM does not cut at the attention, so our op must not be cut out either.
+        ({"splitting_ops": (KV_UPDATE_OP,), "use_inductor_graph_partition": True}, AUTO,
+         Engagement(16, "passes", (KV_UPDATE_OP,), (16,))),
         # vLLM drops an end that no batch exceeds, and ends below 2.
         ({"endpoints": (16,), "max_num_batched_tokens": 16}, PASSES, Engagement(16, "passes", (), (16,))),
         ({"splitting_ops": (), "mode": "NONE"}, AUTO, Engagement(16, "module", (), ())),

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_aiter_mla import __version__
 from vllm_aiter_mla.compat import log, patches
+from vllm_aiter_mla.settings import SettingsError
 
 _registered = False  # of the process, as what is registered is: vLLM calls every time it loads plugins
 
@@ -35,17 +36,17 @@ def register() -> None:
 def _late(module: str, function: str) -> Callable[[Any], None]:
     """Return a function of ours whose module is imported when it is called: not every process needs it.
 
-    A module that does not load must not end a server. Where the flag is on, no kernel is checked then, so none runs.
+    It raises only what is meant for the user. vLLM calls it with the flag off too, so a module that does not load, or a
+    vLLM that cannot be read, must not end a server. Where the flag is on, no kernel is checked then, so none runs.
     """
 
     def call(subject: Any) -> None:
         try:
-            found = getattr(import_module(f"vllm_aiter_mla.{module}"), function)
+            getattr(import_module(f"vllm_aiter_mla.{module}"), function)(subject)
+        except SettingsError:  # an option is wrong, or strict mode ends the start
+            raise
         except Exception as error:
-            line = f"the plugin does not load, vLLM runs unmodified: {type(error).__name__}: {error}"
-            log.say_once(logging.ERROR, line)
-            return
-        found(subject)
+            log.say_once(logging.ERROR, f"{module} failed, vLLM runs unmodified: {type(error).__name__}: {error}")
 
     return call
 

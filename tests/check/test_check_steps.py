@@ -479,6 +479,21 @@ def test_short_prompts_fill_one_step_and_are_as_short_as_the_requests_allow(
     assert len(lengths) == requests or max(lengths) - engine_child.MIN_PROMPT_TOKENS < 3
 
 
+@pytest.mark.parametrize(("limit", "batched"), [(64, 8192), (8184, 8192), (8185, 8192), (8192, 8192)])
+def test_a_prefill_step_lies_above_the_limit_or_is_left_out_and_a_mixed_one_fills_it(limit: int, batched: int) -> None:
+    found = engine_child.prefill_step_tokens(limit, batched, num_decode_rows=12)
+    assert limit < found[engine.ABOVE_LIMIT] <= batched or (found[engine.ABOVE_LIMIT] == 0 and limit + 8 > batched)
+    assert found[engine.MIXED] + 12 == limit
+
+
+@pytest.mark.mutation
+def test_mutation_a_prefill_step_at_the_limit_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted = {engine.ABOVE_LIMIT: 64, engine.MIXED: 52}
+    monkeypatch.setattr(engine_child, "prefill_step_tokens", lambda *limits, num_decode_rows: planted)
+    with pytest.raises(AssertionError, match="64 < 64"):
+        test_a_prefill_step_lies_above_the_limit_or_is_left_out_and_a_mixed_one_fills_it(64, 8192)
+
+
 def test_every_step_has_a_planted_fault() -> None:
     assert set(PLANTED) == set(steps.STEPS)
 

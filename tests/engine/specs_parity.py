@@ -26,6 +26,8 @@ SPECS = {
         BF16_SCENARIOS, replace(CACHED, compilation=RANGES), emulation=PLAIN, dump_graphs=True
     ))),
     "full-passes": by_passes(FULL),
+    # The user's graph partition, and the module by name.
+    "full-module-partition": replace(by_passes(FULL), plugin=FULL.plugin),
     **pair("fp8-passes", by_passes(FP8)),
     **pair("static", by_passes(EngineSpec(
         SHORT, replace(CHUNKED, compilation={"compile_sizes": [1, 2, 8]}), emulation=PLAIN, dump_graphs=True

@@ -48,12 +48,15 @@ def test_the_chain_is_right_after_each_of_its_passes(engines, name, ran):
     [
         pytest.param("full-passes", marks=pytest.mark.engine("fp32-off", "full-passes")),
         pytest.param("v1-passes", marks=[pytest.mark.engine("fp32-off", "v1-passes"), pytest.mark.wide]),
+        pytest.param(
+            "full-module-partition", marks=[pytest.mark.engine("fp32-off", "full-module-partition"), pytest.mark.wide]
+        ),
     ],
 )
 def test_emulated_full_graphs_of_padded_batches_agree_with_vllm(engines, name):
     """Decode batches run in graphs of 4 or 16 rows, batches with prefill rows in pieces of Inductor's partition.
 
-    Both model runners give the tokens of V2 without graphs.
+    Both model runners give the tokens of V2 without graphs, and so does the module over graph partition.
     """
     found = engines(name)
     assert_parity(engines("fp32-off"), found, 1e-4)

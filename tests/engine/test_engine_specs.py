@@ -25,12 +25,14 @@ def test_each_engine_is_asked_for_by_a_test(suite):
 
 
 def test_each_engine_names_its_integration():
-    """And gives vLLM graph partition where it is the passes, which find no whole layer without it."""
+    """The passes have graph partition: they find no whole layer without it. One engine has the module over it."""
     by = {name: spec.plugin.integration for name, spec in engine_specs.SPECS.items() if spec.side == "on"}
     assert [name for name, one in by.items() if one == "auto"] == ["fp8-on", "eager-drafts-on", "vllms-pass-on"]
-    for name, integration in by.items():
-        partition = engine_specs.SPECS[name].vllm.compilation.get("use_inductor_graph_partition", False)
-        assert integration == "auto" or partition is (integration == "passes"), name
+    partition = {
+        name: engine_specs.SPECS[name].vllm.compilation.get("use_inductor_graph_partition", False) for name in by
+    }
+    assert [name for name, one in by.items() if one == "passes" and not partition[name]] == []
+    assert [name for name, one in by.items() if one == "module" and partition[name]] == ["full-module-partition"]
 
 
 def test_both_sides_of_a_pair_have_the_same_options_of_vllm():

@@ -1,9 +1,11 @@
 """Claims about registration: found by vLLM, harmless twice, never raises, cheap; and about the hooks it installs."""
 
+import importlib
 import logging
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +15,9 @@ from tests.gate.gate_support import ON
 from tests.support.planted import raising
 from vllm_aiter_mla import gate, plugin
 from vllm_aiter_mla.admission import ATTENTION_OPS
+from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, patches
+from vllm_aiter_mla.settings import SettingsError
 
 NEEDED = ("compat", "compat.log", "compat.patches", "packages", "plugin")
 """Our modules that registration imports, but for the settings, which this process has imported before."""
@@ -82,6 +86,39 @@ def test_a_module_that_does_not_load_ends_no_process(said, monkeypatch, call, mo
     call(None)
     (line,) = said.at(logging.ERROR)
     assert "vLLM runs unmodified" in line
+
+
+CALLED = {"gate": (plugin.apply_gate, "apply", "is_decided"), "engine": (plugin.attach, "attach", "engaged_pass")}
+"""What vLLM calls, by module: the call, our function, and a question to vLLM that our function begins with."""
+
+
+@pytest.mark.parametrize("module", CALLED)
+def test_a_vllm_that_cannot_be_asked_ends_no_process(said, monkeypatch, module):
+    """With the flag off too: a release may have no slots for passes, or others."""
+    call, _, question = CALLED[module]
+    monkeypatch.setattr(compat_config, question, raising(AttributeError("planted")))
+    for _ in range(2):
+        call(SimpleNamespace(vllm_config=None))
+    (line,) = said.at(logging.ERROR)
+    assert "vLLM runs unmodified: AttributeError: planted" in line
+
+
+@pytest.mark.parametrize("module", CALLED)
+def test_what_is_meant_for_the_user_ends_the_start(monkeypatch, module):
+    call, function, _ = CALLED[module]
+    monkeypatch.setattr(importlib.import_module(f"vllm_aiter_mla.{module}"), function, raising(SettingsError("strict")))
+    with pytest.raises(SettingsError, match="strict"):
+        call(None)
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("module", CALLED)
+def test_mutation_calls_that_are_made_without_a_guard_are_caught(said, monkeypatch, module):
+    _, function, question = CALLED[module]
+    bare = getattr(importlib.import_module(f"vllm_aiter_mla.{module}"), function)
+    monkeypatch.setitem(CALLED, module, (bare, function, question))
+    with pytest.raises(AttributeError, match="planted"):
+        test_a_vllm_that_cannot_be_asked_ends_no_process(said, monkeypatch, module)
 
 
 def test_the_log_goes_through_vllms_own_logger_once_and_names_the_caller(monkeypatch):

@@ -70,6 +70,16 @@ def short_prompt_lengths(num_tokens: int, max_requests: int, max_length: int) ->
     return [num_tokens // num_prompts + (number < num_tokens % num_prompts) for number in range(num_prompts)]
 
 
+def prefill_step_tokens(decode_limit: int, max_batched_tokens: int, num_decode_rows: int) -> dict[str, int]:
+    """Return how many prompt tokens each step of ``PREFILL_STEPS`` has; below 1 if vLLM would not run it in one step.
+
+    The step above the limit has a few tokens more than the decode limit. The mixed step has, with its decode rows, as
+    many as the limit.
+    """
+    num_tokens_above_limit = decode_limit + 8 if decode_limit + 8 <= max_batched_tokens else 0
+    return {ABOVE_LIMIT: num_tokens_above_limit, MIXED: min(decode_limit, max_batched_tokens) - num_decode_rows}
+
+
 def drive_engine(options: EngineOptions) -> EngineAnswer:
     """Start one engine in this process and send it the prompts; return its answer without ``rank_records``."""
     engine, unsupported_options = _start_with_flag(options)
@@ -113,11 +123,10 @@ def _run_prefill_steps(
     max_batched_tokens, max_requests = scheduler_config.max_num_batched_tokens, scheduler_config.max_num_seqs
     num_decoding = min(max_requests // 2, NUM_DECODING_REQUESTS)
     num_decode_rows = num_decoding * (1 + engine.vllm_config.num_speculative_tokens)
-    num_mixed_tokens = min(decode_limit, max_batched_tokens) - num_decode_rows
-    num_tokens_above_limit = decode_limit + 8 if decode_limit + 8 <= max_batched_tokens else 0
+    num_tokens = prefill_step_tokens(decode_limit, max_batched_tokens, num_decode_rows)
     lengths_by_kind = {
-        ABOVE_LIMIT: short_prompt_lengths(num_tokens_above_limit, max_requests, max_length),
-        MIXED: short_prompt_lengths(num_mixed_tokens, max_requests - num_decoding, max_length),
+        ABOVE_LIMIT: short_prompt_lengths(num_tokens[ABOVE_LIMIT], max_requests, max_length),
+        MIXED: short_prompt_lengths(num_tokens[MIXED], max_requests - num_decoding, max_length),
     }
     step_logprobs, step_seconds = {}, {}
     for step_kind in PREFILL_STEPS:
