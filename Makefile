@@ -244,8 +244,10 @@ AS_ON = PYTHONPATH=tests/processor:$$PYTHONPATH AITER_MLA_PROCESSOR=
 test-avx2: extras
 	$(AS_ON)avx2 $(BIN)/python -m pytest $(ARGS)
 
+# On a machine without AVX-512 these tests have run so before.
+HAS_AVX512 := import sys, torch; sys.exit(torch.cpu._is_avx512_supported())
 avx2-quick: setup
-	$(AS_ON)avx2 $(BIN)/python -m pytest -q $(AVX2_TESTS)
+	$(BIN)/python -c '$(HAS_AVX512)' || $(AS_ON)avx2 $(BIN)/python -m pytest -q $(AVX2_TESTS)
 
 # As on the other kind of processor than this one is, which `make test` is run on.
 OTHER := import torch; print("no-amx" if torch.cpu._is_amx_tile_supported() else "amx")
