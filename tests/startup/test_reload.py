@@ -54,19 +54,23 @@ def test_a_reload_into_the_same_objects_binds_the_kernels_again(worker, method):
     assert layer.kernel(given) is not first
 
 
-@pytest.mark.parametrize("how", ["copied", "inference", "other memory"])
-def test_aiters_halves_of_a_rotary_table_are_renewed_in_place(how):
-    """Captured graphs hold the halves by their address."""
+@pytest.mark.parametrize("how", ["copied", "other memory"])
+@pytest.mark.parametrize("table_in_inference_mode", [False, True])
+@pytest.mark.parametrize("steps_in_inference_mode", [False, True])
+def test_aiters_halves_of_a_rotary_table_are_renewed_in_place(how, table_in_inference_mode, steps_in_inference_mode):
+    """Captured graphs hold the halves by their address. vLLM's steps are in inference mode, and its reloads are not."""
     backend = AiterBackend(Platform("gfx942", ROCM), op=lambda *_: None)
-    with torch.inference_mode(how == "inference"):
+    with torch.inference_mode(table_in_inference_mode):
         table, other = torch.randn(8, 4), torch.randn(8, 4)
+    with torch.inference_mode(steps_in_inference_mode):
         halves = backend.halves(table)
-        addresses = [half.data_ptr() for half in halves]
+    addresses = [half.data_ptr() for half in halves]
+    with torch.inference_mode(table_in_inference_mode):
         if how == "other memory":
             table.data = other.clone()
         else:
             table.data.copy_(other)
-        backend.reloaded()
+    backend.reloaded()
     assert [half.data_ptr() for half in halves] == addresses
     assert torch.equal(torch.cat(halves, -1), other)
 

@@ -109,6 +109,7 @@ class AiterBackend(KernelBackend):
         self._tables[key] = (version, table, halves)
         return halves
 
+    @torch.inference_mode()  # as the steps in which they were made, and vLLM's reload is not in it
     def reloaded(self) -> None:
         """See the base class."""
         for _, table, halves in self._tables.values():
