@@ -72,9 +72,9 @@ def compile_quantisation(layer: Layer) -> None:
     if not formats.is_fp8(shape.out_dtype):
         return
     for rows in (2, 1):  # torch compiles separately for one row, and once for all other counts
-        absorbed, query = (
-            torch.zeros(rows, shape.heads, width, dtype=shape.act, device=shape.device)
-            for width in (shape.latent, shape.nope_dim + shape.rope)
-        )
-        with torch.inference_mode():
+        with torch.inference_mode():  # also the operands: torch compiles again for tensors that were made outside it
+            absorbed, query = (
+                torch.zeros(rows, shape.heads, width, dtype=shape.act, device=shape.device)
+                for width in (shape.latent, shape.nope_dim + shape.rope)
+            )
             layer.quantise(absorbed, query[..., shape.nope_dim :])
