@@ -171,6 +171,10 @@ def test_only_the_mla_layers_of_a_hybrid_are_counted():
     text = SimpleNamespace(num_hidden_layers=93, linear_attn_config={"full_attn_layers": [4, 8, 12, 96]})
     model = SimpleNamespace(use_mla=True, hf_text_config=text)
     assert compat_config.mla_layers(model) == (3, 7, 11)
+    text = SimpleNamespace(num_hidden_layers=10, layer_group_size=4)
+    for architecture, layers in (("BailingMoeV2_5ForCausalLM", [3, 7]), ("BailingMoeV3ForCausalLM", [3, 7, 8, 9])):
+        model = SimpleNamespace(use_mla=True, hf_text_config=text, architectures=[architecture])
+        assert list(compat_config.mla_layers(model)) == layers
     assert compat_config.mla_layers(SimpleNamespace(use_mla=False)) == compat_config.mla_layers(None) == ()
 
 

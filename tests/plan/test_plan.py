@@ -5,6 +5,7 @@ All of them are in one file, so that one process of the test run starts vLLM for
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -21,6 +22,7 @@ from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.plan import config_source, planner, printout
 from vllm_aiter_mla.commands.plan.record import Plan
+from vllm_aiter_mla.compat.config import mla_layers
 from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 from vllm_aiter_mla.verify import cases
 
@@ -104,6 +106,10 @@ def test_plan_promises_what_the_engine_of_the_model_matrix_gives(name, tmp_path)
     plan = planned(str(tmp_path), "--trust-remote-code", *drafts, env=PLAIN)
     assert codes(plan) == [code for code in (row.reason, "not_mla" if row.not_mla else "") if code]
     assert plan["layers"]["engaged"] == row.layers - (1 if row.draft else 0)
+    # What a skipped engine counts, by the config alone, is what vLLM builds.
+    text = SimpleNamespace(**row.config)
+    model = SimpleNamespace(use_mla=not row.not_mla, hf_text_config=text, architectures=row.config["architectures"])
+    assert len(mla_layers(model)) == plan["layers"]["mla"] - plan["layers"]["drafts"]
 
 
 @pytest.mark.parametrize(

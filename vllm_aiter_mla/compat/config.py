@@ -140,15 +140,19 @@ def _unknown_forward() -> str:
 
 
 def mla_layers(model: Any) -> Sequence[int]:
-    """Return the indices of a ``ModelConfig``'s MLA layers; a hybrid with linear attention lists them from 1."""
+    """Return the indices of a ``ModelConfig``'s MLA layers. In a hybrid the others have linear attention."""
     if model is None or not model.use_mla:
         return ()
-    text = model.hf_text_config
-    listed = (getattr(text, "linear_attn_config", None) or {}).get("full_attn_layers")
-    if listed is None:
-        return range(text.num_hidden_layers)  # a wrong config may name a thousand million of them
-    # A shortened model keeps the list of the whole one.
-    return tuple(index - 1 for index in listed if 0 < index <= text.num_hidden_layers)
+    text, num_layers = model.hf_text_config, model.hf_text_config.num_hidden_layers
+    listed = (getattr(text, "linear_attn_config", None) or {}).get("full_attn_layers")  # from 1
+    if listed is not None:
+        # A shortened model keeps the list of the whole one.
+        return tuple(index - 1 for index in listed if 0 < index <= num_layers)
+    group = getattr(text, "layer_group_size", None) or 1  # of Ling and Ring: the last layer of each group
+    last_of_groups = range(group - 1, num_layers, group)  # a wrong config may name a thousand million layers
+    if not any(name.startswith("BailingMoeV3") for name in getattr(model, "architectures", ())):
+        return last_of_groups
+    return (*last_of_groups, *range(num_layers // group * group, num_layers))  # and what is behind the last whole group
 
 
 def mla_modules(vllm_config: Any) -> dict[str, Any]:
