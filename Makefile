@@ -32,7 +32,7 @@ AVX2_TESTS := tests/serving tests/passes/test_recognised.py tests/passes/test_tr
 
 # Tests that build vLLM's configs or layers on its CPU platform, which asks for AMX.
 AMX_TESTS := tests/gate/test_gate.py tests/passes/test_pipeline.py tests/serving/test_module.py \
-    tests/serving/test_module_forward.py tests/startup/test_reload.py tests/demo
+    tests/serving/test_module_forward.py tests/startup/test_reload.py
 
 # Processes that share the tests of `make test`; each imports torch and vLLM. A file stays in one for its fixtures.
 WORKERS ?= 2

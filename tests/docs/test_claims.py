@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -231,3 +232,41 @@ def test_the_known_issues_of_the_page_are_those_of_check():
     page = PAGES["operate.md"].partition("## Known issues")[2].partition("\n## ")[0]
     known = {issue["id"]: issue["link"] for issue in json.loads(issues.KNOWN_ISSUES.read_text(encoding="utf-8"))}
     assert dict(re.findall(r"^\| \[([\w#]+)\]\(([^)]+)\)", page, re.M)) == known
+
+
+def strings_of(tree: ast.AST) -> str:
+    """Every constant text of the package's sources, what stands between the fields of a formatted one included."""
+    found = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return "\n".join(" ".join(text.split()) for text in found)
+
+
+SOURCES = "\n".join(
+    strings_of(ast.parse(path.read_text(encoding="utf-8"))) for path in (ROOT / "vllm_aiter_mla").rglob("*.py")
+)
+
+
+# What stands in a log line for the moment: "...", a name in capitals or with a dot or underscore, a number, a subject.
+FILLED_IN = re.compile(r"\.\.\.|\b[A-Z]+\b(?!')|\S*\w[._]\w\S*|\b\d[\d.]*\b|[:;]|^(?:aiter|gate|AITER) ")
+
+
+def fixed_parts(cell: str) -> list[str]:
+    """Parts of the log lines in a cell, of three words or more, which are the same in each such line."""
+    lines = [max(line) for line in re.findall(r"``(.+?)``|`([^`]+)`", cell)]
+    parts = [part.strip(" ,()") for line in lines for part in FILLED_IN.split(line)]
+    return [part for part in parts if len(part.split()) > 2]
+
+
+def unknown_log_lines(rows: list[list[str]]) -> list[str]:
+    return [part for cell, *_ in rows for part in fixed_parts(cell) if part not in SOURCES]
+
+
+def test_quoted_log_lines_are_lines_of_the_package():
+    rows = table("troubleshooting.md", "## Log lines")
+    rows += [[line] for line in re.findall(r"^\| (\* `.*?) \|", PAGES["troubleshooting.md"], re.M)]
+    assert len(rows) > 20
+    assert unknown_log_lines(rows) == []
+
+
+@pytest.mark.mutation
+def test_mutation_a_log_line_that_nothing_says_is_seen():
+    assert unknown_log_lines([["`FILE: the measured choice could not be used: ...`"]]) != []
