@@ -83,6 +83,7 @@ class Engine:
         self.layers: list[Layer] = []
         self.layer_names: tuple[str, ...] = ()
         self.backends: Backends | None = None
+        self._apart: list[int] = []  # ranks that have decided otherwise, or nothing
         self._failure_of_all = ""  # why all layers fell back, once a decision about all layers has raised
         self.status = EngineStatus()
 
@@ -102,6 +103,8 @@ class Engine:
             from vllm_aiter_mla.serving import module  # imported here because the passes do not need it
 
             patches.within(self.worker, "load_model", module.installed)
+        if compat_config.decides_by_node(self.config):
+            patches.after(self.worker, "init_device", self.on_device, failed=lambda: None)
         patches.after(self.worker, "load_model", self.on_loaded, failed=self.on_load_failed)
         for method in RELOAD_METHODS:
             if hasattr(self.worker, method):
@@ -144,6 +147,28 @@ class Engine:
         if self.strict:
             raise SettingsError(f"{log.PREFIX}{reason} ({STRICT_OPTION})") from cause
 
+    # After vLLM's process groups are there.
+
+    def on_device(self) -> None:
+        """Ask the other ranks what they have decided, because a node may have other options, variables or packages.
+
+        A rank that has left the engine to vLLM takes part in no exchange, and the others would wait for it.
+        """
+        decided = f"{self.settings} limit={self.limit} integration={self.our_pass.integration}"
+        with log.warned("the other nodes could not be asked what they have decided"):
+            self._apart = ranks.apart(decided, self.config.parallel_config.world_size)
+
+    def _require_agreement(self) -> None:
+        if self._apart:
+            raise RuntimeError(
+                f"rank(s) {', '.join(map(str, self._apart))} have decided otherwise or are without the plugin: give "
+                "each node the same options, variables and packages"
+            )
+
+    def _answer(self, answer: Callable[[], None]) -> AbstractContextManager[None]:
+        """Give the other ranks an answer after a block, if they take part."""
+        return nullcontext() if self._apart else _answer_other_ranks(answer)
+
     # After the model has its weights.
 
     def on_loaded(self) -> None:
@@ -162,8 +187,9 @@ class Engine:
             mark_calls = markers.mark_all if markers else lambda names: nullcontext()
             timing.time_kernels(self.config, self.settings, self.layers, checked_limit, self.worker.rank, mark_calls)
 
-        with _answer_other_ranks(time_kernels), self.guard_decision(KERNELS_NOT_CHECKED):
+        with self._answer(time_kernels), self.guard_decision(KERNELS_NOT_CHECKED):
             backends = self.make_layers()
+            self._require_agreement()
             markers = first_call.build_backends(backends, compat_config.cache_folder(), self.worker.rank)
             self.check_layers(markers.mark)
             checked_limit = self.limit
@@ -235,7 +261,8 @@ class Engine:
 
     def on_load_failed(self) -> None:
         """Tell the other ranks, which wait for this rank's choice, that its model could not be loaded."""
-        _notify_in_background(lambda: timing.announce_failed_load(self.config, self.settings))
+        if not self._apart:
+            _notify_in_background(lambda: timing.announce_failed_load(self.config, self.settings))
 
     # After the model has other weights.
 
@@ -286,7 +313,7 @@ class Engine:
                 records.extend(ranks.exchange(record)[1])
 
         try:
-            with _answer_other_ranks(gather):
+            with self._answer(gather):
                 with self.guard_decision("the status is not complete", ()):
                     self._run_decode_step()
                 with self.guard_decision("no status line could be made", ()):
@@ -311,7 +338,7 @@ class Engine:
         sizes = list[int]()
         with suppress(Exception):  # a config that cannot be read is the same on every rank
             sizes = [size for size in compat_config.graph_sizes(self.config).full if size <= self.limit]
-        if compat_config.mla_modules(self.config) and not sizes:
+        if compat_config.mla_modules(self.config) and not sizes and not self._apart:
             compat_config.run_decode_step(self.worker)
 
     def _make_record(self) -> RankRecord:
@@ -383,7 +410,8 @@ class Engine:
 
         The next start may load the graphs that this rank has compiled, and then needs the reasons of skipped layers.
         """
-        _notify_in_background(lambda: ranks.exchange(None))
+        if not self._apart:
+            _notify_in_background(lambda: ranks.exchange(None))
         with log.warned("the reasons of skipped layers could not be kept or read"):
             self._keep_skips(self.worker.rank)
 

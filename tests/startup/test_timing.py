@@ -773,6 +773,7 @@ from vllm_aiter_mla import files, packages
 from vllm_aiter_mla.compat import ranks
 good = {"a": (Span(1, 8 + rank, "aiter"),)}
 bad = timing.NotTimed("planted")
+print("apart:", ranks.apart("the same", 2), flush=True)
 for mine in (good, bad if rank else good):
     place, answers = ranks.exchange(mine)
     print(json.dumps(files.to_plain([place, *timing.merge_choices(answers)])), flush=True)
@@ -806,6 +807,7 @@ def test_two_ranks_over_gloo_choose_the_same_and_none_waits_for_ever(tmp_path):
     assert [child.returncode for child in children] == [0, 0], outputs
     found = [[json.loads(line) for line in out.splitlines() if line.startswith("[")] for out, _ in outputs]
     assert [first[0] for first, _ in found] == [0, 1]
+    assert all("apart: []" in out.splitlines() for out, _ in outputs), "both decided the same"
     chosen = files.to_plain({"a": [[Span(1, 8, "aiter")], [Span(1, 9, "aiter")]]})
     assert found[0][0][1:] == found[1][0][1:] == [chosen, []]
     assert found[0][1][1:] == found[1][1][1:] == [{}, [[1, None, "planted"]]]

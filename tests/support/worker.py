@@ -22,7 +22,7 @@ class Worker:
 
     rank = 0
 
-    def __init__(self, pass_: Any, **options: Any) -> None:
+    def __init__(self, pass_: Any, nodes: int = 1, **options: Any) -> None:
         layer = layer_of()
         compilation = layer._vllm_config.compilation_config
         compilation.inductor_compile_config = {} if pass_ is None else {current_platform.pass_key: pass_}
@@ -35,6 +35,9 @@ class Worker:
         self.vllm_config.model_config = SimpleNamespace(dtype="torch.bfloat16", hf_text_config=SimpleNamespace())
         self.vllm_config.device_config = SimpleNamespace(device_type="cuda")
         self.vllm_config.scheduler_config = SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=64)
+        self.vllm_config.parallel_config = SimpleNamespace(
+            nnodes_within_dp=nodes, distributed_executor_backend="mp", world_size=2 * nodes
+        )
         served_by(self.vllm_config)
         self.vllm_config.compute_hash = lambda: "k" * 64
         self.vllm_config.additional_config = {"aiter_mla": {"enabled": True} | options}
@@ -42,6 +45,9 @@ class Worker:
         if isinstance(pass_, AiterMLAPipeline):  # as the gate makes it
             pass_.settings = compat_config.settings_of(self.vllm_config)
         self.engine: Any = attach(self)  # an ``Engine`` where the fast path is on
+
+    def init_device(self) -> None:
+        """Where vLLM makes its process groups."""
 
     def load_model(self) -> str:
         return "loaded"

@@ -4,9 +4,42 @@
 Another data-parallel engine is not asked: it may not start, and waiting would hang.
 """
 
+import time
+from datetime import timedelta
 from typing import Any
 
 import torch
+
+WAIT_S = 120.0
+"""How long ``apart`` waits for the other ranks. vLLM's groups are new then, so all ranks are at the same step."""
+
+
+def apart(mine: str, world_size: int, wait_s: float = WAIT_S) -> list[int]:
+    """Return the ranks of this engine that have said something else than ``mine``, or nothing within ``wait_s``.
+
+    This is no collective, and nobody waits for a rank that does not call it: each rank leaves its word in the store by
+    which torch's process groups met. Ask where nodes decide for themselves, before the first ``exchange``.
+
+    Args:
+        mine: what this rank has decided.
+        world_size: ranks of one engine, which are numbered one after the other.
+        wait_s: seconds.
+    """
+    store = torch.distributed.distributed_c10d._get_default_store()
+    rank = torch.distributed.get_rank()
+    first = rank // world_size * world_size
+    store.set(f"aiter_mla/{rank}", mine)
+    found, end = list[int](), time.monotonic() + wait_s
+    for other in range(first, first + world_size):
+        key = f"aiter_mla/{other}"
+        try:
+            store.wait([key], timedelta(seconds=max(end - time.monotonic(), 0.01)))
+            is_same = store.get(key).decode() == mine
+        except RuntimeError:  # torch's error of a wait that is over
+            is_same = False
+        if not is_same:
+            found.append(other)
+    return found
 
 
 def exchange(mine: Any) -> tuple[int, list[Any]]:

@@ -1,0 +1,97 @@
+"""One engine over several nodes: each has its own gate, and a rank that left the engine to vLLM answers nobody."""
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from threading import local
+
+import pytest
+import torch
+from vllm.config import ParallelConfig
+
+from tests.support.strict import both_modes, stops
+from tests.support.worker import Worker, layer_in, ours
+from vllm_aiter_mla import engine
+from vllm_aiter_mla.compat import config as compat_config
+from vllm_aiter_mla.compat import ranks
+from vllm_aiter_mla.engine import Engine
+
+
+@pytest.fixture
+def exchanges(monkeypatch):
+    """What this rank handed to the others, of whom none would answer."""
+    handed = []
+    monkeypatch.setattr(engine.ranks, "exchange", lambda mine: (handed.append(mine), (0, [mine]))[1])
+    return handed
+
+
+def start(monkeypatch, apart, **options):
+    """A worker on one of two nodes that has started; ``apart``: the ranks that decided otherwise."""
+    monkeypatch.setattr(engine.ranks, "apart", lambda decided, world_size: apart)
+    one = Worker(ours(**options), nodes=2, **options)
+    one.init_device()
+    one.load_model()
+    one.compile_or_warm_up_model()
+    return one
+
+
+@both_modes
+def test_no_rank_waits_for_a_node_that_has_left_the_engine_to_vllm(monkeypatch, said, exchanges, strict):
+    found = []
+    with stops(strict, "decided otherwise"):
+        found.append(start(monkeypatch, [2, 3], strict=strict))
+    assert exchanges == [], "this rank waits for ever"
+    for one in found:
+        assert "rank(s) 2, 3 have decided otherwise" in layer_in(one).why_skipped().message
+        assert one.steps == 0, "a decode step has collectives"
+        assert sum("decided otherwise" in text for level, text in said if level == logging.ERROR) == 1
+        assert not one.engine.status.record.engaged
+
+
+def test_nodes_that_agree_serve_and_give_their_status(monkeypatch, said, exchanges):
+    one = start(monkeypatch, [])
+    assert one.engine.status.record.engaged
+    assert len(exchanges) == 2, "the choice of kernels and the status"
+
+
+@pytest.mark.mutation
+def test_mutation_an_engine_that_waits_all_the_same_is_caught(monkeypatch, said, exchanges):
+    monkeypatch.setattr(Engine, "_answer", lambda self, answer: engine._answer_other_ranks(answer))
+    with pytest.raises(AssertionError, match="waits for ever"):
+        test_no_rank_waits_for_a_node_that_has_left_the_engine_to_vllm(monkeypatch, said, exchanges, strict=False)
+
+
+def test_an_engine_on_one_node_asks_nobody_and_has_no_further_hook(monkeypatch):
+    assert "init_device" not in vars(Worker(ours()))
+    assert "init_device" in vars(Worker(ours(), nodes=2))
+
+
+def test_vllm_says_on_how_many_nodes_an_engine_is():
+    several = ParallelConfig(
+        nnodes=2, tensor_parallel_size=2, distributed_executor_backend="mp", master_addr="10.0.0.1"
+    )
+    for parallel, decides in ((several, True), (ParallelConfig(), False)):
+        assert compat_config.decides_by_node(type("Config", (), {"parallel_config": parallel})) == decides
+
+
+def test_ranks_that_cannot_be_asked_go_on_with_a_warning(monkeypatch, said, exchanges):
+    """torch has no group here, and so no store."""
+    one = Worker(ours(), nodes=2)
+    one.init_device()
+    one.load_model()
+    one.compile_or_warm_up_model()
+    assert one.engine.status.record.engaged
+    assert [level for level, text in said if "could not be asked" in text] == [logging.WARNING]
+
+
+def test_every_rank_of_an_engine_knows_who_decided_otherwise(monkeypatch):
+    """Three engines of two ranks each, in threads. tests/startup/test_timing.py asks over torch's own store."""
+    words, store, thread = ["one", "another", "one", "", "a third", "a third"], torch.distributed.HashStore(), local()
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: thread.rank)
+
+    def ask(rank):
+        thread.rank = rank
+        return ranks.apart(words[rank], 2, wait_s=1) if words[rank] else None
+
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(ask, range(6))) == [[1], [0], [3], None, [], []]
