@@ -83,7 +83,8 @@ class Engine:
         self.layers: list[Layer] = []
         self.layer_names: tuple[str, ...] = ()
         self.backends: Backends | None = None
-        self._apart: list[int] = []  # ranks that have decided otherwise, or nothing
+        # Ranks that have decided otherwise, or nothing; None until they are asked. They wait for each other only after.
+        self._apart: list[int] | None = None if worker.vllm_config.parallel_config.world_size > 1 else []
         self._failure_of_all = ""  # why all layers fell back, once a decision about all layers has raised
         self.status = EngineStatus()
 
@@ -103,13 +104,13 @@ class Engine:
             from vllm_aiter_mla.serving import module  # imported here because the passes do not need it
 
             patches.within(self.worker, "load_model", module.installed)
-        if compat_config.decides_by_node(self.config):
-            patches.after(self.worker, "init_device", self.on_device, failed=lambda: None)
         patches.after(self.worker, "load_model", self.on_loaded, failed=self.on_load_failed)
         for method in RELOAD_METHODS:
             if hasattr(self.worker, method):
                 patches.after(self.worker, method, self.on_reloaded, failed=partial(self.on_reloaded, failed=True))
         patches.after(self.worker, "compile_or_warm_up_model", self.on_warmed_up, failed=self.on_warm_up_failed)
+        # Last: a rank that could not be hooked says nothing, and no other one waits for it.
+        patches.after(self.worker, "init_device", self.on_device, failed=lambda: None)
 
     # The two boundaries for errors. The other boundary is ``log.warned``.
 
@@ -150,24 +151,33 @@ class Engine:
     # After vLLM's process groups are there.
 
     def on_device(self) -> None:
-        """Ask the other ranks what they have decided, because a node may have other options, variables or packages.
+        """Ask the other ranks what they have decided. Another node may have other options, variables or packages.
 
-        A rank that has left the engine to vLLM takes part in no exchange, and the others would wait for it.
+        A rank that has left the engine to vLLM, or could not be hooked, takes part in no exchange.
         """
-        decided = f"{self.settings} limit={self.limit} integration={self.our_pass.integration}"
-        with log.warned("the other nodes could not be asked what they have decided"):
-            self._apart = ranks.apart(decided, self.config.parallel_config.world_size)
+        if self._apart is None:
+            self._apart = []
+            decided = f"{self.settings} limit={self.limit} integration={self.our_pass.integration}"
+            with log.warned("the other ranks could not be asked what they have decided"):
+                self._apart = ranks.apart(decided, self.config.parallel_config.world_size)
 
     def _require_agreement(self) -> None:
+        if self._apart is None:
+            raise RuntimeError("the other ranks were not asked what they have decided")
         if self._apart:
             raise RuntimeError(
                 f"rank(s) {', '.join(map(str, self._apart))} have decided otherwise or are without the plugin: give "
                 "each node the same options, variables and packages"
             )
 
+    @property
+    def _is_agreed(self) -> bool:
+        """Whether the ranks may wait for each other."""
+        return self._apart == []
+
     def _answer(self, answer: Callable[[], None]) -> AbstractContextManager[None]:
         """Give the other ranks an answer after a block, if they take part."""
-        return nullcontext() if self._apart else _answer_other_ranks(answer)
+        return _answer_other_ranks(answer) if self._is_agreed else nullcontext()
 
     # After the model has its weights.
 
@@ -261,7 +271,7 @@ class Engine:
 
     def on_load_failed(self) -> None:
         """Tell the other ranks, which wait for this rank's choice, that its model could not be loaded."""
-        if not self._apart:
+        if self._is_agreed:
             _notify_in_background(lambda: timing.announce_failed_load(self.config, self.settings))
 
     # After the model has other weights.
@@ -338,7 +348,7 @@ class Engine:
         sizes = list[int]()
         with suppress(Exception):  # a config that cannot be read is the same on every rank
             sizes = [size for size in compat_config.graph_sizes(self.config).full if size <= self.limit]
-        if compat_config.mla_modules(self.config) and not sizes and not self._apart:
+        if compat_config.mla_modules(self.config) and not sizes and self._is_agreed:
             compat_config.run_decode_step(self.worker)
 
     def _make_record(self) -> RankRecord:
@@ -410,7 +420,7 @@ class Engine:
 
         The next start may load the graphs that this rank has compiled, and then needs the reasons of skipped layers.
         """
-        if not self._apart:
+        if self._is_agreed:
             _notify_in_background(lambda: ranks.exchange(None))
         with log.warned("the reasons of skipped layers could not be kept or read"):
             self._keep_skips(self.worker.rank)

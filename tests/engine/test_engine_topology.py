@@ -1,8 +1,15 @@
 """Other models, schedulers and topologies: tokens are vLLM's own, layers engage, and the engine really ran that way."""
 
+import socket
+import subprocess
+import sys
+
 import pytest
 
 from tests.engine.engine_checks import assert_all_engaged, assert_parity
+from tests.engine.specs_common import EAGER_MODE, NO_YARN, PLAIN
+from tests.sandbox import engine, plugin
+from tests.sandbox.spec import EngineSpec, VllmOptions, save
 from vllm_aiter_mla import files
 from vllm_aiter_mla.status import liveness, metrics, status_files
 from vllm_aiter_mla.status.record import RankRecord
@@ -110,3 +117,37 @@ def test_topology_of_a_kv_connector_reads_the_rows_that_vllm_has_written(engines
     assert ours.counters["vllm:external_prefix_cache_hits"] > vllm_own.counters["vllm:external_prefix_cache_hits"]
     assert_all_engaged(ours)
     assert_parity(vllm_own, ours, 0.1)
+
+
+@pytest.mark.wide
+@pytest.mark.engine
+@pytest.mark.parametrize("has_plugin", [True, False], ids=["", "the other node is without the plugin"])
+def test_topology_nodes_that_decide_otherwise_all_run_vllms_own_kernels_and_none_waits(has_plugin, tmp_path):
+    """By torchrun's launcher, where each process builds its config, as each node does with ``--nnodes``."""
+    options = VllmOptions(
+        model=NO_YARN, tensor_parallel_size=2, extra=EAGER_MODE | {"distributed_executor_backend": "external_launcher"}
+    )
+    spec = EngineSpec(("mixed",), options, emulation=PLAIN)
+    save(spec, tmp_path / "spec")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    nodes, logs = [], [tmp_path / f"log{rank}" for rank in range(2)]
+    for rank, log in enumerate(logs):
+        environment = engine.environment_for(spec, tmp_path / f"cache{rank}", tmp_path / f"inductor{rank}")
+        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        if rank == 1 and not has_plugin:
+            environment["VLLM_PLUGINS"] = plugin.NAME
+        command = [sys.executable, "-m", "tests.engine.node_child", str(tmp_path / "spec"), str(tmp_path / f"{rank}")]
+        with log.open("w") as out:
+            nodes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out))
+    try:
+        ended = [node.wait(engine.TIMEOUT_S) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    head = logs[0].read_text()
+    assert ended == [0, 0], head[-3000:]
+    assert ("2/2 MLA layers engaged on 2 of 2 ranks" in head) == has_plugin
+    assert ("rank(s) 1 have decided otherwise" in head) == (not has_plugin)

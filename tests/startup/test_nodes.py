@@ -1,4 +1,4 @@
-"""One engine over several nodes: each has its own gate, and a rank that left the engine to vLLM answers nobody."""
+"""Ranks that have not decided the same: a node has its own gate, and a rank that is left to vLLM answers nobody."""
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -6,13 +6,12 @@ from threading import local
 
 import pytest
 import torch
-from vllm.config import ParallelConfig
 
+from tests.support.planted import raising
 from tests.support.strict import both_modes, stops
 from tests.support.worker import Worker, layer_in, ours
 from vllm_aiter_mla import engine
-from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.compat import ranks
+from vllm_aiter_mla.compat import patches, ranks
 from vllm_aiter_mla.engine import Engine
 
 
@@ -27,7 +26,7 @@ def exchanges(monkeypatch):
 def start(monkeypatch, apart, **options):
     """A worker on one of two nodes that has started; ``apart``: the ranks that decided otherwise."""
     monkeypatch.setattr(engine.ranks, "apart", lambda decided, world_size: apart)
-    one = Worker(ours(**options), nodes=2, **options)
+    one = Worker(ours(**options), num_ranks=4, **options)
     one.init_device()
     one.load_model()
     one.compile_or_warm_up_model()
@@ -60,22 +59,37 @@ def test_mutation_an_engine_that_waits_all_the_same_is_caught(monkeypatch, said,
         test_no_rank_waits_for_a_node_that_has_left_the_engine_to_vllm(monkeypatch, said, exchanges, strict=False)
 
 
-def test_an_engine_on_one_node_asks_nobody_and_has_no_further_hook(monkeypatch):
-    assert "init_device" not in vars(Worker(ours()))
-    assert "init_device" in vars(Worker(ours(), nodes=2))
+def test_a_rank_that_could_not_be_hooked_asks_nobody_and_waits_for_nobody(monkeypatch, said, exchanges):
+    """The others miss its word. What was hooked before stays hooked."""
+    monkeypatch.setattr(engine.ranks, "apart", raising(KeyError("asked")))
+    hook = patches.after
+
+    def fails_at_the_last(worker, method, then, failed):
+        if method == "init_device":
+            raise RuntimeError("planted")
+        hook(worker, method, then, failed)
+
+    monkeypatch.setattr(engine.patches, "after", fails_at_the_last)
+    one = Worker(ours(), num_ranks=4)
+    one.init_device()
+    one.load_model()
+    one.compile_or_warm_up_model()
+    assert exchanges == [], "this rank waits for ever"
+    assert "were not asked" in layer_in(one).why_skipped().message
 
 
-def test_vllm_says_on_how_many_nodes_an_engine_is():
-    several = ParallelConfig(
-        nnodes=2, tensor_parallel_size=2, distributed_executor_backend="mp", master_addr="10.0.0.1"
-    )
-    for parallel, decides in ((several, True), (ParallelConfig(), False)):
-        assert compat_config.decides_by_node(type("Config", (), {"parallel_config": parallel})) == decides
+def test_an_engine_of_one_rank_asks_nobody(monkeypatch, said):
+    monkeypatch.setattr(engine.ranks, "apart", raising(KeyError("asked")))
+    one = Worker(ours())
+    one.init_device()
+    one.load_model()
+    assert layer_in(one).why_skipped() is None
+    assert [text for level, text in said if level >= logging.WARNING] == []
 
 
 def test_ranks_that_cannot_be_asked_go_on_with_a_warning(monkeypatch, said, exchanges):
     """torch has no group here, and so no store."""
-    one = Worker(ours(), nodes=2)
+    one = Worker(ours(), num_ranks=4)
     one.init_device()
     one.load_model()
     one.compile_or_warm_up_model()

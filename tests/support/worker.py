@@ -22,7 +22,7 @@ class Worker:
 
     rank = 0
 
-    def __init__(self, pass_: Any, nodes: int = 1, **options: Any) -> None:
+    def __init__(self, pass_: Any, num_ranks: int = 1, **options: Any) -> None:
         layer = layer_of()
         compilation = layer._vllm_config.compilation_config
         compilation.inductor_compile_config = {} if pass_ is None else {current_platform.pass_key: pass_}
@@ -35,9 +35,7 @@ class Worker:
         self.vllm_config.model_config = SimpleNamespace(dtype="torch.bfloat16", hf_text_config=SimpleNamespace())
         self.vllm_config.device_config = SimpleNamespace(device_type="cuda")
         self.vllm_config.scheduler_config = SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=64)
-        self.vllm_config.parallel_config = SimpleNamespace(
-            nnodes_within_dp=nodes, distributed_executor_backend="mp", world_size=2 * nodes
-        )
+        self.vllm_config.parallel_config = SimpleNamespace(world_size=num_ranks)
         served_by(self.vllm_config)
         self.vllm_config.compute_hash = lambda: "k" * 64
         self.vllm_config.additional_config = {"aiter_mla": {"enabled": True} | options}
@@ -85,7 +83,10 @@ def check(layers: Iterable[Layer], *, strict: bool, capture_sizes: Sequence[int]
         cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=list(capture_sizes),
         max_cudagraph_capture_size=max(capture_sizes, default=0),
     )  # fmt: skip
-    config = SimpleNamespace(compilation_config=compilation, scheduler_config=SimpleNamespace(max_num_seqs=64))
+    config = SimpleNamespace(
+        compilation_config=compilation, scheduler_config=SimpleNamespace(max_num_seqs=64),
+        parallel_config=SimpleNamespace(world_size=1),
+    )  # fmt: skip
     served_by(config, **served)
     engine = Engine(SimpleNamespace(vllm_config=config, rank=0), ours(1 << 20, strict=strict))
     engine.layers = list(layers)

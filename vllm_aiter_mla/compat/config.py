@@ -161,12 +161,6 @@ def mla_modules(vllm_config: Any) -> dict[str, Any]:
     return {name: layer for name, layer in found.items() if hasattr(layer, "kv_lora_rank") and hasattr(layer, "impl")}
 
 
-def decides_by_node(vllm_config: Any) -> bool:
-    """Return whether the ranks of one engine have configs that more than one process built, each with its own gate."""
-    parallel = vllm_config.parallel_config
-    return getattr(parallel, "nnodes_within_dp", 1) > 1 or parallel.distributed_executor_backend == "external_launcher"
-
-
 def is_updating_weights(worker: Any) -> bool:
     """Return whether a worker is between ``start_weight_update`` and ``finish_weight_update``."""
     return bool(getattr(worker, "_weight_update_active", False))

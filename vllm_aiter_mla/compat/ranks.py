@@ -18,7 +18,7 @@ def apart(mine: str, world_size: int, wait_s: float = WAIT_S) -> list[int]:
     """Return the ranks of this engine that have said something else than ``mine``, or nothing within ``wait_s``.
 
     This is no collective, and nobody waits for a rank that does not call it: each rank leaves its word in the store by
-    which torch's process groups met. Ask where nodes decide for themselves, before the first ``exchange``.
+    which torch's process groups met. Ask before the first ``exchange``.
 
     Args:
         mine: what this rank has decided.
