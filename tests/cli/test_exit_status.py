@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -63,6 +64,12 @@ def no_server(monkeypatch, folder):
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(folder))
 
 
+def a_folder_that_leads_to_itself(monkeypatch, folder):
+    """Any error of a file system but "no such folder", as of a network's that has gone away."""
+    (folder / "cache").symlink_to(folder / "cache")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(folder / "cache"))
+
+
 def no_card(monkeypatch, folder):
     monkeypatch.setattr(device, "installed", SimpleNamespace(is_there=lambda: False))
 
@@ -98,7 +105,15 @@ TABLE = [
     ("check", ONE_CASE, nothing, outputs.EXIT_OK),
     *(
         ("check", (*KERNELS, *wrong), nothing, outputs.EXIT_USAGE)
-        for wrong in (("--limit", "8193"), ("--limit", "7"), ("--case", "x?"), ("--backend", "x?"), ("--variant", "x?"))
+        for wrong in (
+            ("--limit", "8193"),
+            ("--limit", "7"),
+            ("--case", "x?"),
+            ("--backend", "x?"),
+            ("--variant", "x?"),
+            ("--data-seed", str(2**64)),
+            ("--repeat", str(10**9)),
+        )
     ),
     ("check", ("--only", "kernels"), no_card, outputs.EXIT_INCOMPLETE),
     ("check", ("--only", "timing", "--tokens", "0"), nothing, outputs.EXIT_USAGE),
@@ -107,6 +122,7 @@ TABLE = [
     ("status", (), a_server(engaged=False), outputs.EXIT_FAILED),
     ("status", WRONG_FILE, no_server, outputs.EXIT_USAGE),
     ("status", (), no_server, outputs.EXIT_INCOMPLETE),
+    ("status", (), a_folder_that_leads_to_itself, outputs.EXIT_INCOMPLETE),
     ("report", ("no-such-file.json",), nothing, outputs.EXIT_USAGE),
     # There is no x.json either: the output is checked before anything is drawn.
     *(("report", ("x.json", "--out", out), nothing, outputs.EXIT_USAGE) for out in (".", "no/page.html")),
@@ -291,6 +307,14 @@ if os.geteuid() == 0:
     os.setuid(65534)
 main()
 """
+
+
+def test_without_a_folder_for_temporary_files_check_says_what_to_set(monkeypatch):
+    """As in a pod whose root is read-only."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
+    done = CliRunner().invoke(app, ["check", *MACHINE])
+    assert (done.exit_code, done.stderr.count("\n"), "TMPDIR" in done.stderr) == (outputs.EXIT_USAGE, 1, True)
 
 
 def test_status_of_a_folder_that_this_user_may_not_read_says_so(tmp_path):

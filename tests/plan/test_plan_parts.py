@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.support import plans
 from tests.support.pages import ROOT
 from vllm_aiter_mla import admission
+from vllm_aiter_mla.commands import serve_options
 from vllm_aiter_mla.commands.compat import rocm_config, vllm_options
 from vllm_aiter_mla.commands.plan import build, config_source, kernels, vllm_facts
 from vllm_aiter_mla.commands.plan.record import NotKnownError
@@ -168,6 +169,29 @@ def test_a_hub_name_is_read_from_the_local_cache(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     found = config_source.find_config("some/model")
     assert (found.config_location, found.config) == ("local Hugging Face cache", snapshot / "config.json")
+    # vLLM's --revision chooses among the snapshots, and no other one takes its place.
+    with pytest.raises(LookupError, match="some/model --revision v2: not in the local"):
+        config_source.find_config("some/model", "v2")
+    other = snapshot.with_name("1" * 40)
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    (tmp_path / "models--some--model" / "refs" / "v2").write_text("1" * 40)
+    assert config_source.find_config("some/model", "v2").config == other / "config.json"
+    vllm_facts._check_revision("v2", other)
+    vllm_facts._check_revision("a branch", tmp_path)  # no folder of the cache: vLLM asks for no revision of it
+    with pytest.raises(ValueError, match="--revision v2"):  # as a file of --config may say
+        vllm_facts._check_revision("v2", snapshot)
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ((), None), (("--revision", "v2"), "v2"), (("--revision=v2",), "v2"), (("--revision",), None),
+        (("--revision", "a", "-tp", "8", "--revision=b"), "b"), (("--code-revision", "v2"), None),
+    ],
+)  # fmt: skip
+def test_the_last_value_of_an_option_counts(words, value):
+    assert serve_options.value_of("--revision", words) == value
 
 
 def test_a_cache_that_cannot_be_searched_is_not_called_empty(monkeypatch):

@@ -109,14 +109,29 @@ def _kill_group(group_id: int) -> None:
         os.killpg(group_id, signal.SIGKILL)
 
 
+class NoWorkspaceError(OSError):
+    """No folder for temporary files can be made; the message says why."""
+
+
 @contextmanager
 def workspace() -> Iterator[None]:
-    """Keep all temporary files, also those of calls, in one folder during the block. The outermost block removes it."""
+    """Keep all temporary files, also those of calls, in one folder during the block. The outermost block removes it.
+
+    Raises:
+        NoWorkspaceError: the folder cannot be made.
+    """
     if tempfile.tempdir in _workspace_folders:  # inside another block
         yield
         return
     outer_folder = tempfile.tempdir
-    with tempfile.TemporaryDirectory(prefix="aiter-mla-") as folder:
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="aiter-mla-")
+    except OSError as error:
+        reason = error.strerror or error
+        raise NoWorkspaceError(
+            f"no folder for temporary files: {reason}; set TMPDIR to one that can be written"
+        ) from error
+    with temporary as folder:
         _workspace_folders.add(folder)
         tempfile.tempdir = folder
         try:

@@ -99,6 +99,17 @@ def check_names(words: Sequence[str], command_options: Iterable[str] = ()) -> No
             raise ValueError(f"{option_as_typed}: no such option; did you mean {similar[0]}?")
 
 
+def value_of(option: str, words: Sequence[str]) -> str | None:
+    """Return the value that ``words`` give an option, the last one as in vLLM; None if they do not name it."""
+    values = [
+        value if is_joined else next(iter(words[index + 1 : index + 2]), None)
+        for index, word in enumerate(words)
+        for name, is_joined, value in [word.partition("=")]
+        if name == option
+    ]
+    return values[-1] if values else None
+
+
 def _options_of_same_polarity(option: str, valid_names: Iterable[str]) -> set[str]:
     """Return the options of the same polarity: those that switch something off, or those that do not."""
     opposites = {

@@ -77,9 +77,12 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
     with suppress(FileNotFoundError, NotADirectoryError):
         try:
             os.scandir(folder).close()  # to ``glob`` an unreadable folder looks empty
-        except PermissionError:
+        except (FileNotFoundError, NotADirectoryError):
+            raise
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
             outputs.fail(
-                f"status: {folder}: permission denied; run it as the server's user, or read the metrics",
+                f"status: {folder}: {reason}; run it as the server's user, or read the metrics",
                 outputs.EXIT_INCOMPLETE,
             )
     records = read_records(folder, "*", unreadable_reasons.append)

@@ -114,7 +114,7 @@ def check(
     html: Annotated[
         Path | None, typer.Option(callback=outputs.check_writable, help="Write the page of `report` to this file.")
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's own log on stderr.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's own log of the plan on stderr.")] = False,
     arch: Annotated[
         CardName | None,
         typer.Option(
@@ -172,7 +172,7 @@ def check(
             print_cases(outputs.Stdout(highlight=False))
             return
         check_options = CheckOptions(
-            source=None if model is None else find_config(model),
+            source=None if model is None else find_config(model, serve_options.value_of("--revision", ctx.args)),
             serve_arguments=tuple(ctx.args),
             arch=arch.architecture if arch else None,
             plan_environment=build_plan_environment(environment or [], os.environ),
@@ -204,7 +204,7 @@ def _run_check(
     try:
         with outputs.text_on_stderr(json_path), process.workspace():
             runner.run_and_record()
-    except WrongOptionError as error:
+    except (WrongOptionError, process.NoWorkspaceError) as error:
         outputs.fail(f"check: {error}")
     exit_status = exit_status_of(runner.ended_steps, check_options.uses_cpu, require_all)
     with outputs.text_on_stderr(json_path):

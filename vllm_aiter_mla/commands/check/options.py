@@ -20,6 +20,7 @@ from vllm_aiter_mla.commands.compat.vllm_options import USE_AITER, VARIABLES
 from vllm_aiter_mla.commands.plan.record import PlanEnvironment
 
 MAX_HEADS, MAX_WIDTH = 1024, 4096
+MAX_ROUNDS, MAX_SEED = 10**6, 10**12  # torch takes seeds below 2^64, and each round has the next one
 TP_OPTIONS = ("-tp", "--tensor-parallel-size")
 OptionRecord = TypeVar("OptionRecord")
 
@@ -104,8 +105,10 @@ class KernelOptions:
     variant: Annotated[
         tuple[str, ...], step_option("--variant", OptionGroup.KERNELS, "fp8, bf16, fp8-cache, ...; may be repeated.")
     ] = ()
-    seed: Annotated[int, step_option("--data-seed", OptionGroup.KERNELS, "Seed of the data.")] = 0
-    repeat: Annotated[int, step_option("--repeat", OptionGroup.KERNELS, "Rounds, each with the next seed.", min=1)] = 1
+    seed: Annotated[int, step_option("--data-seed", OptionGroup.KERNELS, "Seed of the data.", min=0, max=MAX_SEED)] = 0
+    repeat: Annotated[
+        int, step_option("--repeat", OptionGroup.KERNELS, "Rounds, each with the next seed.", min=1, max=MAX_ROUNDS)
+    ] = 1
     quick: Annotated[
         bool, step_option("--quick", OptionGroup.KERNELS, "Two variants, fewer cases, fewer replays. MODEL implies it.")
     ] = False

@@ -68,13 +68,13 @@ def examples() -> dict[str, dict[str, Any]]:
     return {name: entry | {"config": expand(entry["config"])} for name, entry in entries.items()}
 
 
-def find_config(name: str) -> ConfigSource:
+def find_config(name: str, revision: str | None = None) -> ConfigSource:
     """Return the config of ``name``: a folder or file, a bundled example, or a hub name in the local cache.
 
-    Nothing is downloaded.
+    Nothing is downloaded. A ``revision`` concerns hub names only, as in vLLM.
 
     Raises:
-        LookupError: ``name`` is none of these.
+        LookupError: ``name`` is none of these, or the cache lacks the revision.
     """
     local_file = _local_file(name)
     if local_file is not None:
@@ -83,8 +83,10 @@ def find_config(name: str) -> ConfigSource:
     if name.lower() in bundled:
         return _from_example(name, bundled[name.lower()])
     try:
-        return ConfigSource(name, "local Hugging Face cache", cached_config(name))
+        return ConfigSource(name, "local Hugging Face cache", cached_config(name, revision))
     except LookupError as error:
+        if revision is not None:  # an example has the sizes of no revision
+            raise LookupError(f"{name} --revision {revision}: {error}; nothing is downloaded") from error
         cache_reason = str(error)
     for entry in bundled.values():
         if entry["example"]["hub_name"].lower() == name.lower():

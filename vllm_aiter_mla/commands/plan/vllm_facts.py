@@ -11,6 +11,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,7 @@ def parse_options(folder: Path, arguments: Sequence[str]) -> tuple[Any, UserOpti
     plugin_options = dict((parsed.additional_config or {}).get(NAMESPACE, {})) | {"enabled": True, "strict": False}
     parsed.additional_config = {**(parsed.additional_config or {}), NAMESPACE: plugin_options}
     _check_named_repositories(parsed, folder)
+    _check_revision(parsed.revision, folder)
     tokenizer_options = vllm_options.reset_options(parsed, vllm_options.TOKENIZER_OPTIONS.__contains__)
     parsed.model, parsed.skip_tokenizer_init, parsed.tokenizer = str(folder), True, None
     engine_args, notes = vllm_options.engine_args(parsed, folder)
@@ -159,6 +161,17 @@ def _check_named_repositories(parsed: Any, folder: Path) -> None:
             cached_config(str(name), revision)
         except LookupError as error:
             raise ValueError(f"{role} {name} is not in the local cache; give a folder") from error
+
+
+def _check_revision(revision: str | None, folder: Path) -> None:
+    """Raise ValueError if a file of ``--config`` names another revision than the one whose config is in ``folder``."""
+    repository = folder.parent.parent.name  # of the Hugging Face cache: models--ORGANISATION--NAME/snapshots/COMMIT
+    if revision is None or folder.parent.name != "snapshots" or not repository.startswith("models--"):
+        return
+    with suppress(LookupError):
+        if cached_config(repository.removeprefix("models--").replace("--", "/"), revision).parent == folder:
+            return
+    raise ValueError(f"--revision {revision}: the config of another revision was read; name it on the command line")
 
 
 def collect_facts(folder: Path, arguments: Sequence[str]) -> VllmFacts:

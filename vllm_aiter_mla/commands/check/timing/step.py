@@ -30,6 +30,9 @@ def time_kernels(context: StepContext) -> StepResult:
     """
     if (reason := context.options.no_gpu_reason) is not None:
         return StepResult("skipped", reason)
+    plan = context.plan
+    if plan is not None and plan.model.dtype not in TYPES_OF_16_BITS:
+        return StepResult("skipped", f"--dtype {plan.model.dtype}: the kernels take bfloat16 and float16")
     request = _build_request(context)
     if context.options.timing.tune:
         return _run_tuning(context, request)
