@@ -1,6 +1,7 @@
 """What the self-check compares: each kernel that the decode limit reaches, over each cache; and what it reports."""
 
 import logging
+import math
 from dataclasses import replace
 from sys import maxsize
 
@@ -10,9 +11,9 @@ import torch
 from tests.sandbox.simulated_aiter import ROCM, install, op
 from tests.support.opcalls import layer_of
 from tests.support.worker import check
-from vllm_aiter_mla.kernels import reference, stopwatch
+from vllm_aiter_mla.kernels import distance, formats, reference, stopwatch
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
-from vllm_aiter_mla.kernels.backend import Binding, Bounds, KernelBackend
+from vllm_aiter_mla.kernels.backend import OWN_BMM, Binding, KernelBackend
 from vllm_aiter_mla.kernels.distance import Difference
 from vllm_aiter_mla.kernels.inputs import LayerShape, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
@@ -157,20 +158,66 @@ def test_one_step_is_allowed_in_what_is_rotated_and_nowhere_else():
 
 
 @pytest.mark.parametrize(
-    ("found", "rotated", "elements", "agrees"),
+    ("found", "elements", "agrees"),
     [
-        (Difference(1, 0.01), True, 1000, True),
-        (Difference(1, 0.0101), True, 1000, False),
-        (Difference(2, 0.001), True, 1000, False),
-        (Difference(1, 1 / 64), True, 64, True),
-        (Difference(1, 2 / 64), True, 64, False),
-        (Difference(2, 1 / 64), True, 64, False),
-        (Difference(0, 0.0), False, 1000, True),
-        (Difference(1, 0.001), False, 1000, False),
+        (Difference(1, 0.01), 1000, True),
+        (Difference(1, 0.0101), 1000, False),
+        (Difference(2, 0.001), 1000, False),
+        (Difference(1, 1 / 64), 64, True),
+        (Difference(1, 2 / 64), 64, False),
+        (Difference(2, 1 / 64), 64, False),
+        (Difference(0, 0.0), 0, True),
     ],
 )
-def test_the_bounds_belong_to_what_agrees(found, rotated, elements, agrees):
-    assert comparison._is_within_bounds(found, Bounds(), rotated, elements) is agrees
+def test_the_bounds_belong_to_what_agrees(found, elements, agrees):
+    assert distance.is_within(found, 1, 0.01, elements) is agrees
+
+
+class OwnProduct(KernelBackend):
+    """As our Triton kernel, with a product of its own, times a factor before it is stored."""
+
+    name, bounds = "own", OWN_BMM
+
+    def __init__(self, factor, store=formats.round_saturating):
+        self.factor, self.store = factor, store
+
+    def bind(self, inputs):
+        return Binding(self.run, numerics=reference.TRITON)
+
+    def run(self, inputs):
+        query = reference.prepare(inputs, reference.TRITON)
+        product = inputs.weight.reference(inputs.q_nope).float() * (self.factor / inputs.q_scale)
+        query[..., : inputs.latent_dim] = self.store(product, formats.FLAVOURS[inputs.out_dtype])
+        return query
+
+
+FP8 = torch.float8_e4m3fn
+OVER_FP8 = LayerShape(16, 128, FP8, FP8, 16, False)
+WEIGHTS = [("plain",), ("fp8", FP8), ("mxfp4",)]
+
+
+@pytest.mark.parametrize("weight", WEIGHTS, ids=lambda key: key[0])
+@pytest.mark.parametrize("factor", [1.0, 0.94, 1.06])
+def test_a_product_that_is_a_step_off_nearly_everywhere_is_wrong(weight, factor):
+    """An fp8 step is 6 to 12 % of a value. Sums in another order move one value in a hundred."""
+    found = compare_with_reference(OwnProduct(factor), replace(OVER_FP8, weight=weight), maxsize)
+    assert found.differences["q nope"].steps <= 1
+    assert found.failed_parts == (() if factor == 1 else ("q nope",))
+
+
+@pytest.mark.parametrize("weight", WEIGHTS, ids=lambda key: key[0])
+def test_a_product_whose_overflow_becomes_nan_is_wrong(weight):
+    found = compare_with_reference(
+        OwnProduct(1.0, formats.round_overflowing), replace(OVER_FP8, weight=weight), maxsize
+    )
+    assert (found.failed_parts, found.writes_nan) == (("q nope",), True)
+
+
+def test_an_infinite_value_leaves_no_slack_for_the_others():
+    wanted = torch.tensor([math.inf, 1.0, 2.0])
+    assert distance.difference(torch.tensor([math.inf, 7.0, 2.0]), wanted, slack=2**-8).share == pytest.approx(1 / 3)
+    with pytest.raises(ValueError, match="one shape"):
+        distance.difference(wanted, wanted[:1])
 
 
 def test_a_query_without_the_room_that_vllm_pads_is_compared_by_its_heads():

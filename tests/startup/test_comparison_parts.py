@@ -116,6 +116,7 @@ PLANTS = {
     "the KV row of the kernel of one row": plant(lambda i, q: flip(nope(i, last_row(i))), "kv nope", "each kernel",
                                                  when=lambda i: i.num_tokens == ONE and has_rows(i)),
     "overflow in q": plant(lambda i, q: overflows_to_nan(rope(i, q)), "q rope", "overflow"),
+    "overflow in the absorbed q": plant(lambda i, q: overflows_to_nan(nope(i, q)), "q nope", "overflow"),
     "overflow in the KV row": plant(lambda i, q: change_first(i), "kv nope", "overflow", when=has_rows),
 }  # fmt: skip
 
@@ -167,7 +168,7 @@ def switch_off(monkeypatch, part):
         monkeypatch.setattr(Planted, "tried_counts", lambda self, inputs: ())
     else:
         assert part == "overflow"
-        monkeypatch.setattr(comparison, "_overflow_first_row", lambda inputs: None)
+        monkeypatch.setattr(comparison, "_overflow", lambda inputs: None)
 
 
 SWITCHES = (*comparison.PARTS, "stray bytes", "GPT-J", "NeoX", "small", "large", "each kernel", "overflow")

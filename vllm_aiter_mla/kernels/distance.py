@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_aiter_mla.kernels.formats import is_fp8
+
 ROW_BOUNDS = 10
 """How many bounds of a whole product one of its rows may be off; see ``why_off``."""
 
@@ -21,15 +23,34 @@ class Difference:
 def difference(got: torch.Tensor, wanted: torch.Tensor, slack: float = 0.0) -> Difference:
     """Return how far two tensors of one shape and floating-point dtype are apart; empty ones are equal.
 
-    Elements that differ by up to ``slack`` times the largest magnitude in ``wanted`` count as equal.
+    Elements that differ by up to ``slack`` times the largest finite magnitude in ``wanted`` count as equal.
+
+    Raises:
+        ValueError: the shapes differ.
     """
+    if got.shape != wanted.shape:
+        raise ValueError(f"tensors of one shape expected, got {list(got.shape)} and {list(wanted.shape)}")
     if not got.numel():
         return Difference(0, 0.0)
     steps = (ordinals(got) - ordinals(wanted)).abs()
     if slack:
-        near = (got.float() - wanted.float()).abs() <= slack * wanted.float().abs().max()
+        largest = wanted.float().nan_to_num(0.0, 0.0, 0.0).abs().max()
+        near = (got.float() - wanted.float()).abs() <= slack * largest
         steps = torch.where(near, 0, steps)
     return Difference(int(steps.max()), float((steps > 0).double().mean()))
+
+
+def is_within(found: Difference, steps: int, share: float, elements: int) -> bool:
+    """Return whether a difference is within bounds. One element may always be off: a KV row has 64 rotated ones."""
+    return found.steps <= steps and found.share <= max(share, 1 / max(elements, 1))
+
+
+def norm_bound(product_bound: float, dtype: torch.dtype) -> float:
+    """Return how far a query that holds a product may be off, where the product itself may be off by ``product_bound``.
+
+    A product that is 1 % off is 2.3 % off once both sides are rounded to fp8. A wrong scale or rounding costs 5 %.
+    """
+    return product_bound * (3 if is_fp8(dtype) else 1)
 
 
 def deviation(product: torch.Tensor, expected: torch.Tensor) -> float:

@@ -297,7 +297,7 @@ class Buffers:
                     held.copy_(fresh)
                 layer.w_uv.copy_(self._value_weight())
             elif what == "overflow":
-                for rows in (layer.source.q[..., self.geometry.nope :], layer.source.k_pe, layer.source.kv_c):
+                for rows in (layer.source.q, layer.source.k_pe, layer.source.kv_c):
                     rows.mul_(OVERFLOW_FACTOR)
             else:
                 layer.k_scale.mul_(1.5 * own_scale(index))

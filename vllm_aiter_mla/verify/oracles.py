@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from vllm_aiter_mla.kernels import formats, reference
+from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import EXACT, OWN_BMM, KernelBackend
-from vllm_aiter_mla.kernels.distance import difference, why_off
+from vllm_aiter_mla.kernels.distance import difference, norm_bound, why_off
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.verify.engine import Recording
 from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Buffers, Layer, Outputs, Rows, raw
@@ -120,7 +120,9 @@ class _ExpectedLayer:
         if bad and not declared:
             yield Finding("finite", f"q_prepared holds NaN or Inf in {bad}")
             return
-        nope = _why_apart(got[..., :lat], [e[..., :lat] for e in expected], self.exact_nope, OWN_BMM.slack, 1.0)
+        nope = _why_apart(
+            got[..., :lat], [e[..., :lat] for e in expected], self.exact_nope, OWN_BMM.slack, OWN_BMM.nope_share
+        )
         nope = self._by_norm(nope, got[..., :lat], expected[0][..., :lat])
         rope = _why_apart(got[..., lat:], [e[..., lat:] for e in expected], self.exact_rope)
         yield from (Finding(name, reason) for name, reason in (("query-nope", nope), ("query-rope", rope)) if reason)
@@ -136,9 +138,7 @@ class _ExpectedLayer:
                 return reason
             off = why_off(self.product[:rows], wanted, self.bound)
             return f"the absorb product is {off}" if off else ""
-        # The product is inside the launch. One that is 1 % off is 2.3 % off once both sides are rounded to fp8; a wrong
-        # scale or rounding costs 5 %.
-        return why_off(got, expected, self.bound * (3 if formats.is_fp8(got.dtype) else 1))
+        return why_off(got, expected, norm_bound(self.bound, got.dtype))  # the product is inside the launch
 
     def _cache_findings(self, slots: torch.Tensor) -> Iterator[Finding]:
         storage, lat = self.own.storage, self.inputs.latent_dim
