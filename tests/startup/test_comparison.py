@@ -213,6 +213,19 @@ def test_a_product_whose_overflow_becomes_nan_is_wrong(weight):
     assert (found.failed_parts, found.writes_nan) == (("q nope",), True)
 
 
+def test_a_kernel_with_a_product_of_its_own_may_not_be_a_step_off_in_a_kv_row():
+    class OneStepInTheCache(OwnProduct):
+        def run(self, inputs):
+            query = super().run(inputs)
+            row = inputs.kv_cache.view(torch.uint8).flatten(0, 1)[int(inputs.slot_mapping[-1])]
+            row[0] ^= 1
+            return query
+
+    assert compare_with_reference(OwnProduct(1.0), OVER_FP8, maxsize).has_passed
+    found = compare_with_reference(OneStepInTheCache(1.0), OVER_FP8, maxsize)
+    assert (found.failed_parts, found.differences["kv nope"].steps) == (("kv nope",), 1)
+
+
 def test_an_infinite_value_leaves_no_slack_for_the_others():
     wanted = torch.tensor([math.inf, 1.0, 2.0])
     assert distance.difference(torch.tensor([math.inf, 7.0, 2.0]), wanted, slack=2**-8).share == pytest.approx(1 / 3)

@@ -168,7 +168,7 @@ def switch_off(monkeypatch, part):
         monkeypatch.setattr(Planted, "tried_counts", lambda self, inputs: ())
     else:
         assert part == "overflow"
-        monkeypatch.setattr(comparison, "_overflow", lambda inputs: None)
+        monkeypatch.setattr(comparison, "_overflow_first_row", lambda inputs: None)
 
 
 SWITCHES = (*comparison.PARTS, "stray bytes", "GPT-J", "NeoX", "small", "large", "each kernel", "overflow")

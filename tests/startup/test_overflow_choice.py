@@ -123,5 +123,5 @@ def test_mutation_strict_wrong_kernel_only_the_first_that_was_checked_ends_a_sta
 
 @pytest.mark.mutation("I14")
 def test_mutation_overflow_rows_left_out_of_the_self_check_let_auto_take_aiter(said, monkeypatch):
-    monkeypatch.setattr(comparison, "_overflow", lambda inputs: None)
+    monkeypatch.setattr(comparison, "_overflow_first_row", lambda inputs: None)
     assert runs(started("auto", OVERFLOWS)) == "aiter", "so the test above sees the rows"

@@ -14,7 +14,7 @@ import torch
 
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import Bounds, KernelBackend
-from vllm_aiter_mla.kernels.distance import Difference, difference, is_within, norm_bound, why_off
+from vllm_aiter_mla.kernels.distance import ROW_BOUNDS, Difference, difference, is_within, norm_bound, why_off
 from vllm_aiter_mla.kernels.inputs import OVERFLOW_FACTOR, PADDED, DecodeInputs, LayerShape, synthetic_inputs
 
 ROTARY_STYLES = (False, True)
@@ -109,14 +109,13 @@ def _compare_batch(backend: KernelBackend, inputs: DecodeInputs) -> Comparison:
 
     If the kernel makes the absorb product before its launch, the product is compared first.
     """
+    _overflow_first_row(inputs)
     product = backend.absorbed(inputs) if inputs.weight.product_bound else None
     if product is not None:
         reference_product = inputs.weight.reference(inputs.q_nope)
-        if reason := why_off(product, reference_product, inputs.weight.product_bound):
-            return Comparison(False, f"{backend.name}: self-check FAILED: its absorb product is {reason}")
-    _overflow(inputs)
-    if product is not None:
-        product = backend.absorbed(inputs)  # of the large row, too
+        for rows, factor in _row_groups(product):
+            if reason := why_off(product[rows], reference_product[rows], factor * inputs.weight.product_bound):
+                return Comparison(False, f"{backend.name}: self-check FAILED: its absorb product is {reason}")
     storage_before = _storage(inputs.kv_cache).clone()
     actual = KernelOutput(backend.prepare(inputs), inputs)
     num_stray_bytes = count_stray_bytes(inputs, storage_before)
@@ -192,9 +191,8 @@ def _compare_parts(
             differences[name], is_right = _compare_product(actual_part, expected_part, bounds, query_bound)
         else:
             differences[name] = difference(actual_part, expected_part)
-            max_steps, max_share = (
-                (bounds.rope_steps, bounds.rope_share) if "rope" in name else (bounds.nope_steps, 0.0)
-            )
+            # The un-rotated part of a KV row is no product: it is right to the bit.
+            max_steps, max_share = (bounds.rope_steps, bounds.rope_share) if "rope" in name else (0, 0.0)
             is_right = is_within(differences[name], max_steps, max_share, actual_part.numel())
         if not is_right:
             failed_parts.append(name)
@@ -206,22 +204,19 @@ def _compare_product(
 ) -> tuple[Difference, bool]:
     """Return the difference of the un-rotated query [T, N, L], and whether it is within bounds.
 
-    The row beyond fp8's range is compared by itself: beside it the other rows would look right by any bound that
-    depends on the largest value or on the norm.
+    A product over codes may have rows that are more than a step off, if it is close by its norm.
     """
-    large = _first_large_row(actual)
-    row_groups = [(actual[rows], expected[rows]) for rows in (slice(large), slice(large, None))]
-    found = [difference(*rows, slack=bounds.slack) for rows in row_groups]
-    share = sum(each.share * rows[0].numel() for each, rows in zip(found, row_groups, strict=True)) / actual.numel()
-    merged = Difference(max(each.steps for each in found), share)
-    if query_bound:
-        bound = norm_bound(query_bound, actual.dtype)
-        return merged, not any(why_off(*rows, bound) for rows in row_groups if rows[0].numel())
-    is_right = all(
-        is_within(each, bounds.nope_steps, bounds.nope_share, rows[0].numel())
-        for each, rows in zip(found, row_groups, strict=True)
-    )
-    return merged, is_right
+    largest, num_differing, is_right = 0, 0.0, True
+    for rows, factor in _row_groups(actual):
+        got, wanted, bound = actual[rows], expected[rows], factor * query_bound
+        found, elements = difference(got, wanted, slack=bounds.slack), got.numel()
+        largest, num_differing = max(largest, found.steps), num_differing + found.share * elements
+        if bound:
+            is_close = found.steps <= bounds.nope_steps or not why_off(got, wanted, bound)
+            is_right &= is_close and not why_off(got, wanted, norm_bound(bound, got.dtype))
+        else:
+            is_right &= is_within(found, bounds.nope_steps, bounds.nope_share, elements)
+    return Difference(largest, num_differing / actual.numel()), is_right
 
 
 def count_stray_bytes(inputs: DecodeInputs, storage_before: torch.Tensor) -> int:
@@ -253,14 +248,18 @@ def _view_as_cache(storage: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     return cache_bytes.view(shape) if storage.dtype == torch.bool else cache_bytes.view(cache.dtype).view(shape)
 
 
-def _first_large_row(query: torch.Tensor) -> int:
-    """Return the first row whose un-rotated query is beyond fp8's range: the last one of several, else none."""
-    return max(1, query.shape[0] - 1)
+def _row_groups(query: torch.Tensor) -> tuple[tuple[slice, int], ...]:
+    """Return the row whose un-rotated query is beyond fp8's range, the first of several, and the others.
+
+    They are compared apart: beside the large row the others would look right by any bound that depends on the largest
+    value or on the norm. Each has a factor of the bound by norm, which a row by itself may exceed: see ``why_off``.
+    """
+    return ((slice(0, 1), ROW_BOUNDS), (slice(1, None), 1)) if query.shape[0] > 1 else ((slice(None), 1),)
 
 
-def _overflow(inputs: DecodeInputs) -> None:
-    """Put the first row's rotated query and its KV row beyond fp8's range, and the last row's un-rotated query."""
-    inputs.q[0, :, inputs.nope_dim :] *= OVERFLOW_FACTOR
+def _overflow_first_row(inputs: DecodeInputs) -> None:
+    """Put the first row beyond fp8's range, but a single row's un-rotated query: that is compared within the range."""
+    first_column = 0 if inputs.num_tokens > 1 else inputs.nope_dim
+    inputs.q[0, :, first_column:] *= OVERFLOW_FACTOR
     inputs.k_pe[0] *= OVERFLOW_FACTOR
     inputs.kv_c[0] *= OVERFLOW_FACTOR
-    inputs.q[_first_large_row(inputs.q) :, :, : inputs.nope_dim] *= OVERFLOW_FACTOR
