@@ -156,7 +156,6 @@ class Engine:
         A rank that has left the engine to vLLM, or could not be hooked, takes part in no exchange.
         """
         if self._apart is None:
-            self._apart = []
             decided = f"{self.settings} limit={self.limit} integration={self.our_pass.integration}"
             with log.warned("the other ranks could not be asked what they have decided"):
                 self._apart = ranks.apart(decided, self.config.parallel_config.world_size)

@@ -87,13 +87,14 @@ def test_an_engine_of_one_rank_asks_nobody(monkeypatch, said):
     assert [text for level, text in said if level >= logging.WARNING] == []
 
 
-def test_ranks_that_cannot_be_asked_go_on_with_a_warning(monkeypatch, said, exchanges):
+def test_a_rank_that_cannot_ask_waits_for_nobody_and_runs_vllms_own_kernels(monkeypatch, said, exchanges):
     """torch has no group here, and so no store."""
     one = Worker(ours(), num_ranks=4)
     one.init_device()
     one.load_model()
     one.compile_or_warm_up_model()
-    assert one.engine.status.record.engaged
+    assert exchanges == []
+    assert "were not asked" in layer_in(one).why_skipped().message
     assert [level for level, text in said if "could not be asked" in text] == [logging.WARNING]
 
 
