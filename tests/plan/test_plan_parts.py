@@ -184,14 +184,15 @@ def test_a_hub_name_is_read_from_the_local_cache(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "value"),
+    ("words", "found"),
     [
-        ((), None), (("--revision", "v2"), "v2"), (("--revision=v2",), "v2"), (("--revision",), None),
-        (("--revision", "a", "-tp", "8", "--revision=b"), "b"), (("--code-revision", "v2"), None),
+        ((), None), (("--revision", "v2"), (0, 2, "v2")), (("-q", "--revision=v2"), (1, 1, "v2")),
+        (("--revision",), (0, 2, "")), (("--revision", "a", "--revision=b"), (2, 1, "b")),
+        (("--code-revision", "v2"), None),
     ],
 )  # fmt: skip
-def test_the_last_value_of_an_option_counts(words, value):
-    assert serve_options.value_of("--revision", words) == value
+def test_the_last_of_several_options_counts(words, found):
+    assert serve_options.last_typed(("--revision",), words) == found
 
 
 def test_a_cache_that_cannot_be_searched_is_not_called_empty(monkeypatch):

@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 SOURCE_PATTERNS = ("engine/arg_utils.py", "entrypoints/**/cli_args.py")
 OPPOSITE_PREFIXES = (("--no-", "--"), ("--disable-", "--enable-"), ("--enable-", "--disable-"))
@@ -99,15 +100,22 @@ def check_names(words: Sequence[str], command_options: Iterable[str] = ()) -> No
             raise ValueError(f"{option_as_typed}: no such option; did you mean {similar[0]}?")
 
 
-def value_of(option: str, words: Sequence[str]) -> str | None:
-    """Return the value that ``words`` give an option, the last one as in vLLM; None if they do not name it."""
-    values = [
-        value if is_joined else next(iter(words[index + 1 : index + 2]), None)
-        for index, word in enumerate(words)
-        for name, is_joined, value in [word.partition("=")]
-        if name == option
-    ]
-    return values[-1] if values else None
+class TypedOption(NamedTuple):
+    """An option among words as typed."""
+
+    position: int  # of its word
+    num_words: int  # 1 if the value is behind "=", else 2
+    value: str  # "" if the words end before it
+
+
+def last_typed(names: Sequence[str], words: Sequence[str]) -> TypedOption | None:
+    """Return the last option of these names, which is the one that counts in vLLM; None if there is none."""
+    for index, word in reversed([*enumerate(words)]):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") in names:
+            value = value if equals else next(iter(words[index + 1 : index + 2]), "")
+            return TypedOption(index, 1 if equals else 2, value)
+    return None
 
 
 def _options_of_same_polarity(option: str, valid_names: Iterable[str]) -> set[str]:

@@ -3,7 +3,6 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -74,17 +73,15 @@ def status(layer: Layer = None, json: outputs.Json = None) -> None:
     ranks is unknown, or a file or lock cannot be read.
     """
     folder, unreadable_reasons = files.cache_folder(), list[str]()
-    with suppress(FileNotFoundError, NotADirectoryError):
-        try:
-            os.scandir(folder).close()  # to ``glob`` an unreadable folder looks empty
-        except (FileNotFoundError, NotADirectoryError):
-            raise
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            outputs.fail(
-                f"status: {folder}: {reason}; run it as the server's user, or read the metrics",
-                outputs.EXIT_INCOMPLETE,
-            )
+    try:
+        os.scandir(folder).close()  # to ``glob`` an unreadable folder looks empty
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        outputs.fail(
+            f"status: {folder}: {reason}; run it as the server's user, or read the metrics", outputs.EXIT_INCOMPLETE
+        )
     records = read_records(folder, "*", unreadable_reasons.append)
     server_locks = ServerLocks(folder, records)
     records_by_engine = group_by_engine(records)

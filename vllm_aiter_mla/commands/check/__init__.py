@@ -171,8 +171,9 @@ def check(
         if list_cases:
             print_cases(outputs.Stdout(highlight=False))
             return
+        revision = serve_options.last_typed(("--revision",), ctx.args)
         check_options = CheckOptions(
-            source=None if model is None else find_config(model, serve_options.value_of("--revision", ctx.args)),
+            source=None if model is None else find_config(model, revision.value or None if revision else None),
             serve_arguments=tuple(ctx.args),
             arch=arch.architecture if arch else None,
             plan_environment=build_plan_environment(environment or [], os.environ),

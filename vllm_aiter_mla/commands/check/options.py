@@ -18,6 +18,7 @@ import typer
 from vllm_aiter_mla.commands.check.timing.record import MAX_TIMED_TOKENS
 from vllm_aiter_mla.commands.compat.vllm_options import USE_AITER, VARIABLES
 from vllm_aiter_mla.commands.plan.record import PlanEnvironment
+from vllm_aiter_mla.commands.serve_options import last_typed
 
 MAX_HEADS, MAX_WIDTH = 1024, 4096
 MAX_ROUNDS, MAX_SEED = 10**6, 10**12  # torch takes seeds below 2^64, and each round has the next one
@@ -225,15 +226,11 @@ def split_deployments(arguments: Sequence[str]) -> tuple[list[str], list[tuple[s
 
     ``-tp 1,2,4,8`` has four. Without a list there is one deployment, with the options as given and "" as its size.
     """
-    for index, argument in reversed([*enumerate(arguments)]):  # if an option is given twice, vLLM uses the last
-        option, equals, value = argument.partition("=")
-        if option.replace("_", "-") not in TP_OPTIONS:
-            continue
-        num_arguments = 1 if equals else 2
-        value = value if equals else next(iter(arguments[index + 1 : index + 2]), "")
-        tp_sizes = [size.strip() for size in value.split(",")]
+    typed = last_typed(TP_OPTIONS, arguments)
+    if typed is not None:
+        tp_sizes = [size.strip() for size in typed.value.split(",")]
         if len(tp_sizes) > 1 and all(map(str.isdecimal, tp_sizes)):  # vLLM reports an error in other values
-            before, after = arguments[:index], arguments[index + num_arguments :]
+            before, after = arguments[: typed.position], arguments[typed.position + typed.num_words :]
+            option = arguments[typed.position].partition("=")[0]
             return tp_sizes, [(*before, option, tp_size, *after) for tp_size in tp_sizes]
-        break
     return [""], [tuple(arguments)]
