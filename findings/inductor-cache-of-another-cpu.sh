@@ -11,7 +11,7 @@
 # Needs a processor with AVX-512. pip's default index may serve a CUDA build of several GB: PIP_EXTRA_INDEX_URL names
 # another one.
 set -euo pipefail
-grep -q avx512f /proc/cpuinfo || { echo "not shown: this processor has no AVX-512" >&2; exit 2; }
+grep -q avx512f /proc/cpuinfo || { echo "not shown: this processor has no AVX-512" >&2; exit 77; }
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 python3 -m venv "$work/venv" || exit 3

@@ -64,8 +64,17 @@ def positive(option: str, value: float) -> None:
 def writable(files: Mapping[str, Path | None]) -> None:
     """Raise UsageError for the first option whose path cannot be written. None is an option that was not given."""
     for option, path in files.items():
+        if path == outputs.STDOUT:
+            raise UsageError(f"{option} {path}: a file; /dev/stdout is the terminal")
         if (why := outputs.unwritable_reason(path)) is not None:
             raise UsageError(f"{option} {path}: {why}")
+
+
+def folders(options: Mapping[str, Path | None]) -> None:
+    """Raise UsageError for the first option whose path is there and no folder. None is an option that was not given."""
+    for option, path in options.items():
+        if path is not None and path.exists() and not path.is_dir():
+            raise UsageError(f"{option} {path}: is no folder")
 
 
 def run_pip(*arguments: str) -> None:

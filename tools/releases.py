@@ -103,8 +103,8 @@ def _installed() -> Path:
 
 def _over_this_environment(wheel: Path, folder: Path) -> Overlay:
     """Return an environment with the Python files of one wheel of vLLM, and everything else of this one."""
-    if not wheel.is_file():
-        raise UsageError(f"{wheel}: no such wheel")
+    if not zipfile.is_zipfile(wheel):
+        raise UsageError(f"{wheel}: no wheel")
     package, home = _installed(), folder / f"{wheel.stem}"
     venv.create(home, clear=True, symlinks=True, with_pip=False)
     _unpack(wheel, site_packages(home))

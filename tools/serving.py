@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.common import Parser, RunError, UsageError, escaped, guarded, positive, table, writable
+from tools.common import Parser, RunError, UsageError, escaped, folders, guarded, positive, table, writable
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands import outputs
 from vllm_aiter_mla.commands.report.serving_record import LENGTHS, METRICS, OFF, ON, Estimate, PointResult, Serving
@@ -90,7 +91,10 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
         positive(f"--{name.replace('_', '-')}", getattr(given, name))
     if given.limit is not None and given.limit < 2:
         raise UsageError(f"--limit {given.limit}: at least 2; a standard error over questions needs two")
+    if "," in given.task:
+        raise UsageError(f"--task {given.task}: one task at a time; lm-eval numbers the questions of each from 0")
     writable({"--out": given.out, "--json": given.json})
+    folders({"--work": given.work, "--include-path": given.include_path})
     lengths = [_lengths(text) for text in given.lengths or ["1024/0/256"]]
     given.points = [{**of, "rate": rate} for of in lengths for rate in _rates(given)] if given.what == "speed" else [{}]
     given.serve = [_serve_option(option) for option in argv[split + 1 :]]
@@ -223,6 +227,8 @@ def _sweep(given: argparse.Namespace, command: Sequence[str], runs: Sequence[int
         except BaseException:
             running.send_signal(signal.SIGINT)
             running.wait()
+            with suppress(ProcessLookupError):  # vLLM kills its client, and not what that has started
+                os.killpg(running.pid, signal.SIGKILL)
             raise
     text = log.read_text(errors="replace")
     if status:
@@ -242,7 +248,10 @@ def ask(argv: Sequence[str]) -> int:
     seeds = f"0,1234,1234,{1234 + int(given.seed)}"
     subprocess.run([*json.loads(given.command), "--seed", seeds, "--output_path", str(folder)], check=True)
     answers: dict[str, Any] = {}
-    for path in folder.rglob("samples_*.jsonl"):
+    saved = sorted(folder.rglob("samples_*.jsonl"))
+    if len(saved) > 1:
+        sys.exit(f"--task names a group of {len(saved)} tasks, each with questions from 0; name one of them")
+    for path in saved:
         for one in map(json.loads, path.read_text().splitlines()):
             answer = {"prompt": one["prompt_hash"], "text": one["resps"][0][0], "right": {}}
             answers.setdefault(str(one["doc_id"]), answer)["right"][one["filter"]] = bool(one["exact_match"])

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 RULES = EXAMPLES / "prometheus-rules.yaml"
 DASHBOARD = json.loads((EXAMPLES / "grafana-dashboard.json").read_text())
-# In CI a missing tool fails: .ci/run installs it.
+# In CI a missing tool fails: .ci/run, or the workflow, installs it.
 PROMETHEUS = pytest.mark.skipif(
     shutil.which("promtool") is None and "CI" not in os.environ,
     reason="Prometheus is not installed; install it with: apt-get install prometheus",

@@ -17,7 +17,14 @@ def ran(*scripts):
 
 @pytest.mark.parametrize(
     ("ends", "said", "status"),
-    [("true", "held", 0), ("exit 2", "not shown here", 0), ("false", "changed", 1), ("exit 3", "could not install", 1)],
+    [
+        ("true", "held", 0),
+        ("exit 77", "not shown here", 0),
+        ("false", "changed", 1),
+        ("exit 3", "could not install", 1),
+        # A command line that a pinned parser no longer takes.
+        ("python3 -c 'import argparse; argparse.ArgumentParser().parse_args([\"--gone\"])' || exit", "changed", 1),
+    ],
 )
 def test_the_runner_tells_how_each_script_ended(tmp_path, ends, said, status):
     (tmp_path / "fine.sh").write_text("echo fine\n")

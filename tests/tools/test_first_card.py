@@ -6,9 +6,12 @@ import signal
 import subprocess
 import sys
 import tarfile
+import textwrap
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -21,7 +24,17 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    "line", [[], ["pack"], ["out", "more"], ["out", "--only", "facts,tmies"], ["out", "--aiter", "/"]]
+    "line",
+    [
+        [],
+        ["pack"],
+        ["out", "more"],
+        ["out", "--only", "facts,tmies"],
+        ["out", "--aiter", "/"],
+        [__file__],
+        ["pack", "no/such/folder/x.tar.gz"],
+        ["pack", "/"],
+    ],
 )
 def test_a_wrong_command_line_is_refused_before_anything_starts(line):
     with pytest.raises(UsageError):
@@ -151,6 +164,36 @@ def test_a_checkout_that_is_no_repository_is_named(archive, tmp_path):
     (tmp_path / "aiter" / "ops" / "triton").mkdir(parents=True)
     with pytest.raises(RunError, match="--aiter"):
         pack.write(archive, tmp_path, sys.executable)
+
+
+def test_an_archive_is_not_made_over_a_cache_that_lacks_kernels(tmp_path):
+    """A section of the dry run that fails has compiled nothing: the card would, in its own minutes."""
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!{sys.executable}\n"
+        + textwrap.dedent("""
+        import json, os, pathlib, sys
+        pathlib.Path(os.environ["TRITON_CACHE_DIR"]).mkdir(parents=True)
+        found = {"ok": "times" not in os.environ["BROKEN"], "failed": "CompilationError"}
+        pathlib.Path(sys.argv[3], "times.json").write_text(json.dumps(found))
+    """)
+    )
+    python.chmod(0o755)
+    for number, broken in enumerate(("", "times")):
+        with (
+            patch.dict(os.environ, BROKEN=broken),
+            pytest.raises(RunError, match="times: Comp") if broken else nullcontext(),
+        ):
+            pack._cache(tmp_path / f"cache{number}", None, str(python))
+
+
+def test_a_planted_fault_that_did_not_run_is_not_caught(monkeypatch):
+    from tools.first_card import sections
+    from tools.first_card.asked import Asked
+
+    monkeypatch.setattr(sections, "error_of", lambda backend, made: "CompilationError")
+    planted = sections.times(Asked(None, dry.VALUES, 0.0))["planted"]
+    assert planted == {"a kernel that scales wrongly": False}
 
 
 def rehearse(folder, only, *more):

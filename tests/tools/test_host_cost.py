@@ -104,6 +104,17 @@ def test_mutation_an_op_that_waits_in_decode_batches_misses_its_goal(monkeypatch
     assert len(host_cost.misses(host_cost.measure(rounds=2))) == len(host_cost.MODES) - 1
 
 
+def test_a_row_that_cannot_be_told_hides_no_other_and_is_not_said_to_keep_its_goal(monkeypatch, capsys):
+    unclear, missed = row(0.25, spread=0.1), row(0.3)
+    monkeypatch.setattr(host_cost, "launch", lambda rounds: (5.0, 30.0))
+    for rows, status, named in ([unclear], 2, ["UNCLEAR"]), ([unclear, missed], 1, ["UNCLEAR", "MISSED"]):
+        monkeypatch.setattr(host_cost, "measure", lambda rounds, rows=rows: rows)
+        assert host_cost.run(["--rounds", "1"]) == status
+        shown = capsys.readouterr().out
+        assert re.findall(r"^(\w+): aiter", shown, re.M) == named
+        assert "every row" not in shown
+
+
 def test_the_call_of_the_triton_kernel_is_timed_both_ways_and_the_card_taken_away():
     pytest.importorskip("triton")
     from triton.runtime.driver import driver

@@ -184,6 +184,8 @@ def test_a_forward_that_changed_is_shown_as_a_diff(tmp_path, monkeypatch, capsys
     assert "-    return q\n+    return q * 2\n" in capsys.readouterr().out
 
 
-def test_a_wheel_that_is_not_there_is_a_wrong_option(tmp_path, capsys):
-    assert releases.main([str(tmp_path / "gone.whl")]) == 2
-    assert "gone.whl" in capsys.readouterr().err
+def test_a_file_that_is_no_wheel_is_a_wrong_option(tmp_path, capsys):
+    (tmp_path / "half.whl").write_bytes(b"PK")  # a copy that broke off
+    for name in ("gone.whl", "half.whl"):
+        assert releases.main([str(tmp_path / name)]) == 2
+        assert name in capsys.readouterr().err

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.signals import heard
-from tests.support.waiting import happened
+from tests.support.waiting import happened, runs
 from tools import serving
 from vllm_aiter_mla.commands.report.page import render_page
 
@@ -143,6 +143,26 @@ def test_an_interruption_lets_the_sweep_end_its_server(fakes: SimpleNamespace, n
     assert fakes.calls("stopped")
 
 
+def test_an_interruption_ends_what_the_client_has_started(fakes: SimpleNamespace) -> None:
+    """``vllm bench sweep`` kills its client, which can end nothing any more."""
+    fakes.how("FAKE_CLIENT", "hangs")
+    tool = subprocess.Popen(
+        [sys.executable, str(TOOL), "accuracy", "MODEL"], stderr=subprocess.DEVNULL, preexec_fn=heard
+    )
+    assert happened(lambda: fakes.calls("ask"))
+    tool.send_signal(signal.SIGINT)
+    assert tool.wait(60) == 130
+    assert happened(lambda: not runs(fakes.calls("ask")[0]["process"]))
+
+
+def test_a_group_of_tasks_gives_no_page(fakes: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    """lm-eval numbers the questions of each task from 0."""
+    fakes.how("FAKE_CLIENT", "two-tasks")
+    assert fakes.run("accuracy") == 1
+    assert "--task names a group of 2 tasks" in capsys.readouterr().err
+    assert not fakes.out.exists()
+
+
 def test_answers_are_paired_question_by_question(fakes: SimpleNamespace) -> None:
     fakes.how("FAKE_CLIENT", "better")
     assert fakes.run("accuracy", "--limit", "10") == 0
@@ -181,6 +201,7 @@ def test_hostile_text_reaches_the_page_as_text(fakes: SimpleNamespace, monkeypat
         ["speed", "M", "--rates", "1,x"], ["speed", "M", "--rates", "1,inf"], ["speed", "M", "--rates", "0"],
         ["speed", "M", "--lengths", "1024/256"], ["speed", "M", "--lengths", "1024/0/1"],
         ["speed", "M", "--prompts", "0"], ["accuracy", "M", "--limit", "1"], ["accuracy", "M", "--max-gen-toks", "0"],
+        ["accuracy", "M", "--task", "gsm8k,mmlu"], ["speed", "M", "--work", __file__], ["speed", "M", "--json", "-"],
         ["speed", "M", "--", "--port", "8000"], ["speed", "M", "--", "--served_model_name=x"],
         ["speed", "M", "--", "--additional-config", "{}"], ["speed", "M", "--", "-cc={}"],
         ["speed", "M", "--", "--additional-config.aiter_mla.enabled=false"],

@@ -28,7 +28,7 @@ CARRIED = ROOT / "carried"  # as ``pack`` lays it out; absent in a checkout
 SITE = CARRIED / "site"
 sys.path[:0] = [str(ROOT), str(SITE)]
 
-from tools.common import Parser, UsageError, aligned, guarded  # noqa: E402
+from tools.common import Parser, UsageError, aligned, folders, guarded, writable  # noqa: E402
 from tools.first_card import dry, pack  # noqa: E402
 from vllm_aiter_mla.commands import outputs  # noqa: E402
 
@@ -61,6 +61,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         options.aiter = CARRIED / "aiter"
     if options.aiter is not None and not (options.aiter / "aiter" / "ops" / "triton").is_dir():
         raise UsageError(f"--aiter {options.aiter}: no aiter/ops/triton there")
+    writable({"ARCHIVE": options.archive})
+    folders({"OUT": None if options.packs else options.out})
     return options
 
 

@@ -52,6 +52,9 @@ def verify(asked: Asked) -> dict[str, Any]:
         "counts": counts,
         "missing": sessions[0].missing,
         "failures": failed,
+        "stopped": f"stopped after {asked.seconds:.0f} s: {counts['not run']} cases not run"
+        if counts["not run"]
+        else "",
         "ok": not failed and counts["passed"] > 0,
     }
     values = {"finite", "query-nope", "query-rope", "cache-rows"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import tarfile
@@ -71,8 +72,11 @@ def _cache(cache: Path, aiter: Path | None, python: str) -> None:
         mine = {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache), "TMPDIR": out, "VLLM_CACHE_ROOT": out}
         more = dry.ENVIRONMENT[dry.LAUNCHES] | mine
         done = subprocess.run([*line, *(["--aiter", str(aiter)] if aiter else [])], cwd=ROOT, env=os.environ | more)
-    if done.returncode or not cache.is_dir():
-        raise RunError(f"{python}: the dry run ended with {done.returncode}; Triton's cache is not filled")
+        told = {path.stem: json.loads(path.read_text()) for path in Path(out).glob("*.json")}
+    failed = [f"{name}: {one.get('failed') or one.get('failures')}" for name, one in told.items() if not one.get("ok")]
+    if done.returncode or failed or not cache.is_dir():
+        why = "; ".join(failed) or f"it ended with {done.returncode}"
+        raise RunError(f"{python}: the dry run leaves kernels out of Triton's cache: {why}")
 
 
 def _aiter(folder: Path, checkout: Path) -> None:

@@ -43,6 +43,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--tokens: at least 1")
     if options.against is not None and not (options.cost and (options.against / KERNEL).is_file()):
         parser.error(f"--against: with --cost, a folder that holds {KERNEL}")
+    if options.cost and options.all_heads:
+        parser.error("--all-heads: not with --cost")
     writable({"--json": options.json})
     return options
 
@@ -91,6 +93,7 @@ def count(target: aot.Target, name: str, tokens: list[int], path: Path | None) -
     from tools.gfx9 import cost
 
     chosen = [(v, t) for v, t in cost.points(target.name) if name in v.label and (not tokens or t in tokens)]
+    _some(chosen, target, name, tokens)
     costs = cost.count(target, chosen)
     print(cost.text(target.name, costs))
     write(path, target, [asdict(one) for one in costs], "gfx9_cost")
@@ -100,11 +103,19 @@ def count(target: aot.Target, name: str, tokens: list[int], path: Path | None) -
 def compare(target: aot.Target, name: str, tokens: list[int], folder: Path, path: Path | None) -> int:
     from tools.gfx9 import against
 
+    _some(against.points(target.name, name, tokens), target, name, tokens)
     rows = against.compare(target.name, name, tokens, folder)
     print(f"{target.name}: executed and counted, no time; the busiest SIMD's vector instructions at peak clock")
     print(against.text(rows))
     write(path, target, rows, "gfx9_against")
     return 1 if any(row["ratio"] > row["goal"] for row in rows) else 0
+
+
+def _some(chosen: Sequence[Any], target: aot.Target, name: str, tokens: list[int]) -> None:
+    """Raise UsageError where nothing was chosen: nothing would be counted, and no bound broken."""
+    if not chosen:
+        asked = " ".join([*(["--variant", name] if name else []), *(["--tokens", *map(str, tokens)] if tokens else [])])
+        raise UsageError(f"{asked}: --cost counts no such launch of {target.name}")
 
 
 def write(path: Path | None, target: aot.Target, rows: list[Any], name: str) -> None:

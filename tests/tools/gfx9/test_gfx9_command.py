@@ -57,7 +57,17 @@ def test_a_ratio_above_its_goal_fails_the_comparison_with_another_kernel(tmp_pat
 
 @pytest.mark.parametrize(
     "line",
-    [["--variant", "none such"], ["--tokens", "0"], ["--against", ".", "--tokens", "3"], ["--against", "/", "--cost"]],
+    [
+        ["--variant", "none such"],
+        ["--tokens", "0"],
+        ["--against", ".", "--tokens", "3"],
+        ["--against", "/", "--cost"],
+        # Nothing is counted: no bound of it is kept.
+        ["--variant", "none such", "--cost"],
+        ["--tokens", "3", "--cost"],
+        ["--all-heads", "--cost"],
+        ["--tokens", "64", "--cost", "--against", "."],
+    ],
 )
 def test_a_wrong_command_line_is_one_line(capsys, line):
     assert guarded("gfx9", tool.run, ["--arch", "gfx942", *line]) == 2
