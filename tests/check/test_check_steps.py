@@ -35,7 +35,7 @@ from vllm_aiter_mla.commands.check.engine import distance
 from vllm_aiter_mla.commands.check.engine import record as engine
 from vllm_aiter_mla.commands.check.engine import steps as engine_steps
 from vllm_aiter_mla.commands.check.kernels import child as kernels_child
-from vllm_aiter_mla.commands.check.options import build_plan_environment
+from vllm_aiter_mla.commands.check.options import KernelOptions, build_plan_environment
 from vllm_aiter_mla.commands.check.record import CheckRun, StepResult
 from vllm_aiter_mla.commands.check.timing import child as timing_child
 from vllm_aiter_mla.commands.check.timing import record as timing
@@ -776,6 +776,25 @@ def test_over_an_fp8_cache_an_engine_may_differ_by_what_the_cast_does_to_vllms_o
     assert outcomes()["engine"].status == status
 
 
+def test_batches_that_all_ran_vllms_own_kernels_compare_nothing(card: dict[str, Any]) -> None:
+    """The layer counts as engaged because ours runs above them."""
+    card["plan"]["captures"] |= {"within_limit": [8, 16], "above_limit": [], "full": [8, 16]}
+    kernels_by_tokens(card, (1, 16, "vllm"), (17, 1024, "triton"))
+    found = outcomes()["engine"]
+    assert found.status == "unknown"
+    assert "17..1024" in found.detail
+    kernels_by_tokens(card, (1, 15, "vllm"), (16, 1024, "triton"))
+    assert outcomes()["engine"].status == "passed"
+
+
+@pytest.mark.parametrize(("fifth", "explained"), [(-3.2, False), (-0.75, True)])
+def test_over_an_fp8_cache_another_winner_is_as_far_as_the_other_list_ends(fifth: float, explained: bool) -> None:
+    """Only tokens that both sides list have a distance, and here that is the last one, with none."""
+    last = {5: fifth}
+    off, on = [(1, {1: -0.7} | last)] * 20, [(9, {9: -0.7} | last)] * 20
+    assert distance.can_rounding_explain_tokens(distance.compare_requests([off], [on]), 0.17) is explained
+
+
 def test_over_an_fp8_cache_fifteen_right_requests_do_not_hide_a_wrong_one() -> None:
     right, noise = [TOKEN] * 20, 0.17
     wrong = [(TOKEN[0], {token: logprob - 0.27 for token, logprob in TOKEN[1].items()})] * 20
@@ -797,6 +816,17 @@ def test_on_a_card_a_reference_that_is_compared_with_itself_does_not_pass(card: 
     # Nor beside kernels that take no such case, as none does over mxfp4 on gfx942.
     card["results"] += [Result("fresh-data", "fp8", "triton", "graph capture", status="skipped", reason="no mxfp4")]
     assert outcomes()["kernels"].status == "skipped"
+
+
+def test_each_back_end_that_was_named_has_to_be_compared(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "FINDERS", dict.fromkeys(("reference", "triton"), lambda: "here"))
+    card["results"] = [
+        Result("fresh-data", "fp8", "reference", "graph capture"),
+        Result("fresh-data", "fp8", "triton", "graph capture", status="skipped", reason="no mxfp4"),
+    ]
+    for named, status in (("reference",), "passed"), (("reference", "triton"), "skipped"):
+        found = outcomes(kernels=KernelOptions(backend=named))["kernels"]
+        assert (found.status, "triton took no case" in found.detail) == (status, len(named) == 2)
 
 
 def test_a_model_in_float32_is_not_timed(card: dict[str, Any]) -> None:

@@ -73,6 +73,23 @@ def test_compose_and_kubernetes_start_the_same_engine_and_the_canary_is_strict(t
     assert canary == serve | {"additional_config": repr({"aiter_mla": {"strict": True}})}
 
 
+def test_the_entry_point_of_compose_hands_the_command_on_behind_the_locks_of_a_killed_build(tmp_path: Path) -> None:
+    """Over a shell, with a `vllm` that says its words. Compose makes one dollar sign of two."""
+    jit, entry = "/usr/local/lib/python3.12/dist-packages/aiter/jit", composed()["entrypoint"]
+    assert [volume for volume in composed()["volumes"] if volume.endswith(f":{jit}")]
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "lock_module_rope").touch()
+    (tmp_path / "vllm").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "vllm").chmod(0o755)
+    line = [word.replace("$$", "$").replace(jit, str(tmp_path)) for word in entry]
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [*line, *composed()["command"]], env={"PATH": path}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["serve", *composed()["command"]]
+    assert not [*(tmp_path / "build").iterdir()]
+
+
 def test_offline_starts_the_same_engine_with_the_other_spelling_of_the_flag(told: dict[str, Any]) -> None:
     assert told["offline"] == RECIPE | {"additional_config": repr({"aiter_mla": {"enabled": True}})}
 

@@ -32,7 +32,7 @@ def test_field_o14_a_promise_never_looks_like_what_ran(files: dict[str, Path]) -
 
 
 @pytest.mark.parametrize(
-    ("status", "word"), [(0, "passed"), (1, "failed"), (3, "skipped"), (4, "no gain"), (None, "cut off")]
+    ("status", "word"), [(0, "looked up"), (1, "failed"), (3, "skipped"), (4, "no gain"), (None, "cut off")]
 )
 def test_field_o14_a_check_says_passed_or_not_and_what_was_skipped(
     written: Write, status: int | None, word: str
@@ -59,6 +59,13 @@ def test_what_passed_on_a_cpu_never_looks_like_what_passed_on_a_card(written: Wr
     )
     assert (">passed</span>" in page, ">passed on a CPU</span>" in page) == (on_a_card, not on_a_card)
     assert ('class="word good' in page) is on_a_card
+
+
+@pytest.mark.parametrize("name", ["machine", "issues"])
+def test_a_check_that_ran_nothing_on_a_card_is_not_green(written: Write, name: str) -> None:
+    page = render_page([written("check.json", check_run(StepResult("passed", "nothing known", name=name), status=0))])
+    assert ">looked up</span>" in page
+    assert "good" not in re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)
 
 
 def test_timing_shows_ratios_what_was_slower_and_what_was_not_timed(files: dict[str, Path]) -> None:

@@ -53,7 +53,7 @@ def test_the_ranks_of_a_server_share_a_summary_that_says_what_each_says(written:
     made = (made_files.status(**{"run": "1-a"} | one) for one in changes)
     page = render_page([written(f"{number}.json", data) for number, data in enumerate(made)])
     assert [(word, facts["Input"]) for word, _, facts in summaries(page)] == [
-        ("engaged", "0.json; 1.json"), ("partly", "2.json"), ("engaged", "3.json"),
+        ("partly", "0.json; 1.json; 2.json"), ("engaged", "3.json"),
     ]  # fmt: skip
 
 

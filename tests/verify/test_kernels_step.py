@@ -272,6 +272,14 @@ def test_list_prints_cases_and_oracles_and_runs_nothing(only):
     assert "no-table-copy: " in done.output
 
 
+@pytest.mark.parametrize("more", [("--json", "cases.json"), ("--case", "long"), ("--device", "cpu"), ("--strict",)])
+def test_list_ignores_no_option(tmp_path, monkeypatch, more):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["check", "--list", *more])
+    assert (done.exit_code, more[0] in done.stderr) == (2, True), done.output
+    assert not [*tmp_path.iterdir()]
+
+
 def plugin(tmp_path, *arguments):
     (tmp_path / "test_own.py").write_text("def test_own():\n    pass\n")
     options = ["-q", "-p", "no:cacheprovider", "-p", "vllm_aiter_mla.verify.pytest_plugin"]

@@ -169,6 +169,7 @@ def check(
         _check_serve_arguments(model, ctx, step_names)
         _check_step_options(ctx, step_names, model)
         if list_cases:
+            _check_list_is_alone(ctx)
             print_cases(outputs.Stdout(highlight=False))
             return
         revision = serve_options.last_typed(("--revision",), ctx.args)
@@ -259,6 +260,17 @@ def _check_step_options(ctx: typer.Context, step_names: Sequence[str], model: st
             raise WrongOptionError(f"{option_text}: only the step {' or '.join(group.steps)} takes this option")
         if group.excludes_model and model is not None:
             raise WrongOptionError(f"{option_text}: the sizes are those of MODEL {model}; leave one out")
+
+
+def _check_list_is_alone(ctx: typer.Context) -> None:
+    """Raise WrongOptionError for an option that --list would ignore."""
+    for param in ctx.command.params:
+        name, is_option = param.name or "", param.opts[0].startswith("-")
+        parameter_source = ctx.get_parameter_source(name)
+        if name in ("list_cases", "only") or not is_option or parameter_source is None:
+            continue
+        if parameter_source.name == "COMMANDLINE":
+            raise WrongOptionError(f"{_option_text(param.opts[0], ctx.params[name])}: --list runs nothing")
 
 
 def _check_outputs_keep_config(check_options: CheckOptions, output_paths: Mapping[str, Path | None]) -> None:

@@ -12,15 +12,16 @@ from markupsafe import Markup
 from vllm_aiter_mla import files
 from vllm_aiter_mla.commands.check.record import STATUSES
 from vllm_aiter_mla.commands.report.charts import DrawChart
+from vllm_aiter_mla.status.record import RankRecord
 
 PLAN = "Plan"
 """The section of plans. Nothing in it ran, and the page says so."""
 SECTIONS = ("Serving", "Check", PLAN, "Status", "Timing", "Kernels")
 """The sections in their order on the page."""
 
-NOTHING_RAN, ON_CPU, ON_EMULATOR = "planned", "passed on a CPU", "passed on an emulator"
+NOTHING_RAN, LOOKED_UP, ON_CPU, ON_EMULATOR = "planned", "looked up", "passed on a CPU", "passed on an emulator"
 OUTCOMES = {status: traits.tone for status, traits in STATUSES.items()} | {
-    "engaged": "good", "partly": "mind", NOTHING_RAN: "none", ON_CPU: "none", ON_EMULATOR: "none",
+    "engaged": "good", "partly": "mind", NOTHING_RAN: "none", LOOKED_UP: "none", ON_CPU: "none", ON_EMULATOR: "none",
     "engaged on a CPU": "none", "ended": "none", "compared": "none",
 }  # fmt: skip
 """The CSS class of each outcome, for its colour. The page shows the word with the colour."""
@@ -33,7 +34,7 @@ class PageInput:
 
     name: str  # on the page; unique
     folder: Path
-    num_ranks: int = 0  # for a status file, the number of its engine's ranks among the inputs
+    ranks: Sequence[RankRecord] = ()  # for a status file, the records of its engine's ranks among the inputs
 
 
 @dataclass(frozen=True)

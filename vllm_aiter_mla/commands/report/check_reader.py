@@ -14,6 +14,7 @@ from vllm_aiter_mla.commands.outputs import EXIT_MEANINGS
 from vllm_aiter_mla.commands.plan.record import Plan
 from vllm_aiter_mla.commands.report import charts
 from vllm_aiter_mla.commands.report.blocks import (
+    LOOKED_UP,
     NO_CARD,
     NOTHING_RAN,
     ON_CPU,
@@ -27,6 +28,8 @@ from vllm_aiter_mla.kernels.triton.tiles import TUNED_SCHEMA
 from vllm_aiter_mla.verify.results import GRAPH_ENGINE, RESULT_STATUSES, Verification
 
 CUT_OFF_MEANING = "the run was cut off: it proves nothing"
+PASSED_WORDS = {True: "passed", False: ON_CPU, None: LOOKED_UP}
+"""The outcome of a step that passed, by ``CheckRun.on_a_card``."""
 STATIC_STEPS = ("machine", "plan", "issues")
 """Steps that run nothing of the fast path."""
 VERSION_LABELS = {"torch": "torch", "runtime": "for", "triton": "Triton", "python": "Python"}
@@ -43,7 +46,7 @@ def add_check(page: Page, page_input: PageInput, run: CheckRun) -> InputSummary:
     records_to_show = [(add_record, record) for step in run.steps for add_record, record in _step_records(step)]
     records = [record for _, record in records_to_show]
     is_emulated = any(isinstance(record, Verification) and record.emulated for record in records)
-    passed_word = ON_EMULATOR if is_emulated else ON_CPU if run.on_a_card is False else "passed"
+    passed_word = ON_EMULATOR if is_emulated else PASSED_WORDS[run.on_a_card]
     rows = [(step.name, _step_outcome(step, passed_word), step.detail, list(step.lines)) for step in run.steps]
     cut_off_place = f"after the step {run.steps[-1].name}" if run.steps else "before a step had ended"
     alarms = [f"The run was cut off {cut_off_place}."] * (run.exit is None)

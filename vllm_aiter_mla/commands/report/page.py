@@ -45,9 +45,7 @@ def render_page(paths: Sequence[Path]) -> str:
     """
     page, records = Page(), [*_load_records(paths)]
     for path, name, record in records:
-        page_input = PageInput(
-            name, path.parent, _num_ranks_in_inputs(record, (other_record for *_, other_record in records))
-        )
+        page_input = PageInput(name, path.parent, _ranks_of_engine(record, (other for *_, other in records)))
         _, add_record = READERS[files.schema_of(type(record))]
         try:
             page.add_summary(page_input, add_record(page, page_input, record), record.evidence)
@@ -88,12 +86,12 @@ def _load_records(paths: Sequence[Path]) -> Iterator[tuple[Path, str, Any]]:
         yield path, name if names[name] == 1 else f"{name} ({names[name]})", files.parse(READERS[schema][0], path, data)
 
 
-def _num_ranks_in_inputs(record: Any, records: Iterable[Any]) -> int:
-    """Return the number of ranks of a status's engine among the records; 0 for a record of another kind."""
+def _ranks_of_engine(record: Any, records: Iterable[Any]) -> list[RankRecord]:
+    """Return one record for each rank of a status's engine; none for a record of another kind."""
     if not isinstance(record, RankRecord):
-        return 0
+        return []
     rank_records = (other for other in records if isinstance(other, RankRecord))
-    return len({other.rank for other in rank_records if engine_key(other) == engine_key(record)})
+    return [*{other.rank: other for other in rank_records if engine_key(other) == engine_key(record)}.values()]
 
 
 def _load_files(paths: Sequence[Path]) -> Iterator[tuple[Path, str, str, Any]]:

@@ -2,7 +2,6 @@
 """Add a worker's status to a page."""
 
 import socket
-from pathlib import Path
 
 from vllm_aiter_mla.commands.report import charts
 from vllm_aiter_mla.commands.report.blocks import InputSummary, Page, PageInput
@@ -10,7 +9,7 @@ from vllm_aiter_mla.commands.report.tables import add_layers, add_spans, join_va
 from vllm_aiter_mla.decided import kernel_at
 from vllm_aiter_mla.status.line import status_line
 from vllm_aiter_mla.status.liveness import ServerLocks
-from vllm_aiter_mla.status.record import RankRecord
+from vllm_aiter_mla.status.record import RankRecord, merge_ranks, records_of_all_ranks
 
 
 def add_status(page: Page, page_input: PageInput, record: RankRecord) -> InputSummary:
@@ -36,7 +35,7 @@ def add_status(page: Page, page_input: PageInput, record: RankRecord) -> InputSu
         draw = charts.chart_over_tokens(names, rows)
         notes = [f"{name}: {len(shape.layers)} layers"]
         page.add_block(page_input, "Status", f"Timed at start-up, {shape.shape}, per layer", columns, rows, draw, notes)
-    outcome, meaning = _status_outcome(page_input.folder, record, max(record.num_ranks - page_input.num_ranks, 0))
+    outcome, meaning = _status_outcome(page_input, record)
     reasons = dict.fromkeys(skip.reason for skip in record.skipped.values())
     unknown_card = "unknown" if record.engaged else "unknown: the engine was skipped as a whole"
     card = "a CPU, for tests" if record.card == "cpu" else record.card or unknown_card
@@ -45,26 +44,28 @@ def add_status(page: Page, page_input: PageInput, record: RankRecord) -> InputSu
     )
 
 
-def _status_outcome(folder: Path, record: RankRecord, num_silent: int) -> tuple[str, str]:
-    """Return the outcome of a status and its meaning. Only a live engine with all its ranks can be "engaged".
+def _status_outcome(page_input: PageInput, record: RankRecord) -> tuple[str, str]:
+    """Return the outcome of a status's engine and what this rank means.
 
-    ``num_silent`` ranks of the engine are not among the inputs.
+    Only a live engine can be "engaged". All its ranks are among the inputs, and each one engages all its layers.
     """
+    merged = merge_ranks(records_of_all_ranks(page_input.ranks))
     is_local = record.evidence.host == socket.gethostname()
-    is_alive = ServerLocks(folder, [record]).is_serving([record]) if is_local else None
+    is_alive = ServerLocks(page_input.folder, [record]).is_serving([record]) if is_local else None
     if is_alive is None:
         return "unknown", f"cannot tell here whether its server is running; it had: {status_line(record)}"
     if not is_alive:
         return "ended", f"its engine or front end has ended; it had: {status_line(record)}"
-    if num_silent:
-        silent_text = f"{num_silent} of {record.num_ranks} ranks have no status file here"
+    if merged.num_silent:
+        silent_text = f"{merged.num_silent} of {merged.num_ranks} ranks have no status file here"
         return "unknown", f"{silent_text}; this one has: {status_line(record)}"
-    if not record.num_ranks:
+    if not merged.is_num_ranks_known:
         return "unknown", f"how many ranks its engine has is unknown; this one has: {status_line(record)}"
-    if not record.engaged:
+    if not merged.engaged:
         return "skipped", status_line(record)
-    if record.skipped or len(record.engaged) < record.num_layers:
+    misses_layers = any(len(rank.engaged) < rank.num_layers for rank in page_input.ranks)
+    if merged.skipped or misses_layers or not merged.ranks_agree:
         return "partly", status_line(record)
-    if not record.card:
+    if not merged.first_record.card:
         return "unknown", f"its card is unknown; it has: {status_line(record)}"
-    return "engaged on a CPU" if record.card == "cpu" else "engaged", status_line(record)
+    return "engaged on a CPU" if merged.first_record.card == "cpu" else "engaged", status_line(record)

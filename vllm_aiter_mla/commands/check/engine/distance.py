@@ -75,6 +75,12 @@ def compare_requests(
             common_tokens = base_logprobs.keys() & other_logprobs.keys()
             distances = [logprob_distance(base_logprobs[token], other_logprobs[token]) for token in common_tokens]
             distances = distances or [math.inf]
+            least_distance = max(
+                _least_distance(base_logprobs[base_token], base_token, other_logprobs),
+                _least_distance(other_logprobs[other_token], other_token, base_logprobs),
+            )
+            # The largest one counts, so that a lower bound never makes the mean smaller.
+            distances += [least_distance] * (least_distance > max(distances))
             comparison.compared += 1
             comparison.max_abs_dlogprob = max([comparison.max_abs_dlogprob, *distances])
             distance_sum, num_distances = distance_sum + sum(distances), num_distances + len(distances)
@@ -84,6 +90,14 @@ def compare_requests(
         mean_distance = distance_sum / num_distances if num_distances else 0.0
         comparison.mean_abs_dlogprob = max(comparison.mean_abs_dlogprob, mean_distance)
     return comparison
+
+
+def _least_distance(logprob: float, token: int, other_logprobs: Mapping[int, float]) -> float:
+    """Return the least distance of a generated token that the other side does not list; 0 if it lists the token.
+
+    There the token is less likely than the last one of the list.
+    """
+    return 0.0 if token in other_logprobs else logprob - min(other_logprobs.values())
 
 
 def can_rounding_explain_tokens(comparison: TokenComparison, fp8_noise: float = 0.0) -> bool:

@@ -20,7 +20,7 @@ from vllm_aiter_mla.commands.check.engine import distance
 from vllm_aiter_mla.commands.check.engine.record import PREFILL_STEPS, SIDES, EngineAnswer, Side
 from vllm_aiter_mla.commands.check.record import StepResult
 from vllm_aiter_mla.commands.plan.record import Plan
-from vllm_aiter_mla.decided import kernel_at
+from vllm_aiter_mla.decided import VLLM, kernel_at
 from vllm_aiter_mla.kernels import formulas
 from vllm_aiter_mla.status import liveness, status_files
 from vllm_aiter_mla.status.line import status_line
@@ -164,6 +164,8 @@ def compare_tokens(context: StepContext) -> StepResult:
     num_equal = sum(comparison.tokens_equal for comparison in comparisons.values())
     num_tokens = sum(comparison.tokens for comparison in comparisons.values())
     detail = f"{num_equal} of {num_tokens} tokens are equal, flag off and on"
+    if (unused_text := _unused_kernels_text(on_answer, plan)) is not None:
+        return StepResult("unknown", f"{detail}, but {unused_text}", tuple(lines), data)
     if not any(rank_record.engaged for rank_record in on_answer.rank_records):
         return StepResult(
             "no gain", f"{detail}; vLLM's own kernels were the fastest for every layer", tuple(lines), data
@@ -173,6 +175,29 @@ def compare_tokens(context: StepContext) -> StepResult:
         f" but {len(skipped_layers)}, for which vLLM's own kernels were the fastest" if skipped_layers else ""
     )
     return StepResult("passed", f"{detail}; every MLA layer engaged{exception_text}", tuple(lines), data)
+
+
+def _unused_kernels_text(on_answer: EngineAnswer, plan: Plan) -> str | None:
+    """Return that no decode batch of the scenarios ran a kernel of ours although layers engaged, or None.
+
+    A layer is engaged if a kernel of ours was chosen for some token count, which may be above all of these batches.
+    """
+    from vllm_aiter_mla.commands.check.engine.child import SCENARIOS
+
+    chosen_spans = [
+        group.decision.kernel_spans for rank_record in on_answer.rank_records for group in rank_record.decision_groups
+    ]
+    most_requests = min(max(map(len, SCENARIOS.values())), plan.options.max_num_seqs)
+    counts = {
+        count
+        for num_requests in range(1, most_requests + 1)
+        for count in (num_requests * (1 + plan.options.num_drafts), _num_step_tokens(plan, num_requests))
+    }
+    run_kernels = {kernel_at(spans, count) for spans in chosen_spans for count in counts if count <= plan.limit}
+    our_spans = sorted({span.tokens_text for spans in chosen_spans for span in spans if span.kernel != VLLM})
+    if not our_spans or run_kernels - {VLLM, ""}:
+        return None
+    return f"by vLLM's own kernels: ours run at {', '.join(our_spans)} tokens, and no batch here has so many"
 
 
 def _token_difference_reason(
@@ -300,10 +325,14 @@ def _num_planned_savings(context: StepContext) -> int:
 
 
 def _num_profiled_tokens(plan: Plan) -> int:
-    """Return the tokens of the profiled step: the captured size that holds its rows, or else the number of rows."""
+    """Return the tokens of the profiled step."""
     from vllm_aiter_mla.commands.check.engine.child import SCENARIOS
 
-    num_requests = min(len(SCENARIOS["concurrent"]), plan.options.max_num_seqs)
+    return _num_step_tokens(plan, min(len(SCENARIOS["concurrent"]), plan.options.max_num_seqs))
+
+
+def _num_step_tokens(plan: Plan, num_requests: int) -> int:
+    """Return the tokens of a decode step: the captured size that holds its rows, or else the number of rows."""
     num_rows = num_requests * (1 + plan.options.num_drafts)
     captures = plan.captures
     sizes = (*captures.full, *captures.within_limit, *captures.above_limit)  # full graphs first, as vLLM replays them

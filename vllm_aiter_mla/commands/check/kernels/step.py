@@ -13,7 +13,7 @@ from vllm_aiter_mla.commands.check.context import NO_GPU, CheckOptions, StepCont
 from vllm_aiter_mla.commands.check.kernels.printout import counts_text
 from vllm_aiter_mla.commands.check.options import WeightFormat
 from vllm_aiter_mla.commands.check.record import StepResult, StepStatus
-from vllm_aiter_mla.verify import FAILED, NOTHING, PASSED
+from vllm_aiter_mla.verify import FAILED, NOTHING
 
 if TYPE_CHECKING:
     from vllm_aiter_mla.commands.check.kernels.child import KernelsRequest
@@ -173,7 +173,7 @@ def _merge_records(records: Sequence[Verification]) -> Verification:
 
 
 def _judge(context: StepContext, record: Verification) -> StepResult:
-    """Return how the step ended. It passes if a kernel was compared and each named back end was available."""
+    """Return how the step ended. It passes if a kernel was compared, and each back end that was named."""
     options, plan = context.options, context.plan
     failed_results = [result for result in record.results if result.status == "failed"]
     lines = [
@@ -189,13 +189,15 @@ def _judge(context: StepContext, record: Verification) -> StepResult:
         left_out_backends = sorted(overflowing_backends - serving_backends)
         lines += [f"{name} {OVERFLOW}; start-up leaves it out" for name in left_out_backends]
     named_backends = options.kernels.backend
-    has_compared = record.status == PASSED
-    if not options.uses_cpu and "reference" not in named_backends:  # the reference is compared with itself
-        compared_backends = {result.backend for result in record.results if result.status == "passed"}
-        has_compared = has_compared and bool(compared_backends - {"reference"})
+    compared_backends = {result.backend for result in record.results if result.status == "passed"}
+    if named_backends:
+        has_compared = compared_backends.issuperset(named_backends)
+    else:  # the reference is compared with itself
+        has_compared = bool(compared_backends if options.uses_cpu else compared_backends - {"reference"})
     missing_backends = {
         name: reason for name, reason in record.missing.items() if name in named_backends or not has_compared
     }
+    idle_backends = [name for name in named_backends if name not in compared_backends | missing_backends.keys()]
     if failed_results or serving_backends:
         status: StepStatus = "failed"
     else:
@@ -203,6 +205,7 @@ def _judge(context: StepContext, record: Verification) -> StepResult:
     backends_text = ", ".join(dict.fromkeys(result.backend for result in record.results)) or "no back end"
     detail = f"{counts_text(record.results)} ({record.engine}; {backends_text})"
     detail += "".join(f"; back end {name}: {reason}" for name, reason in missing_backends.items())
+    detail += "".join(f"; back end {name} took no case" for name in idle_backends if not failed_results)
     # The record, which is printed in place of the lines if the step was named, does not hold this reason.
     detail += "".join(f"; {name} {OVERFLOW}, and it would serve" for name in sorted(serving_backends))
     return StepResult(status, detail, tuple(lines), record)
