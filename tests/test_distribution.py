@@ -33,7 +33,9 @@ def succeeded(*command, cwd):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The folder of the sdist and of the wheel that was built from it."""
+    """The folder of the sdist and of the wheel that was built from it; with the variable DIST, that of a release."""
+    if "DIST" in os.environ:
+        return ROOT / os.environ["DIST"]
     folder = tmp_path_factory.mktemp("built")
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     tree = folder / "tree"

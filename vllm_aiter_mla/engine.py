@@ -40,6 +40,10 @@ ALL_FALL_BACK = "every MLA layer runs vLLM's own kernels"
 THESE_FALL_BACK = "the layers concerned run vLLM's own kernels"
 SERVING_GOES_ON = "serving goes on"
 KERNELS_NOT_CHECKED = "the kernels could not be checked"
+ENGINES_APART = (
+    "no full graph holds a decode batch, and a data-parallel engine has decided otherwise or cannot be asked, so no "
+    "decode step is run for the status: it says that nothing has run"
+)
 LAYER_NOT_CHECKED = "its kernel could not be checked"
 
 
@@ -153,20 +157,27 @@ class Engine:
     def on_device(self) -> None:
         """Ask the other ranks what they have decided. Another node may have other options, variables or packages.
 
-        A rank that has left the engine to vLLM, or could not be hooked, takes part in no exchange.
+        A rank that has left the engine to vLLM, or could not be hooked, takes part in no exchange. Nobody waits for
+        another data-parallel engine.
         """
-        if self._apart is None:
-            decided = f"{self.settings} limit={self.limit} integration={self.our_pass.integration}"
-            with log.warned("the other ranks could not be asked what they have decided"):
-                self._apart = ranks.apart(decided, self.config.parallel_config.world_size)
+        parallel = self.config.parallel_config
+        with log.warned("the other ranks could not be asked what they have decided"):
+            if self._apart is None:
+                self._apart = ranks.apart(self._decided, parallel.world_size)
+            elif parallel.data_parallel_size > 1:
+                ranks.say(self._decided)
+
+    @property
+    def _decided(self) -> str:
+        return f"{self.settings} limit={self.limit} integration={self.our_pass.integration}"
 
     def _require_agreement(self) -> None:
         if self._apart is None:
             raise RuntimeError("the other ranks were not asked what they have decided")
         if self._apart:
             raise RuntimeError(
-                f"rank(s) {', '.join(map(str, self._apart))} have decided otherwise or are without the plugin: give "
-                "each node the same options, variables and packages"
+                f"rank(s) {', '.join(map(str, self._apart))} have decided otherwise, are without the plugin or came "
+                f"{ranks.WAIT_S:.0f} s late: give each node the same options, variables and packages"
             )
 
     @property
@@ -211,10 +222,27 @@ class Engine:
                 key += module.emit(compat_config.mla_modules(self.config))
             self.our_pass.key = key
         if checked_limit is not None:
-            for layer in self.layers:
-                with log.warned("what vLLM's own attention compiles could not be compiled ahead"):
-                    if layer.decision.skip is None:
-                        prefill.compile_quantisation(layer)
+            self._compile_ahead()
+
+    def _compile_ahead(self) -> None:
+        """Compile what vLLM's own attention runs in batches with prefill rows, which no warm-up has."""
+        done = set[LayerShape]()
+        for layer in self.layers:
+            with log.warned("what vLLM's own attention compiles could not be compiled ahead"):
+                if layer.decision.skip is None:
+                    prefill.compile_quantisation(layer)
+                    if layer.shape() not in done:
+                        prefill.compile_product(layer, self._captured_sizes())
+                        done.add(layer.shape())
+
+    def _captured_sizes(self) -> list[int]:
+        """Return the sizes of captured graphs within the limit.
+
+        A draft may have full graphs of one row a request. These have the sizes of the config without rounding.
+        """
+        config_sizes = self.config.compilation_config.cudagraph_capture_sizes or ()
+        captured_sizes = {*config_sizes, *compat_config.graph_sizes(self.config).captured}
+        return sorted(size for size in captured_sizes if size <= self.limit)
 
     def make_layers(self) -> Backends:
         """Make the layers of the model, with a new status and new back ends; return the back ends."""
@@ -239,10 +267,7 @@ class Engine:
         Raises:
             SettingsError: a kernel that would have served fails, or a check raises, in strict mode.
         """
-        # A draft may have full graphs of one row a request. These have the sizes of the config without rounding.
-        config_sizes = self.config.compilation_config.cudagraph_capture_sizes or ()
-        captured_sizes = {*config_sizes, *compat_config.graph_sizes(self.config).captured}
-        sizes = sorted(size for size in captured_sizes if size <= self.limit)
+        sizes = self._captured_sizes()
         groups: dict[LayerShape, list[Layer]] = {}
         for layer in self.layers:
             with self.guard_decision(LAYER_NOT_CHECKED, [layer]):
@@ -322,6 +347,7 @@ class Engine:
                 records.extend(ranks.exchange(record)[1])
 
         try:
+            self._compile_ahead()  # elastic expert parallelism has dropped it; else torch has all of it
             with self._answer(gather):
                 with self.guard_decision("the status is not complete", ()):
                     self._run_decode_step()
@@ -343,12 +369,27 @@ class Engine:
 
         The step contains collectives, so either every rank of a group runs the step, or no rank. All ranks share the
         config, so the config decides. A fact of one rank does not, for instance that a kernel failed its check there.
+        The step waits for every data-parallel engine, which may have decided otherwise on another node.
         """
         sizes = list[int]()
         with suppress(Exception):  # a config that cannot be read is the same on every rank
             sizes = [size for size in compat_config.graph_sizes(self.config).full if size <= self.limit]
-        if compat_config.mla_modules(self.config) and not sizes and self._is_agreed:
+        if compat_config.mla_modules(self.config) and not sizes and self._is_agreed and self._are_engines_agreed():
             compat_config.run_decode_step(self.worker)
+
+    def _are_engines_agreed(self) -> bool:
+        """Return whether every data-parallel engine has decided the same.
+
+        By the time of the warm-up each of them has left its word: the profiling before it waits for all of them. With
+        elastic expert parallelism torch's store is not one for all.
+        """
+        parallel = self.config.parallel_config
+        if parallel.data_parallel_size == 1:
+            return True
+        if parallel.enable_elastic_ep or not ranks.all_say(self._decided):
+            log.say_once(logging.WARNING, ENGINES_APART)
+            return False
+        return True
 
     def _make_record(self) -> RankRecord:
         labels, sizes = compat_config.metric_labels(self.config), compat_config.GraphSizes([], [])

@@ -1,5 +1,6 @@
 """What a start compiles ahead is what vLLM's own attention then runs: nothing is compiled while the engine serves."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,8 @@ from vllm.platforms import current_platform
 
 from tests.support.opcalls import NAME, SIZES, layer_of
 from tests.support.worker import Worker, ours
+from vllm_aiter_mla.kernels import absorb
+from vllm_aiter_mla.serving.layer import Layer
 from vllm_aiter_mla.startup import prefill
 
 # (rows of the step, decode rows among them): with and without prefill rows or padding, one row and more.
@@ -58,6 +61,40 @@ def test_vllms_quantiser_is_not_compiled_again_by_any_step(compiled):
     assert ahead == 2, "one row, and more"
     served(compiled.layer)
     assert len(compiled.graphs) == ahead
+
+
+def test_what_elastic_parallelism_has_dropped_is_compiled_again_before_the_engine_serves(compiled):
+    """It resets torch's compiler, and warms up again with decode batches alone."""
+    worker = Worker(ours())
+    compiled.layer._vllm_config = worker.vllm_config
+    worker.vllm_config.compilation_config.static_forward_context[NAME] = compiled.layer
+    worker.load_model()
+    worker.compile_or_warm_up_model()
+    assert len(compiled.graphs) == 2
+    torch._dynamo.reset()
+    worker.compile_or_warm_up_model()
+    assert len(compiled.graphs) == 4
+    served(compiled.layer)
+    assert len(compiled.graphs) == 4
+
+
+@pytest.mark.parametrize("query", ["fp8", "auto"])
+def test_vllms_product_over_mxfp4_runs_at_each_captured_size_as_its_own_warm_up_has_it(monkeypatch, query):
+    """Triton compiles AITER's GEMM for a scale of the query, which none of ours hands over, and by token counts."""
+    calls = []
+
+    def gemm(q, codes, scale, transpose_bm, prequant, y_scale=None):
+        calls.append((q.shape[1], y_scale is not None))
+        return q.new_zeros(q.shape[1], q.shape[0], SIZES.latent)
+
+    monkeypatch.setitem(absorb.GEMMS, "mxfp4", gemm)
+    layer = Layer.of(layer_of(query))
+    made = absorb.make(torch.ones(SIZES.n, 32, SIZES.latent, dtype=layer.module.act), ("mxfp4",))
+    monkeypatch.setattr(type(layer), "weight", lambda self: made)
+    shape = replace(layer.shape(), weight=("mxfp4",), nope_dim=32)
+    monkeypatch.setattr(type(layer), "shape", lambda self: shape)
+    prefill.compile_product(layer, [1, 8, 16])
+    assert calls == ([(1, True), (8, True), (16, True)] if query == "fp8" else [])
 
 
 @pytest.mark.mutation

@@ -1,6 +1,7 @@
 """Ranks that have not decided the same: a node has its own gate, and a rank that is left to vLLM answers nobody."""
 
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import local
 
@@ -110,3 +111,74 @@ def test_every_rank_of_an_engine_knows_who_decided_otherwise(monkeypatch):
 
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(ask, range(6))) == [[1], [0], [3], None, [], []]
+
+
+@pytest.fixture
+def ranks_of_one_store(monkeypatch):
+    """Call a function as so many ranks, each in a thread of its own, over one store."""
+    store, thread = torch.distributed.HashStore(), local()
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: thread.rank)
+
+    def call(function, number):
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: number)
+
+        def as_rank(rank):
+            thread.rank = rank
+            return function(rank)
+
+        with ThreadPoolExecutor(number) as pool:
+            return list(pool.map(as_rank, range(number)))
+
+    return call
+
+
+def test_a_rank_that_comes_when_another_has_stopped_waiting_does_not_wait_for_it(ranks_of_one_store):
+    """It finds the same word of both. The other one has gone on, and answers nothing."""
+
+    def ask(rank):
+        time.sleep(rank)
+        return ranks.apart("one", 2, wait_s=0.3)
+
+    assert ranks_of_one_store(ask, 2) == [[1], [1]]
+
+
+def test_the_words_of_an_engine_before_count_no_more(ranks_of_one_store):
+    """Frameworks for training build one engine after the other over one process group."""
+
+    def twice(rank):
+        return [(time.sleep(0.2 * rank), ranks.apart(decided, 2, wait_s=5))[1] for decided in ("limit=16", "limit=64")]
+
+    assert ranks_of_one_store(twice, 2) == [[[], []], [[], []]]
+
+
+def test_every_data_parallel_engine_has_to_have_said_the_same(ranks_of_one_store):
+    for words, agreed in ("aa", True), ("ab", False), ("a ", False):
+
+        def ask(rank, words=words):
+            if words[rank] != " ":
+                ranks.say(words[rank])
+            time.sleep(0.2)
+            return ranks.all_say("a")
+
+        found = ranks_of_one_store(ask, 2)
+        assert found[0] is agreed, words
+
+
+@pytest.mark.parametrize("agreed", [True, False])
+def test_no_decode_step_waits_for_a_data_parallel_engine_that_has_decided_otherwise(monkeypatch, said, agreed):
+    monkeypatch.setattr(engine.ranks, "say", lambda decided: None)
+    monkeypatch.setattr(engine.ranks, "all_say", lambda decided: agreed)
+    one = Worker(ours(), num_engines=2)
+    one.init_device()
+    one.load_model()
+    one.compile_or_warm_up_model()
+    assert one.steps == agreed, "a decode step waits for every engine"
+    assert sum("a data-parallel engine has decided otherwise" in text for level, text in said) == (not agreed)
+
+
+@pytest.mark.mutation
+def test_mutation_a_decode_step_that_nobody_was_asked_for_is_caught(monkeypatch, said):
+    monkeypatch.setattr(Engine, "_are_engines_agreed", lambda self: True)
+    with pytest.raises(AssertionError, match="waits for every engine"):
+        test_no_decode_step_waits_for_a_data_parallel_engine_that_has_decided_otherwise(monkeypatch, said, False)

@@ -22,7 +22,7 @@ class Worker:
 
     rank = 0
 
-    def __init__(self, pass_: Any, num_ranks: int = 1, **options: Any) -> None:
+    def __init__(self, pass_: Any, num_ranks: int = 1, num_engines: int = 1, **options: Any) -> None:
         layer = layer_of()
         compilation = layer._vllm_config.compilation_config
         compilation.inductor_compile_config = {} if pass_ is None else {current_platform.pass_key: pass_}
@@ -35,7 +35,9 @@ class Worker:
         self.vllm_config.model_config = SimpleNamespace(dtype="torch.bfloat16", hf_text_config=SimpleNamespace())
         self.vllm_config.device_config = SimpleNamespace(device_type="cuda")
         self.vllm_config.scheduler_config = SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=64)
-        self.vllm_config.parallel_config = SimpleNamespace(world_size=num_ranks)
+        self.vllm_config.parallel_config = SimpleNamespace(
+            world_size=num_ranks, data_parallel_size=num_engines, enable_elastic_ep=False
+        )
         served_by(self.vllm_config)
         self.vllm_config.compute_hash = lambda: "k" * 64
         self.vllm_config.additional_config = {"aiter_mla": {"enabled": True} | options}
@@ -85,7 +87,7 @@ def check(layers: Iterable[Layer], *, strict: bool, capture_sizes: Sequence[int]
     )  # fmt: skip
     config = SimpleNamespace(
         compilation_config=compilation, scheduler_config=SimpleNamespace(max_num_seqs=64),
-        parallel_config=SimpleNamespace(world_size=1),
+        parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1),
     )  # fmt: skip
     served_by(config, **served)
     engine = Engine(SimpleNamespace(vllm_config=config, rank=0), ours(1 << 20, strict=strict))

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between the ranks of one engine: those of its tensor-parallel and pipeline groups.
+"""Messages between ranks.
 
-Another data-parallel engine is not asked: it may not start, and waiting would hang.
+Those of one engine, its tensor-parallel and pipeline groups, exchange values. Other data-parallel engines are only
+looked at: one of them may not start, and waiting would hang.
 """
 
+import json
 import time
 from datetime import timedelta
 from typing import Any
@@ -14,24 +16,33 @@ WAIT_S = 120.0
 """How long ``apart`` waits for the other ranks. vLLM's groups are new then, so all ranks are at the same step."""
 
 
+def say(mine: str) -> None:
+    """Leave what this rank has decided in the store by which torch's process groups met; nobody waits for it.
+
+    Say it once an engine: a process may have several, one after the other, over one store.
+    """
+    store, rank = _store(), torch.distributed.get_rank()
+    store.set(_key(store.add(_engines_key(rank), 1), rank), mine)
+
+
 def apart(mine: str, world_size: int, wait_s: float = WAIT_S) -> list[int]:
     """Return the ranks of this engine that have said something else than ``mine``, or nothing within ``wait_s``.
 
-    This is no collective, and nobody waits for a rank that does not call it: each rank leaves its word in the store by
-    which torch's process groups met. Ask before the first ``exchange``.
+    This is no collective, and nobody waits for a rank that does not call it. Ask before the first ``exchange``. All
+    ranks that ask get an empty list, or none of them does: a rank that comes late sees the word of one that has stopped
+    waiting for it. So the first one that knows decides for all.
 
     Args:
         mine: what this rank has decided.
         world_size: ranks of one engine, which are numbered one after the other.
         wait_s: seconds.
     """
-    store = torch.distributed.distributed_c10d._get_default_store()
-    rank = torch.distributed.get_rank()
-    first = rank // world_size * world_size
-    store.set(f"aiter_mla/{rank}", mine)
+    say(mine)
+    store, rank = _store(), torch.distributed.get_rank()
+    engine, first = store.add(_engines_key(rank), 0), rank // world_size * world_size
     found, end = list[int](), time.monotonic() + wait_s
     for other in range(first, first + world_size):
-        key = f"aiter_mla/{other}"
+        key = _key(engine, other)
         try:
             store.wait([key], timedelta(seconds=max(end - time.monotonic(), 0.01)))
             is_same = store.get(key).decode() == mine
@@ -39,7 +50,29 @@ def apart(mine: str, world_size: int, wait_s: float = WAIT_S) -> list[int]:
             is_same = False
         if not is_same:
             found.append(other)
-    return found
+    decided: list[int] = json.loads(store.compare_set(f"{_key(engine, first)}/apart", "", json.dumps(found)))
+    return found or decided if decided else []
+
+
+def all_say(mine: str) -> bool:
+    """Return whether every rank of every data-parallel engine has said ``mine`` by now."""
+    store = _store()
+    engine = store.add(_engines_key(torch.distributed.get_rank()), 0)
+    keys = [_key(engine, rank) for rank in range(torch.distributed.get_world_size())]
+    return store.check(keys) and all(store.get(key).decode() == mine for key in keys)
+
+
+def _store() -> Any:
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def _engines_key(rank: int) -> str:
+    """Return where the store counts the engines that a rank has started."""
+    return f"aiter_mla/engines/{rank}"
+
+
+def _key(engine: int, rank: int) -> str:
+    return f"aiter_mla/{engine}/{rank}"
 
 
 def exchange(mine: Any) -> tuple[int, list[Any]]:
