@@ -169,12 +169,21 @@ FAR = ["aiter", "mla", "another_plugin", "ascend_scheduler_config", "vllm", "", 
 
 
 @pytest.mark.parametrize("key", NEAR)
-def test_near_miss_of_the_namespace_or_the_flag_is_found(key):
-    assert near_misses({key: {}, "aiter_mla": {}}) == (key,)
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_near_miss_of_the_namespace_or_the_flag_is_found(key, is_enabled):
+    assert near_misses({key: {}, "aiter_mla": {}}, is_enabled) == (key,)
+
+
+@pytest.mark.parametrize("key", ["strict", "kernel", "measure", "debug"])
+def test_an_option_beside_the_namespace_is_a_near_miss_where_the_plugin_is_on(key):
+    """A canary that were strict by no more than its own belief; with the flag off the key may be another plugin's."""
+    assert near_misses({key: True}, True) == (key,)
+    assert near_misses({key: True}, False) == ()
 
 
 def test_near_miss_is_no_other_key_and_no_other_object():
-    assert near_misses(dict.fromkeys([*FAR, "aiter_mla"])) == near_misses(object()) == near_misses(None) == ()
+    for other in dict.fromkeys([*FAR, "aiter_mla"]), object(), None:
+        assert near_misses(other, True) == ()
 
 
 @pytest.mark.mutation

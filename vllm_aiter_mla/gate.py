@@ -45,7 +45,7 @@ def apply(vllm_config: Any) -> Engagement | Skip | None:
     if compat_config.is_decided(vllm_config):
         return None
     settings = compat_config.settings_of(vllm_config)
-    for key in near_misses(vllm_config.additional_config):
+    for key in near_misses(vllm_config.additional_config, settings.enabled):
         log.say_once(logging.WARNING, f"additional_config.{key} is not read: the options belong in {OPTION_PREFIX}")
     if not settings.enabled:
         if ignored := non_default_options(settings):

@@ -67,10 +67,13 @@ def is_held(lock: Path) -> bool | None:
     return held_states([lock])[lock]
 
 
-def held_states(lock_paths: Iterable[Path]) -> dict[Path, bool | None]:
-    """Return for each lock file what ``is_held`` returns. However many locks seem to be held, wait once."""
+def held_states(lock_paths: Iterable[Path], waits: bool = True) -> dict[Path, bool | None]:
+    """Return for each lock file what ``is_held`` returns. However many locks seem to be held, wait once.
+
+    If ``waits`` is False, return what ``seems_held`` returns, and never wait.
+    """
     states = {lock: seems_held(lock) for lock in lock_paths}
-    locked = [lock for lock, is_locked in states.items() if is_locked]
+    locked = [lock for lock, is_locked in states.items() if is_locked and waits]
     if locked:  # perhaps only by a process that is in ``remove_if_free``
         time.sleep(PROBE_INTERVAL_SECONDS)
     return states | {lock: seems_held(lock) for lock in locked}

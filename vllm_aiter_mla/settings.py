@@ -120,16 +120,22 @@ def _settings_adapter() -> TypeAdapter[Settings]:
     return TypeAdapter(Settings)
 
 
-def near_misses(additional_config: object) -> tuple[str, ...]:
-    """Return the keys of ``additional_config`` that look like options of the plugin but are not read."""
+def near_misses(additional_config: object, is_enabled: bool) -> tuple[str, ...]:
+    """Return the keys of ``additional_config`` that look like options of the plugin but are not read.
+
+    The name of an option counts if the plugin is enabled; otherwise it may well be another plugin's.
+    """
     if not isinstance(additional_config, Mapping):
         return ()
     namespace, *field_names = (_letters(name) for name in (NAMESPACE, *PASS_CONFIG_FIELDS))
+    option_names = {option.name for option in fields(Settings)} if is_enabled else set()
 
     def is_similar(key: str) -> bool:
         letters = _letters(key)
-        return namespace in letters or bool(
-            difflib.get_close_matches(letters, [namespace, *field_names], n=1, cutoff=0.8)
+        return (
+            key in option_names
+            or namespace in letters
+            or bool(difflib.get_close_matches(letters, [namespace, *field_names], n=1, cutoff=0.8))
         )
 
     return tuple(key for key in map(str, additional_config) if key != NAMESPACE and is_similar(key))

@@ -111,6 +111,7 @@ def aborted(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.wide  # tests/verify/test_kernels_step.py in one process, tests/cli/test_process.py with a real SIGABRT
 def test_a_back_end_that_aborts_fails_in_its_case_and_the_next_one_runs(aborted):
     done, found = aborted
     (step,) = found.steps

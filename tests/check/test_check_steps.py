@@ -818,6 +818,16 @@ def test_on_a_card_a_reference_that_is_compared_with_itself_does_not_pass(card: 
     assert outcomes()["kernels"].status == "skipped"
 
 
+@pytest.mark.parametrize(("named", "status"), [((), "failed"), (("--attention-backend", "ROCM_AITER_MLA"), "passed")])
+def test_aiters_attention_by_name_needs_no_switch_and_none_is_assumed(
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, named: tuple[str, ...], status: str
+) -> None:
+    monkeypatch.delenv(USE_AITER, raising=False)
+    card["checks"] = (CheckResult("problem", "aiter_off: vLLM takes another attention", "set it", name="switches"),)
+    assert outcomes(serve_arguments=named)["machine"].status == status
+    assert (USE_AITER in build_plan_environment((), {}, named)) is not bool(named)
+
+
 def test_each_back_end_that_was_named_has_to_be_compared(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "FINDERS", dict.fromkeys(("reference", "triton"), lambda: "here"))
     card["results"] = [

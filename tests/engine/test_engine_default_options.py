@@ -107,7 +107,7 @@ COMPILED = ("heads", "ngram", "lora-compiled", "glm-compiled", "eagle-compiled")
     [
         pytest.param(name, ranks, layers, marks=[pytest.mark.engine(f"{name}-off", f"{name}-on"), *marks], id=name)
         for name, ranks, layers, *marks in (
-            ("eager", 1, 2),
+            ("eager", 1, 2, pytest.mark.wide),  # eager-drafts
             # An fp8 cache and AITER's class; the draft layer's module is replaced as well.
             ("eager-drafts", 1, 3),
             ("heads", 1, 2, pytest.mark.wide),
@@ -141,17 +141,12 @@ def test_mutation_an_unknown_forward_of_the_wrapper_is_left_to_vllm(engines):
     assert_parity(engines("eager-off"), found, 0.0)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("default", marks=pytest.mark.engine("default-off", "default-on")),
-        pytest.param("eager-yarn", marks=[pytest.mark.wide, pytest.mark.engine("eager-yarn-off", "eager-yarn-on")]),
-    ],
-)
-def test_todays_rounding_is_kept_by_the_module(engines, name):
+@pytest.mark.wide  # with vLLM's default options: test_default_options_bf16_cache_...
+@pytest.mark.engine("eager-yarn-off", "eager-yarn-on")
+def test_todays_rounding_is_kept_by_the_module(engines):
     """The emulated kernels round as a card's: the fused op would show."""
-    found = engines(f"{name}-on")
-    assert_parity(engines(f"{name}-off"), found, 0.0)
+    found = engines("eager-yarn-on")
+    assert_parity(engines("eager-yarn-off"), found, 0.0)
     assert_all_engaged(found)
     assert min(found.branches["prepared_query"], found.branches["rotate_and_write"]) > 0
 

@@ -31,7 +31,7 @@ def planted(base, bug, *invariants, wide=False):
         planted("eager-off", "mutation-swapped", wide=True),  # tests/serving/test_module_forward.py
         planted("eager-off", "mutation-no-kv-write", wide=True),  # tests/verify/test_verify_faults.py
         planted("eager-drafts-off", "mutation-mixed-as-decode", "I3", wide=True),  # tests/runner_v2, tests/passes
-        # Another wrong scale of the query is in the CI: that of the first layer.
+        # tests/passes/test_layers_differ.py and tests/serving/test_layers_differ.py plant the first layer's scale.
         planted("eager-drafts-off", "mutation-scale-twice", wide=True),
     ],
 )
@@ -46,7 +46,7 @@ def test_mutation_a_wrong_op_changes_tokens(engines, base, bug):
     [
         pytest.param(base, bug, marks=[pytest.mark.engine(base, bug), *marks])
         for base, bug, *marks in (
-            ("eager-drafts-off", "mutation-first-q-scale"),
+            ("eager-drafts-off", "mutation-first-q-scale", pytest.mark.wide),
             ("fp8-passes-off", "mutation-first-k-scale", pytest.mark.wide),
         )
     ],
@@ -136,6 +136,7 @@ def test_i5_prerequisite_above_the_decode_limit_the_graph_is_vllms_own_fused_one
 @pytest.mark.engine("default-off", "no-plugin")
 def test_i5_flag_off_is_vllm_without_the_plugin(engines):
     off, bare = engines("default-off"), engines("no-plugin")
+    assert off.graphs
     assert off.graphs == bare.graphs
     assert same_scenarios(off, bare).scenarios == bare.scenarios
     assert off.status == bare.status == []
@@ -169,7 +170,8 @@ def test_i8_an_engine_in_which_nothing_failed_warns_of_nothing(engines):
     [
         pytest.param(bug, *said, marks=[pytest.mark.engine("eager-off", bug), pytest.mark.mutation(invariant), *marks])
         for bug, invariant, marks, *said in (
-            ("skipped", "I8", [], "0/2", ("WARNING", "impl: ", "SandboxMLAImpl")),
+            # tests/status/test_status.py, tests/gate/test_admission.py, tests/passes/test_layers_apart.py
+            ("skipped", "I8", [pytest.mark.wide], "0/2", ("WARNING", "impl: ", "SandboxMLAImpl")),
             # tests/gate/test_gate_skips.py renames it too.
             (
                 "renamed", "I11", [pytest.mark.wide], "off although it was switched on",

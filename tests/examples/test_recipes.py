@@ -128,6 +128,7 @@ def test_every_layer_of_the_served_file_would_engage_by_plan(variables: dict[str
 
 
 @pytest.mark.slow
+@pytest.mark.wide  # its options are those of the served file, whose plan is above
 def test_every_layer_of_the_offline_script_would_engage_by_plan(variables: dict[str, str]) -> None:
     name, *options = options_of(runpy.run_path(str(EXAMPLES / "offline.py"))["ARGUMENTS"])
     switches = tuple(f"{switch}={value}" for switch, value in variables.items())

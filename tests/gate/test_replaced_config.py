@@ -211,6 +211,6 @@ def test_near_miss_next_to_the_real_name_is_told_too(config, said):
 
 @pytest.mark.mutation
 def test_mutation_near_miss_that_is_not_told_is_caught(config, said, monkeypatch):
-    monkeypatch.setattr(gate, "near_misses", lambda additional_config: ())
+    monkeypatch.setattr(gate, "near_misses", lambda additional_config, is_enabled: ())
     with pytest.raises(ValueError, match="not enough values"):
         test_near_miss_is_a_warning_and_changes_nothing(config, said, "aiter-mla", True)

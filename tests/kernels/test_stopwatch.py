@@ -162,6 +162,33 @@ def test_the_weights_of_a_sweep_are_cold_and_keep_their_strides(key):
         assert torch.equal(last.float(), first.float())
 
 
+def test_weights_whose_heads_lie_apart_are_copied_with_their_gaps():
+    """As vLLM leaves 16-bit weights: W_UV lies between the heads, and a clone would close the gaps."""
+    weight = absorb.AbsorbWeight("plain", torch.randn(4, 2, 24)[..., :16].permute(1, 2, 0))
+    for copy in stopwatch.cold_weights(weight, resident=1 << 14):
+        assert copy.values.stride() == weight.values.stride()
+        assert torch.equal(copy.values, weight.values)
+
+
+def test_each_weight_of_a_sweep_has_a_binding_of_its_own_as_each_layer_has():
+    """Ours keeps what it has read of a weight; with one binding for all, every call would read another one anew."""
+    bound, ran = [], []
+
+    class Binds(reference.ReferenceBackend):
+        def bind(self, inputs):
+            mine = inputs.weight
+            bound.append(mine)
+            return Binding(lambda given: (ran.append(given.weight is mine), super(Binds, self).prepare(given))[1])
+
+    weights = stopwatch.cold_weights(synthetic_inputs(SHAPE).weight, resident=1 << 14)
+    calls = stopwatch.calls_of(SHAPE, weights, 2, resident=1 << 14)
+    run = stopwatch._loaded({"one": Binds()}, calls, None)["one"]
+    assert len(bound) == len(ran) == len(weights) > 1, "each has run once"
+    for call in calls:
+        run(call)
+    assert all(ran)
+
+
 def test_a_sweep_draws_no_number_of_the_process():
     torch.manual_seed(5)
     before = torch.get_rng_state()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import os
@@ -14,6 +15,7 @@ from unittest import mock
 import pytest
 
 from tests.support.planted import raising
+from vllm_aiter_mla import locks
 from vllm_aiter_mla.commands.machine import CheckResult, check_name, checks, run_checks
 from vllm_aiter_mla.kernels.aiter import op as locate
 
@@ -270,3 +272,47 @@ def test_the_card_is_read_from_the_driver_if_torch_sees_none(
         (tmp_path / str(node) / "properties").write_text(text)
     gpu = run_check("gpu")
     assert (gpu.status, gpu.detail.startswith(arch)) == (expected, True), gpu
+
+
+# -- the folder of the plugin's files
+
+
+def marker(folder: Path, *, alive: bool) -> str:
+    """A marker of a start in a kernel's first call, which this process holds if ``alive``."""
+    name = "first-call-0123-ab"
+    (folder / "aiter_mla").mkdir(parents=True, exist_ok=True)
+    (folder / "aiter_mla" / f"{name}.json").write_text("{}")
+    lock = folder / "aiter_mla" / f"lock-{name}"
+    locks.try_hold(lock) if alive else lock.touch()
+    return name
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_cache_root_that_takes_files_and_locks_is_fine_and_stays_as_it_is(tmp_path: Path, exists: bool) -> None:
+    root = tmp_path / "cache"
+    if exists:
+        (root / "aiter_mla").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    found = run_check("cache-root", VLLM_CACHE_ROOT=str(root))
+    assert (found.status, sorted(tmp_path.rglob("*"))) == ("ok", before)
+
+
+def test_a_cache_root_without_locks_is_a_problem_before_a_server_leaves_its_kernels_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: Any) -> bool:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(locks, "try_hold", no_locks)
+    found = run_check("cache-root", VLLM_CACHE_ROOT=str(tmp_path))
+    assert (found.status, "No locks available" in found.detail) == ("problem", True)
+    assert "VLLM_CACHE_ROOT" in found.remedy
+
+
+@pytest.mark.parametrize("alive", [False, True])
+def test_a_note_of_a_start_that_ended_in_a_first_call_is_named_and_one_of_a_living_start_is_not(
+    tmp_path: Path, alive: bool
+) -> None:
+    name = marker(tmp_path, alive=alive)
+    found = run_check("cache-root", VLLM_CACHE_ROOT=str(tmp_path))
+    assert (found.status, name in found.detail) == (("ok", False) if alive else ("warning", True))

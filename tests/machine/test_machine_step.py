@@ -107,7 +107,8 @@ def test_one_line_per_check_and_a_summary(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_names_of_the_checks_are_those_that_scripts_know() -> None:
-    names = "torch rocm gpu triton hip-python vllm plugin surface patches aiter code-objects verified atom switches"
+    names = "torch rocm gpu triton hip-python vllm plugin surface patches aiter code-objects verified atom switches "
+    names += "cache-root"
     assert sorted(map(check_name, command.CHECKS)) == sorted(names.split())
 
 

@@ -266,7 +266,8 @@ def assert_rewritten_right(
         disturb(changed)
         counts = rewrite(changed, layers, stop)
         cleaned = clean(changed)
-        for stage, form in (("cleaned", cleaned), ("defunctionalised", defunctionalise(cleaned))):
+        for stage, made in (("cleaned", lambda gm: gm), ("defunctionalised", defunctionalise)):
+            form = made(cleaned)  # the second one once the first has been compared: vLLM's pass may trip over a bug
             for batch in batches:
                 with contextlib.nullcontext() if stop is None or is_fused else fused_op_rounds_once():
                     got = execute(form, layers, batch)

@@ -43,6 +43,8 @@ def outcome_of(case):
     counts = [case.rows] if case.static else TOKENS
     batches = [Batch(f"{n} tokens", rows=n, decodes=n // 2, prefills=n - n // 2) for n in counts]
     valid = tuple(batch for batch in batches if runs(gm, stubs, batch))
+    if not valid:
+        raise InvalidCutError  # nothing would be compared
     assert run.assert_rewritten_right(gm, stubs, batches=valid, stops=(None,), exact=False)["matched"]
     return "right"
 

@@ -67,8 +67,11 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("line", "status", "said"),
     [
         pytest.param((*R1, "--kv-cache-dtype", "fp8", f"-cc.pass_config.{FLAG_FIELD}=true"), 0, ["61/61"], id="F1"),
-        pytest.param((*R1, *MTP), 0, ["62/62", "1 in the draft"], id="F10"),
-        pytest.param((*R1, "-dcp", "2", *MTP), 1, ["dcp: decode_context_parallel_size is 2"], id="F12"),
+        # tests/plan/test_plan.py has both quickly.
+        pytest.param((*R1, *MTP), 0, ["62/62", "1 in the draft"], id="F10", marks=pytest.mark.wide),
+        pytest.param(
+            (*R1, "-dcp", "2", *MTP), 1, ["dcp: decode_context_parallel_size is 2"], id="F12", marks=pytest.mark.wide
+        ),
         pytest.param(
             (*R1, *(f"-cc.pass_config.{name}=true" for name in OTHERS)), 0,
             [f"pass_config.{name} matches nothing on MLA" for name in OTHERS], id="F13",

@@ -171,8 +171,14 @@ assert len(CHECKPOINTS) == 8, "four, on both cards"
 
 
 @slow
-@pytest.mark.parametrize(("name", "arch", "weight"), CHECKPOINTS)
-@pytest.mark.parametrize("default", [1, 0], ids=["0.32", "0.33"])
+@pytest.mark.parametrize(
+    ("name", "arch", "weight", "default"),
+    [
+        pytest.param(*row, default, marks=[pytest.mark.wide] * (not default and row not in CHECKPOINTS[:2]))
+        for row in CHECKPOINTS
+        for default in (1, 0)
+    ],
+)
 def test_the_table_of_checkpoints_says_what_plan_says_for_both_defaults_of_vllm(name, arch, weight, default):
     """One flag and VLLM_ROCM_USE_AITER=1 are enough everywhere: no row needs another variable."""
     env = tuple(f"VLLM_ROCM_USE_AITER_{which}BMM={default}" for which in ("FP8", "FP4"))
@@ -395,8 +401,11 @@ def test_an_answer_that_stops_at_the_layers_is_not_known_and_names_the_line(tmp_
     assert ".py:" in out
 
 
+# test_plan_truth formats a plan of every family.
 @slow
-@pytest.mark.parametrize("name", config_source.examples())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.wide] * (n > 0)) for n, name in enumerate(config_source.examples())]
+)
 def test_page_of_every_example_renders(name):
     assert name in printout.format_plan(plans.parsed(planned(name, "-tp", "4")))
 

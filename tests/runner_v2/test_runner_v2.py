@@ -23,7 +23,8 @@ RUNS = {
     },
 }  # fmt: skip
 FIRST = {"adaptive verification": "0.33"}
-"""Releases of vLLM that have it; the functions of V2 that the others call are those of 0.32."""
+"""Releases of vLLM that have it, later than the lock's: `make test-release` alone makes such a run. The functions of V2
+that the others call are those of 0.32."""
 
 
 def table(adaptive):

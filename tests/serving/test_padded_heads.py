@@ -80,7 +80,7 @@ def test_the_copy_that_vllm_makes_belongs_to_a_calls_time():
             return Binding(lambda one: one.new_query(padded=False))
 
     kernels = {"dense": Dense(), "padded": ReferenceBackend()}
-    runs = stopwatch._loaded(kernels, operands, lambda q: copied.append(q) or q)
+    runs = stopwatch._loaded(kernels, [operands], lambda q: copied.append(q) or q)
     assert len(copied) == 1, "each has run once"
     runs["padded"](operands)
     assert len(copied) == 1

@@ -50,11 +50,49 @@ class Stepped(ReferenceBackend):
         return reference.prepare(inputs)
 
 
-@pytest.mark.parametrize(("limit", "counts"), [(maxsize, [1, 7, 40, 41]), (20, [1, 7, 20]), (8, [1, 7]), (1, [1, 7])])
-def test_each_kernel_up_to_the_limit_is_compared_once(limit, counts):
+@pytest.mark.parametrize(("limit", "counts"), [(maxsize, [41, 40, 8]), (20, [20, 8]), (8, [8]), (1, [7])])
+def test_each_kernel_up_to_the_limit_is_compared_once_at_its_largest_count(limit, counts):
     backend = Stepped()
     assert compare_with_reference(backend, SMALL, limit).has_passed
-    assert backend.ran == counts, "one row warms up"
+    assert backend.ran == [1, *(count for count in counts for _ in range(2))], "one row warms up, each batch runs twice"
+
+
+class SecondBlock(ReferenceBackend):
+    """Blocks of 16 rows, of which the second one is wrong."""
+
+    def tried_counts(self, inputs):
+        return (17,)
+
+    def bind(self, inputs):
+        def run(given):
+            query = reference.prepare(given)
+            query[16:] = 0
+            return query
+
+        return Binding(run, "16 rows a block")
+
+
+def test_a_kernel_that_is_wrong_beyond_the_rows_of_a_small_batch_fails():
+    assert compare_with_reference(SecondBlock(), SMALL, 16).has_passed
+    assert not compare_with_reference(SecondBlock(), SMALL, 64).has_passed
+
+
+class LaterCalls(ReferenceBackend):
+    """Its first call is right, the later ones are not: Triton's dispatch, and the compiled kernel's own launcher."""
+
+    def bind(self, inputs):
+        calls = []
+
+        def run(given):
+            calls.append(given)
+            query = reference.prepare(given)
+            return query if len(calls) == 1 else query.neg()
+
+        return Binding(run)
+
+
+def test_the_call_that_serves_is_compared_and_not_the_first_one():
+    assert not compare_with_reference(LaterCalls(), SMALL, maxsize).has_passed
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])

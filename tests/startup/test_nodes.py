@@ -3,7 +3,7 @@
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
-from threading import local
+from threading import Barrier, Event, local
 
 import pytest
 import torch
@@ -136,9 +136,15 @@ def ranks_of_one_store(monkeypatch):
 def test_a_rank_that_comes_when_another_has_stopped_waiting_does_not_wait_for_it(ranks_of_one_store):
     """It finds the same word of both. The other one has gone on, and answers nothing."""
 
+    over = Event()
+
     def ask(rank):
-        time.sleep(rank)
-        return ranks.apart("one", 2, wait_s=0.3)
+        if rank == 1:
+            over.wait()
+        try:
+            return ranks.apart("one", 2, wait_s=0.2)
+        finally:
+            over.set()
 
     assert ranks_of_one_store(ask, 2) == [[1], [1]]
 
@@ -147,18 +153,19 @@ def test_the_words_of_an_engine_before_count_no_more(ranks_of_one_store):
     """Frameworks for training build one engine after the other over one process group."""
 
     def twice(rank):
-        return [(time.sleep(0.2 * rank), ranks.apart(decided, 2, wait_s=5))[1] for decided in ("limit=16", "limit=64")]
+        return [(time.sleep(0.2 * rank), ranks.apart(decided, 2))[1] for decided in ("limit=16", "limit=64")]
 
     assert ranks_of_one_store(twice, 2) == [[[], []], [[], []]]
 
 
 def test_every_data_parallel_engine_has_to_have_said_the_same(ranks_of_one_store):
     for words, agreed in ("aa", True), ("ab", False), ("a ", False):
+        said = Barrier(2)  # vLLM's profiling, which waits for all
 
-        def ask(rank, words=words):
+        def ask(rank, words=words, said=said):
             if words[rank] != " ":
                 ranks.say(words[rank])
-            time.sleep(0.2)
+            said.wait()
             return ranks.all_say("a")
 
         found = ranks_of_one_store(ask, 2)

@@ -28,8 +28,8 @@ from vllm_aiter_mla.commands.check.timing import tune as step
 from vllm_aiter_mla.commands.check.timing.child import TimingRequest
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.compat import config as compat_config
-from vllm_aiter_mla.kernels import stopwatch
-from vllm_aiter_mla.kernels.inputs import synthetic_inputs
+from vllm_aiter_mla.kernels import device, stopwatch
+from vllm_aiter_mla.kernels.inputs import meta_inputs, synthetic_inputs
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.triton import backend as triton_backend
 from vllm_aiter_mla.kernels.triton import launcher, tiles, tuning
@@ -81,11 +81,16 @@ def tile_of(one, tokens=4):
     return bound.kernel
 
 
+def key_of_two():
+    """Of the layer of ``start``, which is that of ``--heads 2 --type bf16``."""
+    return tuning.key_of(meta_inputs(TimingRequest((), (), (), "bf16").shape("bf16", 2)))
+
+
 def tuned(folder):
     """The file that tuning leaves, with figures that are made up."""
-    triton, key = stopwatch.machine()["triton"], "2 heads, plain weight, bfloat16 cache"
-    path = tuning.path_of(folder, "AMD Instinct MI300X", triton)
-    files.write_record(path, tuning.TunedTiles("AMD Instinct MI300X", triton, {key: spans((1, 16, BEST))}, {}))
+    name, triton, units = "AMD Instinct MI300X", stopwatch.machine()["triton"], device.card().units()
+    path = tuning.path_of(folder, name, triton, units)
+    files.write_record(path, tuning.TunedTiles(name, triton, units, {key_of_two(): spans((1, 16, BEST))}, {}))
     return path
 
 
@@ -228,8 +233,8 @@ def test_mutation_tiles_that_are_kept_at_the_end_only_are_caught(card, monkeypat
 
 
 def save_for(heads):
-    key, spans_of = f"{heads} heads, plain weight, bfloat16 cache", spans((1, 16, BEST))
-    return step.save_tiles(tuning.TunedTiles("AMD Instinct MI300X", "3.7.1", {key: spans_of}, {key: {}}))
+    key, spans_of = f"{heads} heads, and the rest", spans((1, 16, BEST))
+    return step.save_tiles(tuning.TunedTiles("AMD Instinct MI300X", "3.7.1", 304, {key: spans_of}, {key: {}}))
 
 
 def assert_two_runs_at_once_keep_the_tiles_of_both(monkeypatch, tmp_path, seconds):
@@ -277,10 +282,10 @@ def test_a_tuned_tile_that_fails_its_check_is_left_out_and_the_tables_serves(car
 
 
 @pytest.fixture
-def two_widths():
-    """Calls of a target and of its draft, which have as many heads and other widths."""
+def two_results():
+    """Calls of a target and of its draft, of which only the second one's decode kernel reads more heads."""
     shape = replace(TimingRequest((), (), (), "bf16").shape("bf16", 16), device="meta")
-    target, draft = (synthetic_inputs(replace(shape, nope_dim=nope)) for nope in (128, 192))
+    target, draft = (synthetic_inputs(replace(shape, out_heads=heads)) for heads in (0, 32))
     return TritonBackend({tuning.key_of(target): spans((1, 16, BEST))}), target, draft
 
 
@@ -292,15 +297,35 @@ def assert_only_the_draft_is_untuned(backend, target, draft):
     assert (backend.tuned(target), backend.tuned(draft)) == (f"{BEST} 1..16", "")
 
 
-def test_a_tuned_tile_that_fails_for_one_shape_stays_with_another(card, two_widths):
-    assert_only_the_draft_is_untuned(*two_widths)
+def test_a_tuned_tile_that_fails_for_one_shape_stays_with_another(card, two_results):
+    assert_only_the_draft_is_untuned(*two_results)
+
+
+@pytest.mark.parametrize("other", [{"nope_dim": 192}, {"out_dtype": torch.float8_e4m3fnuz}, {"act": torch.float16}])
+def test_a_choice_of_tiles_is_of_the_widths_and_types_that_were_timed(card, other):
+    shape = replace(
+        TimingRequest((), (), (), "bf16").shape("bf16", 16), device="meta", cache_dtype=torch.float8_e4m3fnuz
+    )
+    timed, another = map(synthetic_inputs, (shape, replace(shape, **other)))
+    backend = TritonBackend({tuning.key_of(timed): spans((1, 16, BEST))})
+    assert [backend.tile(call, 4).label for call in (timed, another)] == [BEST, TABLE]
+
+
+def test_tiles_of_the_whole_card_do_not_serve_its_partitions(card, monkeypatch, tmp_path, said):
+    """A partition may have the card's name."""
+    tuned(tmp_path)
+    assert tile_of(start()) == BEST
+    monkeypatch.setattr(type(device.card()), "units", lambda self: 38)
+    assert tile_of(start()) == TABLE
+    (left_out,) = said.at(logging.WARNING)
+    assert "38 units" in left_out
 
 
 @pytest.mark.mutation
-def test_mutation_a_tile_that_is_left_out_by_heads_is_caught(card, two_widths, monkeypatch):
+def test_mutation_a_tile_that_is_left_out_by_heads_is_caught(card, two_results, monkeypatch):
     monkeypatch.setattr(triton_backend, "_shape", tuning.key_of)
     with pytest.raises(AssertionError, match=f"'{TABLE}', '{TABLE}'"):
-        assert_only_the_draft_is_untuned(*two_widths)
+        assert_only_the_draft_is_untuned(*two_results)
 
 
 def other_card(kept):

@@ -218,10 +218,13 @@ def test_a_wrong_option_is_named_before_a_server_starts(
 
 
 @pytest.mark.mutation
-def test_mutation_a_flag_on_every_side_is_caught(fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutation_a_flag_on_every_side_is_caught(
+    fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     own = serving.server
     monkeypatch.setattr(serving, "server", lambda given, side: own(given, "on"))
     assert fakes.run("speed") == 1
+    assert "flag off: 1 lines about engaged layers" in capsys.readouterr().err
     assert not fakes.out.exists()
 
 

@@ -300,10 +300,16 @@ def concat_quantise_fp8(absorbed: torch.Tensor, q_pe: torch.Tensor, scale: torch
     Raises:
         AssertionError: vLLM has no current config (``set_current_vllm_config``).
     """
+    compilation = _current_config()().compilation_config
+    return _concat_quantiser(compilation.mode, compilation.backend, *compilation.custom_ops)(absorbed, q_pe, scale)
+
+
+@functools.cache
+def _current_config() -> Callable[[], Any]:
+    """Return vLLM's function; imported once, because the call is timed."""
     from vllm.config import get_current_vllm_config
 
-    compilation = get_current_vllm_config().compilation_config
-    return _concat_quantiser(compilation.mode, compilation.backend, *compilation.custom_ops)(absorbed, q_pe, scale)
+    return get_current_vllm_config
 
 
 @functools.lru_cache(maxsize=8)

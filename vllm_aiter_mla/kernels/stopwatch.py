@@ -121,8 +121,10 @@ def cold_weights(weight: AbsorbWeight, resident: int) -> list[AbsorbWeight]:
     """Return ``weight`` and copies of it, strides kept, together too large for caches of ``resident`` bytes."""
 
     def copied() -> AbsorbWeight:
-        scale = None if weight.scale is None else weight.scale.clone()
-        return replace(weight, values=weight.values.clone(), scale=scale)
+        scale, values = weight.scale, weight.values
+        # A clone closes gaps, as vLLM's 16-bit W_UK_T has them between its heads: W_UV lies there.
+        spread = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=values.device)
+        return replace(weight, values=spread.copy_(values), scale=None if scale is None else scale.clone())
 
     return [weight, *(copied() for _ in range(sets_needed(bytes_of(weight), resident) - 1))]
 
@@ -188,7 +190,7 @@ def time_shape(
 
     for tokens in sorted(counts, key=lambda count: (count not in FIRST_TIMED, count)):
         calls = calls_of(shape, weights, tokens, resident)
-        found = interleaved(_loaded(backends, calls[0], pad), calls, record if graphs else looped, budget)
+        found = interleaved(_loaded(backends, calls, pad), calls, record if graphs else looped, budget)
         if found is not None:
             rounds[tokens] = found
         elif rounds:
@@ -199,22 +201,29 @@ def time_shape(
 
 
 def _loaded(
-    backends: Mapping[str, KernelBackend], inputs: DecodeInputs, pad: Callable[[torch.Tensor], torch.Tensor] | None
+    backends: Mapping[str, KernelBackend],
+    calls: Sequence[DecodeInputs],
+    pad: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> dict[str, Run]:
-    """What runs such calls, by name; each has run once, so that nothing is compiled in a capture."""
+    """What runs such calls, by name; it has run once over each weight, so that nothing is compiled in a capture.
 
-    def padded(run: Run, inputs: DecodeInputs) -> torch.Tensor:
-        query = run(inputs)
+    Each weight has a binding of its own, as each layer has in serving: another weight would be read anew in each call.
+    """
+    first_calls = {id(call.weight): call for call in reversed(calls)}
+
+    def padded(runs: Mapping[int, Run], inputs: DecodeInputs) -> torch.Tensor:
+        query = runs[id(inputs.weight)](inputs)
         return query if pad is None or query.shape[1] == inputs.out_heads else pad(query)
 
-    bound = {name: backend.bind(inputs) for name, backend in backends.items()}
-    runs: dict[str, Run] = {
-        name: binding.run if pad is None else partial(padded, binding.run)
-        for name, binding in bound.items()
-        if not isinstance(binding, str)
-    }
+    runs = dict[str, Run]()
+    for name, backend in backends.items():
+        bound = {weight: backend.bind(call) for weight, call in first_calls.items()}
+        found = {weight: binding.run for weight, binding in bound.items() if not isinstance(binding, str)}
+        if len(found) == len(bound):
+            runs[name] = partial(padded, found)
     for run in runs.values():
-        run(inputs)
+        for call in first_calls.values():
+            run(call)
     card().synchronize()
     return runs
 

@@ -59,7 +59,7 @@ def triton_factory(platform: Platform, settings: Settings) -> KernelBackend | st
     if not card().is_there():
         return TritonBackend() if interpreted() else "Triton needs a GPU"
     machine, folders = stopwatch.machine(), (compat_config.cache_folder(), tuning.SHIPPED)
-    chosen, left_out = tuning.load(folders, machine["card"], machine["triton"], card().arch)
+    chosen, left_out = tuning.load(folders, machine["card"], machine["triton"], card().units(), card().arch)
     if left_out:
         log.say_once(
             logging.WARNING, f"tuned tiles are left out, `check --only timing --tune` makes new ones: {left_out}"

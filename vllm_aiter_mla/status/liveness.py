@@ -35,8 +35,8 @@ def host_hash() -> str:
 def ensure_run_lock(folder: Path) -> None:
     """Hold the lock of this server's run until this process ends, unless another process holds it.
 
-    The front end calls this function first. Workers on another machine (Ray) call it too. They have another folder,
-    where the first worker holds the lock.
+    The front end calls this function first. The first worker of a run whose lock nobody holds calls it too: on another
+    machine (Ray) it has another folder.
 
     Args:
         folder: where the plugin keeps its files; made if it is missing.
@@ -68,8 +68,10 @@ def hold_rank_lock(folder: Path, record: RankRecord) -> None:
     Raises:
         OSError: the lock cannot be taken.
     """
-    # A worker on its front end's machine does not take the run's lock: a free lock means that the front end has ended.
-    if not record.run.startswith(f"{host_hash()}-"):
+    # A front end that lives holds the run's lock. At the first record of a rank nobody does if the front end is on
+    # another machine, or if the config was built in a process that has ended (Ray Serve). Later a free lock means that
+    # the front end has ended.
+    if locks.seems_held(_rank_lock_path(folder, record)) is False:
         ensure_run_lock(folder)
     # Only this process has this rank of this engine. But each process of the run that reads the config of a skipped
     # engine writes the same record, and then the lock of one process is enough.
@@ -102,14 +104,15 @@ class ServerLocks:
     Args:
         folder: where the plugin keeps its files.
         records: of the engines that the methods are asked about.
+        waits: whether to wait for a lock that another process may only be looking at.
     """
 
-    def __init__(self, folder: Path, records: Iterable[RankRecord]) -> None:
+    def __init__(self, folder: Path, records: Iterable[RankRecord], waits: bool = True) -> None:
         paths = {
             path for record in records for path in (_run_lock_path(folder, record.run), _rank_lock_path(folder, record))
         }
         # Somebody may have removed the lock of a server that lives, so a missing lock proves nothing.
-        self._folder, self._states = folder, locks.held_states(filter(os.path.lexists, paths))
+        self._folder, self._states = folder, locks.held_states(filter(os.path.lexists, paths), waits)
 
     def is_serving(self, records: Sequence[RankRecord]) -> bool | None:
         """Return whether an engine and its front end live; None if this is not known.

@@ -146,7 +146,8 @@ def read_samples(folder: Path) -> dict[str, Samples]:
     with suppress(OSError):  # the workers warn if they cannot write their status there
         renew_run_lock(folder)
     records = read_records(folder, ensure_run_name(), _warn_left_out)
-    server_locks = ServerLocks(folder, records)
+    # No wait: with one API server a scrape stops every token stream. For one scrape an engine that ends may look alive.
+    server_locks = ServerLocks(folder, records, waits=False)
     samples_by_name: dict[str, Samples] = {name: {} for name in METRICS}
     records_by_labels = {
         (engine_records[0].model_name or "", engine.dp_index): engine_records

@@ -72,10 +72,13 @@ def _remove_files_of_ended_servers(folder: Path, live_record: RankRecord) -> Non
         if any(map(Path.exists, paths))
         for lock in liveness.lock_paths(folder, run)
     }
-    for lock in folder.glob(f"{liveness.LOCK_PREFIX}{liveness.host_hash()}-*"):
+    for lock in folder.glob(f"{liveness.LOCK_PREFIX}*"):
         if lock not in locks_with_files:
             with suppress(Exception):
-                locks.remove_if_free(lock)
+                # Of a start that ended before its status. Another host's lock may mean nothing here, until it is old.
+                is_local = lock.name.startswith(f"{liveness.LOCK_PREFIX}{liveness.host_hash()}-")
+                if is_local or time.time() - lock.lstat().st_mtime > files.MAX_UNUSED_SECONDS:
+                    locks.remove_if_free(lock)
 
 
 def _remove_files_if_ended(lock_paths: Sequence[Path], paths: Sequence[Path], host: str) -> None:

@@ -7,14 +7,14 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from vllm_aiter_mla.kernels import absorb, formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.backend import KernelBackend, Run
-from vllm_aiter_mla.kernels.inputs import K_SCALE, OVERFLOW_FACTOR, Q_SCALE, DecodeInputs
+from vllm_aiter_mla.kernels.inputs import K_SCALE, OVERFLOW_FACTOR, Q_SCALE, DecodeInputs, step_key
 from vllm_aiter_mla.serving import ops as bodies
 from vllm_aiter_mla.verify import data
 from vllm_aiter_mla.verify.cases import ACT, FRESH, Item
@@ -349,15 +349,36 @@ def produce(source: Rows, work: Rows) -> None:
         written.copy_(given)
 
 
+def bound_once(backend: KernelBackend) -> Run:
+    """Return what runs the back end as a served layer does: calls of one shape keep what their first one has bound.
+
+    It raises ValueError if the back end takes no such call.
+    """
+    runs: dict[Any, tuple[tuple[Any, ...], Run]] = {}
+
+    def run(inputs: DecodeInputs) -> torch.Tensor:
+        held = (inputs.weight.values, inputs.weight.scale, inputs.cos_sin_cache, inputs.k_scale, inputs.q_scale)
+        key = (step_key(inputs), inputs.kv_cache.data_ptr())
+        kept, bound = runs.get(key, (None, None))
+        if kept is None or bound is None or any(one is not other for one, other in zip(kept, held, strict=True)):
+            binding = backend.bind(inputs)
+            if isinstance(binding, str):
+                raise ValueError(f"{backend.name}: {binding}")
+            _, bound = runs[key] = held, binding.run
+        return bound(inputs)
+
+    return run
+
+
 def make_op(buffers: Buffers, backend: KernelBackend, index: int, rows: Rows, outputs: Outputs) -> Callable[[], None]:
     """Return the op of layer ``index`` over ``rows``.
 
     The op looks up the current batch at every call and puts the prepared query into ``outputs``.
     """
-    kind, size = buffers.case.kind, len(rows.q)
+    kind, size, run = buffers.case.kind, len(rows.q), bound_once(backend)
 
     def prepare(inputs: DecodeInputs) -> torch.Tensor:
-        outputs["query", index] = query = backend.prepare(inputs)
+        outputs["query", index] = query = run(inputs)
         return query
 
     layer = replace(buffers.layers[index], tested=prepare)

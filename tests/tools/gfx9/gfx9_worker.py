@@ -62,8 +62,10 @@ def cases() -> list[Case]:
 def outcome(compiled: Compiled, case: Case, text: str) -> str:
     try:
         different, _ = compiled.planted(text).run(case)
-    except (Fault, Skipped) as error:
+    except Fault as error:
         return f"fault: {error}"
+    except Skipped as error:
+        return f"not modelled: {error}"
     return f"{different} bytes" if different else "not caught"
 
 

@@ -177,7 +177,7 @@ def check(
             source=None if model is None else find_config(model, revision.value or None if revision else None),
             serve_arguments=tuple(ctx.args),
             arch=arch.architecture if arch else None,
-            plan_environment=build_plan_environment(environment or [], os.environ),
+            plan_environment=build_plan_environment(environment or [], os.environ, ctx.args),
             uses_cpu=device is Device.cpu,
             is_strict=strict,
             is_verbose=verbose,

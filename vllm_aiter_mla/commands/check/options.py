@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 
+from vllm_aiter_mla.admission import AITER_MLA
 from vllm_aiter_mla.commands.check.timing.record import MAX_TIMED_TOKENS
 from vllm_aiter_mla.commands.compat.vllm_options import USE_AITER, VARIABLES
 from vllm_aiter_mla.commands.plan.record import PlanEnvironment
@@ -201,18 +202,25 @@ def build_options(record_type: type[OptionRecord], typed_values: Mapping[str, An
     return record_type(**values)
 
 
-def build_plan_environment(entries: Sequence[str], environment: Mapping[str, str]) -> PlanEnvironment:
+def takes_aiters_attention(arguments: Sequence[str]) -> bool:
+    """Return whether options of ``vllm serve`` name AITER's attention, which vLLM then takes without any switch."""
+    typed = last_typed(("--attention-backend",), arguments)
+    return typed is not None and typed.value.upper() == AITER_MLA
+
+
+def build_plan_environment(
+    entries: Sequence[str], environment: Mapping[str, str], arguments: Sequence[str] = ()
+) -> PlanEnvironment:
     """Return the environment of a plan, from the ``entries`` of --env and from the ``environment`` of this process.
 
-    If VLLM_ROCM_USE_AITER is unset, it is 1, because no layer engages without it. --env may name any variable: vLLM
-    gets it, even if no plan depends on it.
+    If VLLM_ROCM_USE_AITER is unset, it is 1, because no layer engages without it, unless ``arguments`` of ``vllm
+    serve`` name AITER's attention. --env may name any variable: vLLM gets it, even if no plan depends on it.
 
     Raises:
         ValueError: an entry has no name or no ``=``.
     """
-    plan_environment = {USE_AITER: ("1", "default")} | {
-        name: (environment[name], "environment") for name in VARIABLES if name in environment
-    }
+    assumed = {} if takes_aiters_attention(arguments) else {USE_AITER: ("1", "default")}
+    plan_environment = assumed | {name: (environment[name], "environment") for name in VARIABLES if name in environment}
     for entry in entries:
         name, equals, value = entry.partition("=")
         if not equals or not name:

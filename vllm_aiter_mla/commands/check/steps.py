@@ -13,8 +13,9 @@ A step takes a ``StepContext`` and returns a ``StepResult``, which says how it e
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from vllm_aiter_mla.admission import AITER_MLA
 from vllm_aiter_mla.commands import machine, process
 from vllm_aiter_mla.commands.check.context import StepContext, WrongOptionError
 from vllm_aiter_mla.commands.check.engine.steps import (
@@ -24,7 +25,7 @@ from vllm_aiter_mla.commands.check.engine.steps import (
     compare_prefill_rows,
 )
 from vllm_aiter_mla.commands.check.kernels.step import verify_kernels
-from vllm_aiter_mla.commands.check.options import split_deployments
+from vllm_aiter_mla.commands.check.options import split_deployments, takes_aiters_attention
 from vllm_aiter_mla.commands.check.record import StepResult, StepStatus
 from vllm_aiter_mla.commands.check.timing.step import time_kernels
 from vllm_aiter_mla.commands.plan import planner
@@ -43,6 +44,13 @@ def inspect_machine(context: StepContext) -> StepResult:
     """
     environment = context.options.server_environment(with_assumed=False)
     results = process.call(machine.check_machine, environment, environment=environment)
+    if takes_aiters_attention(context.options.serve_arguments):
+        results = tuple(
+            replace(result, status="ok", detail=f"--attention-backend {AITER_MLA} needs no switch", remedy="")
+            if result.detail.startswith("aiter_off")
+            else result
+            for result in results
+        )
     is_named = "machine" in context.options.named_steps
     counts = Counter(result.status for result in results)
     detail = ", ".join(f"{counts[status]} {status}" for status in ("ok", "warning", "problem", "unknown"))

@@ -9,14 +9,15 @@ import importlib.util
 import mmap
 import platform
 import re
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_aiter_mla import files, packages
-from vllm_aiter_mla.admission import REMEDIES
+from vllm_aiter_mla import files, locks, packages
+from vllm_aiter_mla.admission import ABORTED, REMEDIES
 from vllm_aiter_mla.commands.cards import ARCHITECTURES, product_names
 from vllm_aiter_mla.commands.compat import vllm_options
 from vllm_aiter_mla.compat import release
@@ -278,6 +279,28 @@ def check_atom(environment: Environment) -> CheckResult:
     return CheckResult("problem", "ATOM's plugin owns the model: this plugin stays off", REMEDIES["atom"])
 
 
+def check_cache_root(environment: Environment) -> CheckResult:
+    """Check that a start can note the first call of a kernel, and that no earlier start has ended in one."""
+    folder = files.cache_folder(environment)
+    there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    try:
+        with tempfile.TemporaryDirectory(prefix="check-", dir=there) as name:
+            lock = Path(name, "lock")
+            if not locks.try_hold(lock) or not locks.is_held(lock):
+                raise OSError("a lock was taken, and cannot be seen as held")
+            locks.release(lock)
+    except OSError as error:
+        detail = f"not_marked: {there} takes no file or no lock ({error}), so a start leaves AITER and Triton out"
+        return CheckResult("problem", detail, "set VLLM_CACHE_ROOT to a folder that takes files and locks, and keep it")
+    aborted = [
+        path.name for path in folder.glob("first-call-*.json") if not locks.is_held(folder / f"lock-{path.stem}")
+    ]
+    if aborted:
+        detail = f"{ABORTED}: {', '.join(aborted)} in {folder}: a start with the same build and card leaves kernels out"
+        return CheckResult("warning", detail, REMEDIES[ABORTED])
+    return CheckResult("ok", f"{folder} takes files and locks, and holds no note of a start that a kernel has ended")
+
+
 def check_switches(environment: Environment) -> CheckResult:
     """Check vLLM's variables: AITER and its MLA are on, batch invariance is off, and MLA is not disabled."""
     try:
@@ -318,7 +341,7 @@ def _is_on(name: str, value: str) -> bool:
 
 CHECKS = (
     check_switches, check_torch, check_rocm, check_gpu, check_triton, check_hip_python, check_vllm, check_plugin,
-    check_surface, check_patches, check_aiter, check_code_objects, check_verified, check_atom,
+    check_surface, check_patches, check_aiter, check_code_objects, check_verified, check_atom, check_cache_root,
 )  # fmt: skip
 """All checks, in the order in which they run. Users forget the variables of ``check_switches`` most often."""
 

@@ -136,7 +136,7 @@ def parse_options(folder: Path, arguments: Sequence[str]) -> tuple[Any, UserOpti
         for name in FUSIONS_WITHOUT_MLA
         if getattr(parsed.compilation_config.pass_config, name, None)
     ]
-    for key in near_misses(parsed.additional_config):
+    for key in near_misses(parsed.additional_config, settings.enabled):
         notes.append(f"additional_config.{key} is not read by this plugin, whose key is {NAMESPACE}")
     return engine_args, UserOptions(settings, parsed.max_num_seqs, parsed.max_num_batched_tokens, notes)
 

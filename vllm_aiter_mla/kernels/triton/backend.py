@@ -105,8 +105,7 @@ class TritonBackend(KernelBackend):
 
 def _shape(inputs: DecodeInputs) -> tuple[Any, ...]:
     """Return what is checked at once: ``LayerShape`` without the block size and the pairing."""
-    q = inputs.q
-    return (tuning.key_of(inputs), q.shape[1:], q.dtype, inputs.latent_dim, inputs.out_dtype, inputs.out_heads)
+    return (tuning.key_of(inputs), inputs.out_heads)
 
 
 def refused_on(arch: str, inputs: DecodeInputs) -> str | None:

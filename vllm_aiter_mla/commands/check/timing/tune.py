@@ -43,7 +43,7 @@ def tune_tiles(request: TimingRequest) -> tuple[tuning.TunedTiles, str | None]:
     load_plugins()  # as in a server: a plugin may provide the platform
     machine = stopwatch.machine()
     token_counts = sorted(set(request.token_counts or stopwatch.token_counts(MAX_TUNED_TOKENS)))
-    record = tuning.TunedTiles(machine["card"], machine["triton"], {}, {})
+    record = tuning.TunedTiles(machine["card"], machine["triton"], card().units(), {}, {})
     has_wrong_tile, stop_reason = False, None
     with compat_config.as_current():
         for layer in request.layers():
@@ -174,7 +174,7 @@ def save_tiles(record: tuning.TunedTiles) -> Path:
         OSError: the file cannot be written.
     """
     folder = compat_config.cache_folder()
-    path = tuning.path_of(folder, record.card, record.triton)
+    path = tuning.path_of(folder, record.card, record.triton, record.units)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):  # held by another run that tunes, on another card of this machine
         files.write_record(path, _added_to(path, record))
