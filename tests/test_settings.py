@@ -190,4 +190,4 @@ def test_near_miss_is_no_other_key_and_no_other_object():
 def test_mutation_near_miss_by_exact_letters_only_is_caught(monkeypatch):
     monkeypatch.setattr(settings.difflib, "get_close_matches", lambda *found, **how: [])
     with pytest.raises(AssertionError, match=r"^assert \(\) == \('aitre_mla',\)"):
-        test_near_miss_of_the_namespace_or_the_flag_is_found("aitre_mla")
+        test_near_miss_of_the_namespace_or_the_flag_is_found("aitre_mla", True)

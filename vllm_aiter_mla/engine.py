@@ -232,7 +232,7 @@ class Engine:
                 if layer.decision.skip is None:
                     prefill.compile_quantisation(layer)
                     if layer.shape() not in done:
-                        prefill.compile_product(layer, self._captured_sizes())
+                        prefill.compile_product(layer, self._captured_sizes)
                         done.add(layer.shape())
 
     def _captured_sizes(self) -> list[int]:

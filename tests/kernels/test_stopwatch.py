@@ -178,7 +178,7 @@ def test_each_weight_of_a_sweep_has_a_binding_of_its_own_as_each_layer_has():
         def bind(self, inputs):
             mine = inputs.weight
             bound.append(mine)
-            return Binding(lambda given: (ran.append(given.weight is mine), super(Binds, self).prepare(given))[1])
+            return Binding(lambda given: (ran.append(given.weight is mine), reference.prepare(given))[1])
 
     weights = stopwatch.cold_weights(synthetic_inputs(SHAPE).weight, resident=1 << 14)
     calls = stopwatch.calls_of(SHAPE, weights, 2, resident=1 << 14)

@@ -240,9 +240,8 @@ SEEN = {
     "pass 1 binds the other pairing to q": "output 0 differs .*rope_kv_cache, decode",
     # FixFunctionalizationPass erases the view under the scatter without looking at its other readers.
     "pass 1 shares the view that vLLM erases": "Tried to erase Node",
-    # The same pass looks for result 1 of a chain that lacks a part.
-    "pass 1 rotates without writing back": "^1$",
-    "pass 2 prepares the raw query": "^1$",
+    "pass 1 rotates without writing back": r"output 0 differs \(cleaned, .*rope_kv_cache, decode",
+    "pass 2 prepares the raw query": r"output 0 differs \(cleaned, .*q_prep_lift, decode",
     "I3 the first row decides": "output 0 differs .*q_prep_lift, mixed",
 }
 

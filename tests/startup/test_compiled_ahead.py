@@ -93,7 +93,7 @@ def test_vllms_product_over_mxfp4_runs_at_each_captured_size_as_its_own_warm_up_
     monkeypatch.setattr(type(layer), "weight", lambda self: made)
     shape = replace(layer.shape(), weight=("mxfp4",), nope_dim=32)
     monkeypatch.setattr(type(layer), "shape", lambda self: shape)
-    prefill.compile_product(layer, [1, 8, 16])
+    prefill.compile_product(layer, lambda: [1, 8, 16])
     assert calls == ([(1, True), (8, True), (16, True)] if query == "fp8" else [])
 
 

@@ -1,6 +1,5 @@
 """The status line, the status file, what a warm start knows of skipped layers, and the metrics."""
 
-import fcntl
 import gc
 import json
 import logging
@@ -570,45 +569,39 @@ def test_mutation_a_status_line_that_is_not_the_last_one_is_caught(said, monkeyp
         is_last_whatever_a_file_costs(said, monkeypatch, strict=False)
 
 
-def a_worker_holds_the_run_if_nobody_else_does(tmp_path, monkeypatch):
-    """A worker of Ray's on another machine has a folder of its own. Ray Serve builds a config in a task that ends."""
-    held = []
-    for machine, has_front_end in ((liveness.host_hash(), True), (liveness.host_hash(), False), ("0a1b2c3d", False)):
-        run = f"{machine}-{has_front_end:d}-a"
-        lock = tmp_path / f"lock-status-{run}"
-        monkeypatch.setenv(liveness.RUN_VARIABLE, run)
+def only_a_front_end_or_another_machine_holds_the_run(tmp_path, monkeypatch):
+    """A worker of Ray's on another machine has a folder of its own, where no front end is."""
+    held = {}
+    for machine in (liveness.host_hash(), "0a1b2c3d"):
+        monkeypatch.setenv(liveness.RUN_VARIABLE, f"{machine}-1-a")
         another_engine()
         engage_all()
-        with lock.open("w") as front_end:
-            if has_front_end:
-                fcntl.flock(front_end, fcntl.LOCK_EX)
-            after_warm_up()
-        after_warm_up()  # a correction, after the front end has ended
-        held.append(locks.is_held(lock))
-    assert held == [False, True, True]
+        after_warm_up()
+        held[machine] = locks.is_held(tmp_path / f"lock-status-{machine}-1-a")
+    assert [*held.values()] == [False, True]
 
 
-def test_a_worker_holds_the_lock_of_its_run_if_nobody_does_at_its_first_record(said, tmp_path, monkeypatch):
-    a_worker_holds_the_run_if_nobody_else_does(tmp_path, monkeypatch)
+def test_a_worker_holds_the_lock_of_its_run_only_away_from_its_front_end(said, tmp_path, monkeypatch):
+    only_a_front_end_or_another_machine_holds_the_run(tmp_path, monkeypatch)
 
 
 @pytest.mark.mutation
 @pytest.mark.parametrize(
-    ("owner", "name", "plant", "held"),
-    [
-        (liveness, "ensure_run_lock", lambda folder: None, r"\[False, False, False\]"),
-        (locks, "seems_held", lambda lock: False, r"\[True, True, True\]"),
-    ],
-    ids=["no worker", "at a later record too"],
+    ("joins", "held"), [(True, r"\[True, True\]"), (False, r"\[False, False\]")], ids=["every worker", "no worker"]
 )
-def test_mutation_a_worker_that_takes_or_leaves_the_wrong_lock_is_caught(
-    said, tmp_path, monkeypatch, owner, name, plant, held
-):
-    with monkeypatch.context() as patching:
-        patching.setattr(liveness, "locks", SimpleNamespace(**vars(locks)))
-        patching.setattr(liveness if owner is liveness else liveness.locks, name, plant)
-        with pytest.raises(AssertionError, match=held):
-            a_worker_holds_the_run_if_nobody_else_does(tmp_path, monkeypatch)
+def test_mutation_a_worker_that_takes_or_leaves_the_wrong_lock_is_caught(said, tmp_path, monkeypatch, joins, held):
+    write, join = status_files.write_status, liveness.ensure_run_lock
+
+    def plant(folder, record):
+        if joins:
+            join(folder)
+        return write(folder, record)
+
+    monkeypatch.setattr(status_files, "write_status", plant)
+    if not joins:
+        monkeypatch.setattr(liveness, "ensure_run_lock", lambda folder: None)
+    with pytest.raises(AssertionError, match=held):
+        only_a_front_end_or_another_machine_holds_the_run(tmp_path, monkeypatch)
 
 
 def test_files_are_never_seen_half_written(said, tmp_path, monkeypatch):

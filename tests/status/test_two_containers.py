@@ -273,7 +273,7 @@ def test_mutation_two_containers_a_lock_that_says_nothing_is_caught(server, tmp_
     one = server(A)
     one.does("front_end", "write")
     assert "engaged" in status_of(A)[0]
-    monkeypatch.setattr(locks, "held_states", lambda paths: dict.fromkeys(paths, held))
+    monkeypatch.setattr(locks, "held_states", lambda paths, waits: dict.fromkeys(paths, held))
     assert ("ended" in status_of(A)[0]) is not held
     one.dies()
     assert ("ended" in status_of(A)[0]) is not held

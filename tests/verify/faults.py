@@ -26,8 +26,9 @@ class Changed(ReferenceBackend):
         super().__init__()
         self.change = change
 
-    def prepare(self, inputs):
-        return self.change(super().prepare, inputs)
+    def bind(self, inputs):
+        bound = super().bind(inputs)
+        return bound if isinstance(bound, str) else replace(bound, run=partial(self.change, bound.run))
 
 
 class Saturating(ReferenceBackend):

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -84,8 +84,9 @@ class OverCodes(ReferenceBackend):
     def absorbed(self, inputs):
         return None if self.inside else self.multiplied(inputs)
 
-    def prepare(self, inputs):
-        return reference.prepare(inputs, reference.AITER, self.multiplied(inputs))
+    def bind(self, inputs):
+        bound = super().bind(inputs)
+        return replace(bound, run=lambda given: reference.prepare(given, reference.AITER, self.multiplied(given)))
 
 
 @pytest.mark.mutation

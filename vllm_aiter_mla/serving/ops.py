@@ -226,15 +226,17 @@ def prepared_query(
 def rotate_and_write(
     step: LayerStep, q: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, rope: Rope
 ) -> torch.Tensor:
-    """Rotate q in place, write the KV rows, and return the rotated k_pe [T, 1, R].
+    """Rotate the n real rows of q in place, write their KV rows, and return the rotated k_pe [n, 1, R].
 
-    Rows that pad a graph are rotated too, and their slots are -1: with the flag off vLLM hands on all of them as well.
     A batch without slots or without a cache is rotated and writes nothing.
     """
-    width, slots = k_pe.shape[-1], step.slots
+    n, width, slots = step.num_actual_tokens, k_pe.shape[-1], step.slots
+    if n != q.shape[0]:
+        q, k_pe, kv_c, rope = q[:n], k_pe[:n], kv_c[:n], rope._replace(positions=rope.positions[:n])
     q_pe, k_3d = q[..., -width:], k_pe.unsqueeze(1)
     if slots is None or not step.kv_cache.numel():
         return step.layer.rotate(q_pe, k_3d, rope)
+    slots = slots if n == slots.shape[0] else slots[:n]
     if rope.rotation == compat_layer.FUSED_ROPE:
         step.layer.rope_and_write(q_pe, k_pe, kv_c, slots, rope)
         return k_3d

@@ -80,8 +80,8 @@ def compile_quantisation(layer: Layer) -> None:
             layer.quantise(absorbed, query[..., shape.nope_dim :])
 
 
-def compile_product(layer: Layer, sizes: Sequence[int]) -> None:
-    """Compile the product of vLLM's own attention at these token counts, if vLLM compiles it while it warms up.
+def compile_product(layer: Layer, captured_sizes: Callable[[], Sequence[int]]) -> None:
+    """Compile the product of vLLM's own attention at the captured sizes, if vLLM compiles it while it warms up.
 
     Over mxfp4 weights and an fp8 query vLLM hands AITER's GEMM the query's scale, which no kernel of ours does. Triton
     compiles the GEMM for that, and for ranges of token counts. With the flag off each captured size calls it.
@@ -89,7 +89,7 @@ def compile_product(layer: Layer, sizes: Sequence[int]) -> None:
     shape = layer.shape()
     if shape.weight[0] != "mxfp4" or not formats.is_fp8(shape.out_dtype):
         return
-    for rows in sizes:
+    for rows in captured_sizes():
         with torch.inference_mode():
             q_nope = torch.zeros(rows, shape.heads, shape.nope_dim, dtype=shape.act, device=shape.device)
             layer.weight().product(q_nope, {"y_scale": layer.q_scale})

@@ -35,8 +35,8 @@ def host_hash() -> str:
 def ensure_run_lock(folder: Path) -> None:
     """Hold the lock of this server's run until this process ends, unless another process holds it.
 
-    The front end calls this function first. The first worker of a run whose lock nobody holds calls it too: on another
-    machine (Ray) it has another folder.
+    The front end calls this function first. Workers on another machine (Ray) call it too. They have another folder,
+    where the first worker holds the lock.
 
     Args:
         folder: where the plugin keeps its files; made if it is missing.
@@ -68,10 +68,8 @@ def hold_rank_lock(folder: Path, record: RankRecord) -> None:
     Raises:
         OSError: the lock cannot be taken.
     """
-    # A front end that lives holds the run's lock. At the first record of a rank nobody does if the front end is on
-    # another machine, or if the config was built in a process that has ended (Ray Serve). Later a free lock means that
-    # the front end has ended.
-    if locks.seems_held(_rank_lock_path(folder, record)) is False:
+    # A worker on its front end's machine does not take the run's lock: a free lock means that the front end has ended.
+    if not record.run.startswith(f"{host_hash()}-"):
         ensure_run_lock(folder)
     # Only this process has this rank of this engine. But each process of the run that reads the config of a skipped
     # engine writes the same record, and then the lock of one process is enough.

@@ -1,6 +1,7 @@
 """Planted mistakes in how AITER is called, each caught by the self-check; test_aiter_contract.py plants more."""
 
 from dataclasses import replace
+from functools import partial
 from sys import maxsize
 
 import pytest
@@ -13,23 +14,30 @@ from vllm_aiter_mla.startup.comparison import compare_with_reference
 pytestmark = [pytest.mark.mutation("I6"), pytest.mark.usefixtures("fake_gfx942")]
 
 
-def changed(change):
-    def plant(bound):
-        prepare = bound.prepare
-        bound.prepare = lambda operands: prepare(change(operands))
+def around(change):
+    """``change`` receives what the back end runs, and the operands."""
+
+    def plant(backend):
+        bind = backend.bind
+
+        def bind_changed(operands):
+            bound = bind(operands)
+            return bound if isinstance(bound, str) else replace(bound, run=partial(change, bound.run))
+
+        backend.bind = bind_changed
 
     return plant
 
 
-def unabsorbed(bound):
-    prepare = bound.prepare
+def changed(change):
+    return around(lambda run, operands: run(change(operands)))
 
-    def without_the_product(operands):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(absorb, "absorb_plain", lambda q_nope, w_uk_t: q_nope.contiguous())
-            return prepare(operands)
 
-    bound.prepare = without_the_product
+@around
+def unabsorbed(run, operands):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(absorb, "absorb_plain", lambda q_nope, w_uk_t: q_nope.contiguous())
+        return run(operands)
 
 
 def stale_rows(bound):

@@ -76,8 +76,8 @@ def compare_requests(
             distances = [logprob_distance(base_logprobs[token], other_logprobs[token]) for token in common_tokens]
             distances = distances or [math.inf]
             least_distance = max(
-                _least_distance(base_logprobs[base_token], base_token, other_logprobs),
-                _least_distance(other_logprobs[other_token], other_token, base_logprobs),
+                _least_distance(base_token, base_logprobs, other_logprobs),
+                _least_distance(other_token, other_logprobs, base_logprobs),
             )
             # The largest one counts, so that a lower bound never makes the mean smaller.
             distances += [least_distance] * (least_distance > max(distances))
@@ -92,12 +92,14 @@ def compare_requests(
     return comparison
 
 
-def _least_distance(logprob: float, token: int, other_logprobs: Mapping[int, float]) -> float:
+def _least_distance(token: int, logprobs: Mapping[int, float], other_logprobs: Mapping[int, float]) -> float:
     """Return the least distance of a generated token that the other side does not list; 0 if it lists the token.
 
     There the token is less likely than the last one of the list.
     """
-    return 0.0 if token in other_logprobs else logprob - min(other_logprobs.values())
+    if token in other_logprobs or token not in logprobs:  # the other one, or neither side, says how likely it is
+        return 0.0
+    return logprobs[token] - min(other_logprobs.values())
 
 
 def can_rounding_explain_tokens(comparison: TokenComparison, fp8_noise: float = 0.0) -> bool:
