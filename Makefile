@@ -25,10 +25,10 @@ export PYTHONUNBUFFERED := 1
 # Bit-exact comparisons must not depend on the number of cores.
 export OMP_NUM_THREADS := 1
 
-# Bit-exact tests of under two minutes, for a machine without AVX-512; ARGS= names more.
-AVX2_TESTS := tests/serving tests/passes/test_recognised.py tests/passes/test_traced.py tests/passes/test_layers_apart.py \
-    tests/passes/test_fallback.py tests/kernels/test_reference.py tests/kernels/aiter/test_absorb.py \
-    tests/kernels/aiter/test_aiter_numerics.py tests/kernels/aiter/test_aiter_vectors.py
+# Bit-exact tests of a minute, for a machine without AVX-512. `make test-wide` runs the other tests of graphs so, too.
+AVX2_TESTS := tests/serving tests/passes/test_recognised.py tests/kernels/test_reference.py \
+    tests/kernels/aiter/test_absorb.py tests/kernels/aiter/test_aiter_numerics.py \
+    tests/kernels/aiter/test_aiter_vectors.py
 
 # Tests that build vLLM's configs or layers on its CPU platform, which asks for AMX.
 AMX_TESTS := tests/gate/test_gate.py tests/passes/test_pipeline.py tests/serving/test_module.py \
@@ -102,6 +102,7 @@ test-wide: wide-extras
 	$(BIN)/python -m pytest -m wide
 	$(MAKE) test-triton
 	$(MAKE) test-bare
+	$(MAKE) test-avx2 ARGS=tests/passes
 
 # A bare card's environment: torch and Triton as a GPU machine has them, no vLLM. `check --only kernels,timing` runs there,
 # and every test is collected; those of a GPU are skipped for want of one. torch from PyPI is its CUDA build, 5 GB, which

@@ -382,6 +382,7 @@ if "vllm_aiter_mla.commands.process" in getattr(sys, "orig_argv", ()):
 
 
 @pytest.mark.slow
+@pytest.mark.wide  # tests/support/plan_child.py makes every plan of tests/plan in one process for each card
 def test_a_plan_after_another_in_one_process_is_that_of_a_process_of_its_own(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     log = tmp_path / "log"

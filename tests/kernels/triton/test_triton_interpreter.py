@@ -121,16 +121,16 @@ def test_triton_query_rows_beyond_two_to_the_31_elements_are_read_right(interpre
     assert_as_the_reference(interpreted("far_query"))
 
 
-# What a start-up compares on each card with 32 heads: 7 rows, then what each further tile needs, up to L.
+# What a start-up compares on each card with 32 heads: the rows that each tile needs, up to L, the most first.
 CHECKED = [
-    ("gfx942", 512, "plain", [7, 17, 33, 65, 129]),
-    *[("gfx942", 16, weight, [7]) for weight in ("plain", "float8_e4m3fnuz")],
-    ("gfx950", 512, "mxfp4", [7, 17, 33, 65, 129]),
+    ("gfx942", 512, "plain", [129, 65, 33, 17, 16]),
+    *[("gfx942", 16, weight, [16]) for weight in ("plain", "float8_e4m3fnuz")],
+    ("gfx950", 512, "mxfp4", [129, 65, 33, 17, 16]),
 ]
 CHECKED_WIDE = [
-    ("gfx942", 512, "float8_e4m3fnuz", [7, 17, 33, 65, 129]),
-    *[("gfx942", 40, weight, [7, 17, 33]) for weight in ("plain", "float8_e4m3fnuz")],
-    *[("sm90", 1024, weight, [7, 32, 65, 129, 513]) for weight in ("plain", "float8_e4m3fn")],
+    ("gfx942", 512, "float8_e4m3fnuz", [129, 65, 33, 17, 16]),
+    *[("gfx942", 40, weight, [40, 17, 16]) for weight in ("plain", "float8_e4m3fnuz")],
+    *[("sm90", 1024, weight, [513, 129, 65, 32, 16]) for weight in ("plain", "float8_e4m3fn")],
 ]
 
 
@@ -142,7 +142,9 @@ def test_triton_self_check_runs_each_tile_that_the_decode_limit_reaches(interpre
     found = interpreted("self_checked", arch=arch, limit=limit, weight=weight)
     assert found["ok"], found["message"]
     assert weight != "mxfp4" or "q nope 0 step(s)" in found["message"]
-    small, large = found["launched"][: len(counts)], found["launched"][len(counts) :]
+    launched = found["launched"][::2]
+    assert launched == found["launched"][1::2], "each batch twice, and the second one is compared"
+    small, large = launched[: len(counts)], launched[len(counts) :]
     assert small == large, "each tile over a small cache, then over one that claims 2 GiB"
     assert [tokens for tokens, _ in small] == counts
     assert len({tile for _, tile in small}) == len(small)
