@@ -85,7 +85,7 @@ test-all: test test-rest test-wide
 # What `make test` leaves out, two at a time, the longest first: engines, slow tests, servers, which wait more than they
 # compute, bit-exact tests without AVX-512, configs with and without AMX, and the site, whose links must lead somewhere.
 test-rest: extras
-	$(MAKE) -j 2 engines slow rehearsals avx2-quick types amx-quick site
+	$(MAKE) -j 2 engines slow rehearsals types avx2-quick amx-quick site
 
 engines: extras
 	$(BIN)/python -m pytest --durations=10 -m "engine and not wide" tests/engine
