@@ -785,6 +785,10 @@ def test_batches_that_all_ran_vllms_own_kernels_compare_nothing(card: dict[str, 
     assert "17..1024" in found.detail
     kernels_by_tokens(card, (1, 15, "vllm"), (16, 1024, "triton"))
     assert outcomes()["engine"].status == "passed"
+    compared, other = ((1, 1024, "triton"),), ((1, 16, "vllm"), (17, 1024, "triton"))
+    groups = tuple(DecisionGroup((name,), decision(*of)) for name, of in (("layer", compared), ("draft", other)))
+    let_answer(card, "on", rank_records=(replace(ANSWER.rank_records[0], decision_groups=groups),))
+    assert outcomes()["engine"].status == "unknown", "layers of another shape that ran none of ours"
 
 
 @pytest.mark.parametrize(("fifth", "explained"), [(-3.2, False), (-0.75, True)])

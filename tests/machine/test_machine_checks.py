@@ -309,6 +309,15 @@ def test_a_cache_root_without_locks_is_a_problem_before_a_server_leaves_its_kern
     assert "VLLM_CACHE_ROOT" in found.remedy
 
 
+def test_a_note_whose_lock_cannot_be_read_is_not_called_a_start_that_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, is_held = marker(tmp_path, alive=False), locks.is_held
+    monkeypatch.setattr(locks, "is_held", lambda lock: None if name in lock.name else is_held(lock))
+    found = run_check("cache-root", VLLM_CACHE_ROOT=str(tmp_path))
+    assert (found.status, found.detail.partition(":")[0]) == ("warning", "not_marked")
+
+
 @pytest.mark.parametrize("alive", [False, True])
 def test_a_note_of_a_start_that_ended_in_a_first_call_is_named_and_one_of_a_living_start_is_not(
     tmp_path: Path, alive: bool

@@ -292,9 +292,16 @@ def check_cache_root(environment: Environment) -> CheckResult:
     except OSError as error:
         detail = f"not_marked: {there} takes no file or no lock ({error}), so a start leaves AITER and Triton out"
         return CheckResult("problem", detail, "set VLLM_CACHE_ROOT to a folder that takes files and locks, and keep it")
-    aborted = [
-        path.name for path in folder.glob("first-call-*.json") if not locks.is_held(folder / f"lock-{path.stem}")
-    ]
+    held = {path.name: locks.is_held(folder / f"lock-{path.stem}") for path in folder.glob("first-call-*.json")}
+    unreadable = [name for name, is_held in held.items() if is_held is None]
+    if unreadable:
+        detail = (
+            f"not_marked: the locks of {', '.join(unreadable)} in {folder} cannot be read, so a start with the same "
+        )
+        return CheckResult(
+            "warning", f"{detail}build and card leaves kernels out", "if that start has ended, remove both"
+        )
+    aborted = [name for name, is_held in held.items() if is_held is False]
     if aborted:
         detail = f"{ABORTED}: {', '.join(aborted)} in {folder}: a start with the same build and card leaves kernels out"
         return CheckResult("warning", detail, REMEDIES[ABORTED])

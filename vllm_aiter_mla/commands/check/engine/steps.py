@@ -178,9 +178,9 @@ def compare_tokens(context: StepContext) -> StepResult:
 
 
 def _unused_kernels_text(on_answer: EngineAnswer, plan: Plan) -> str | None:
-    """Return that no decode batch of the scenarios ran a kernel of ours although layers engaged, or None.
+    """Return that no decode batch of the scenarios ran a kernel of ours in layers that engaged, or None.
 
-    A layer is engaged if a kernel of ours was chosen for some token count, which may be above all of these batches.
+    A layer is engaged if a kernel of ours was chosen for some token count, which none of these batches may have.
     """
     from vllm_aiter_mla.commands.check.engine.child import SCENARIOS
 
@@ -193,11 +193,17 @@ def _unused_kernels_text(on_answer: EngineAnswer, plan: Plan) -> str | None:
         for num_requests in range(1, most_requests + 1)
         for count in (num_requests * (1 + plan.options.num_drafts), _num_step_tokens(plan, num_requests))
     }
-    run_kernels = {kernel_at(spans, count) for spans in chosen_spans for count in counts if count <= plan.limit}
-    our_spans = sorted({span.tokens_text for spans in chosen_spans for span in spans if span.kernel != VLLM})
-    if not our_spans or run_kernels - {VLLM, ""}:
+    unused_spans = {
+        span.tokens_text
+        for spans in chosen_spans
+        if {kernel_at(spans, count) for count in counts if count <= plan.limit} <= {VLLM, ""}
+        for span in spans
+        if span.kernel != VLLM
+    }
+    if not unused_spans:
         return None
-    return f"by vLLM's own kernels: ours run at {', '.join(our_spans)} tokens, and no batch here has so many"
+    text = ", ".join(sorted(unused_spans))
+    return f"some layers ran vLLM's own kernels: ours run at {text} tokens, as no batch here has"
 
 
 def _token_difference_reason(
