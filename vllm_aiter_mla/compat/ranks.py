@@ -16,13 +16,15 @@ WAIT_S = 120.0
 """How long ``apart`` waits for the other ranks. vLLM's groups are new then, so all ranks are at the same step."""
 
 
-def say(mine: str) -> None:
+def say(mine: str) -> int:
     """Leave what this rank has decided in the store by which torch's process groups met; nobody waits for it.
 
-    Say it once an engine: a process may have several, one after the other, over one store.
+    Say it once an engine: a process may have several, one after the other, over one store. Return which one this is.
     """
     store, rank = _store(), torch.distributed.get_rank()
-    store.set(_key(store.add(_engines_key(rank), 1), rank), mine)
+    engine: int = store.add(_engines_key(rank), 1)
+    store.set(_key(engine, rank), mine)
+    return engine
 
 
 def apart(mine: str, world_size: int, wait_s: float = WAIT_S) -> list[int]:
@@ -37,9 +39,8 @@ def apart(mine: str, world_size: int, wait_s: float = WAIT_S) -> list[int]:
         world_size: ranks of one engine, which are numbered one after the other.
         wait_s: seconds.
     """
-    say(mine)
-    store, rank = _store(), torch.distributed.get_rank()
-    engine, first = store.add(_engines_key(rank), 0), rank // world_size * world_size
+    engine, store = say(mine), _store()
+    first = torch.distributed.get_rank() // world_size * world_size
     found, end = list[int](), time.monotonic() + wait_s
     for other in range(first, first + world_size):
         key = _key(engine, other)
