@@ -392,6 +392,15 @@ def test_the_page_holds_the_decode_limit_the_reason_and_the_way_out():
     assert "61 attentions with MLA in 61 layers, and 1 in the draft" in out
 
 
+@slow  # in a process of its own: the shared ones have the switch
+def test_aiters_attention_by_name_is_planned_without_the_switch_and_nothing_is_assumed(monkeypatch):
+    monkeypatch.delenv("VLLM_ROCM_USE_AITER", raising=False)
+    status, out, err = invoke(*R1, "--attention-backend", "ROCM_AITER_MLA")
+    assert (status, "61/61 MLA layers would engage" in out) == (outputs.EXIT_OK, True), out + err
+    assert "is assumed" not in out
+    assert "FP8BMM is unset" not in out
+
+
 @pytest.mark.usefixtures("shared")
 def test_an_answer_that_stops_at_the_layers_is_not_known_and_names_the_line(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"hidden_act": "no such function"}))

@@ -284,6 +284,8 @@ def _default_notes(facts: VllmFacts, vllm: LoadedVllm, plan_environment: PlanEnv
     for name, origin in default_origins.items():
         if getattr(facts.user_options, name) is None:
             yield f"--{name.replace('_', '-')} is not given: {getattr(facts.engine.options, name)}, {origin}"
+    if USE_AITER not in plan_environment:  # AITER's attention is taken by name, and no other switch has an effect
+        return
     if plan_environment[USE_AITER][1] == "default":
         yield f"{USE_AITER}=1 is assumed; vLLM's default is 0: export it"
     # The fp4 switch acts on gfx950 only, and only where kv_b_proj is in bfloat16.
