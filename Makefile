@@ -121,7 +121,7 @@ $(BARE_STAMP): pyproject.toml
 test-bare: $(BARE_STAMP)
 	! $(BARE)/bin/python -c 'import vllm' 2>/dev/null
 	$(BARE)/bin/pytest -q -n0 -m gpu tests
-	$(BARE)/bin/pytest -q -n $(WORKERS) --dist loadfile -m "not engine and not slow and not gpu" \
+	$(BARE)/bin/pytest -q -n $(WORKERS) --dist loadfile -m "not engine and not wide and not gpu" \
 	    --ignore tests/kernels/triton/test_triton_aiter_vectors.py tests/test_without_vllm.py tests/test_imports.py \
 	    tests/kernels tests/timing tests/verify tests/tools/test_first_card.py
 
@@ -144,7 +144,7 @@ $(LANE_STAMP): $(LOCK) pyproject.toml
 	touch $@
 
 test-torch: $(LANE_STAMP)
-	$(LANE)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not engine and not slow" \
+	$(LANE)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not engine and not wide" \
 	    tests/passes tests/serving tests/gate
 
 # The same, plans and single batches of Model Runner V2, over a release of vLLM's Python files on the torch that its users

@@ -52,6 +52,7 @@ def ran(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1]), cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "said"), [
     ("triton", "1 passed, 0 failed"), ("reference", "1 passed, 0 failed"), ("tune", "kept in"),
 ])  # fmt: skip
@@ -60,19 +61,23 @@ def test_a_command_runs_without_vllm(ran, name, said):
     assert (status, said in output) == (outputs.EXIT_OK, True), output
 
 
+@pytest.mark.slow
 def test_timing_runs_without_vllm_and_is_unknown_where_the_stand_in_cannot_run(ran):
     status, output, _ = ran[0]["timing"]
     assert (status, "5.00" in output, "nothing to compare" in output) == (outputs.EXIT_INCOMPLETE, True, True), output
 
 
+@pytest.mark.slow
 def test_timing_says_why_vllms_own_kernels_are_not_timed(ran):
     assert "vllm: not timed: this build of vLLM has no" in ran[0]["timing"][1]
 
 
+@pytest.mark.slow
 def test_tiles_go_to_the_folder_that_vllm_would_name(ran):
     assert [one.parent.name for one in ran[1].rglob("tuned-*.json")] == ["aiter_mla"]
 
 
+@pytest.mark.slow
 @pytest.mark.mutation
 def test_mutation_a_command_that_needs_vllm_fails_there(ran):
     """What is absent in that process is vLLM, and a command that asks it for something ends so."""

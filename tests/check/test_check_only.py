@@ -271,6 +271,7 @@ def runs_until(released):
     return happened(Path(released).exists)
 
 
+@pytest.mark.slow
 def test_a_side_that_fails_ends_the_other(tmp_path):
     runs, off, released = threading.Event(), [], str(tmp_path / "released")
 
@@ -312,6 +313,7 @@ def test_a_side_that_has_not_started_its_process_when_the_other_fails_is_ended_t
     assert off == ["was ended by SIGKILL"]
 
 
+@pytest.mark.slow
 @pytest.mark.mutation
 def test_mutation_one_look_for_processes_of_the_other_side_is_caught(monkeypatch, tmp_path):
     waits, wait = [], check.wait
@@ -328,6 +330,7 @@ def test_mutation_one_look_for_processes_of_the_other_side_is_caught(monkeypatch
         test_a_side_that_has_not_started_its_process_when_the_other_fails_is_ended_too(monkeypatch, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.mutation
 def test_mutation_a_side_that_goes_on_is_caught(monkeypatch, tmp_path):
     monkeypatch.setattr(process, "end_calls", (tmp_path / "released").touch)

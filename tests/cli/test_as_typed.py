@@ -97,6 +97,7 @@ def lines(draw):
     return list(chain(*options)), list(chain(*mixed))
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(line=lines(), command=st.sampled_from(COMMANDS))
 def test_what_follows_model_reaches_vllm_unchanged(script, line, command):

@@ -227,6 +227,7 @@ def test_exit_status_every_command_is_in_the_table():
     assert {row[0] for row in TABLE} == set(COMMANDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "typed", "plant"),
     [
@@ -276,6 +277,7 @@ def in_a_shell(line, **options):
     return subprocess.run([sys.executable, "-m", "vllm_aiter_mla", *line], **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [["--version"], ["check", "--help"], ["check", "--only", "machine"]], ids=" ".join)
 def test_output_that_ends_on_a_full_disk_is_one_line_and_nobody_has_looked(line):
     with open("/dev/full", "w") as full:

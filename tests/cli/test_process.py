@@ -249,6 +249,7 @@ def test_a_process_imports_nothing_from_the_folder_that_the_command_was_typed_in
     assert process.call(dict, {1: 2}) == {1: 2}
 
 
+@pytest.mark.slow
 def test_torchs_compile_cache_is_where_it_is_without_a_call(monkeypatch):
     """It holds what torch found out about the compiler: half a minute for each engine on a CPU."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
@@ -270,6 +271,7 @@ def binds_vllms_socket():
     return path.startswith(tempfile.gettempdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "own"), [(40, True), (69, False)])
 def test_vllms_sockets_have_a_path_that_is_short_enough(monkeypatch, length, own):
     """A folder of a job's own, as of a scheduler: vLLM alone could have its sockets there."""
@@ -282,6 +284,7 @@ def test_vllms_sockets_have_a_path_that_is_short_enough(monkeypatch, length, own
             assert process.call(binds_vllms_socket) is own
 
 
+@pytest.mark.slow
 @pytest.mark.mutation
 def test_mutation_a_folder_that_is_too_long_for_a_socket_is_caught(monkeypatch):
     monkeypatch.setattr(process, "MAX_SOCKET_FOLDER_LENGTH", 1000)
@@ -305,6 +308,7 @@ def test_a_process_that_aborts_takes_its_workers_with_it(tmp_path):
     assert happened(lambda: not runs(worker))
 
 
+@pytest.mark.slow
 @pytest.mark.mutation
 @pytest.mark.parametrize(("name", "left"), [("SIGTERM", "_running_groups"), ("SIGKILL", "_end_with_caller")])
 def test_mutation_a_process_that_does_not_end_with_its_caller_is_seen(tmp_path, name, left, monkeypatch):

@@ -26,7 +26,7 @@ from vllm_aiter_mla.status import liveness
 GROUP = "vllm.general_plugins"
 
 
-def test_make_demo_plans_each_cache_and_runs_its_engine_over_each_by_both_integrations(monkeypatch):
+def test_make_demo_runs_its_engine_by_both_integrations_and_over_both_caches_each_with_a_plan(monkeypatch):
     ran = []
 
     def made_up_plans(source, asked, *_):
@@ -46,7 +46,7 @@ def test_make_demo_plans_each_cache_and_runs_its_engine_over_each_by_both_integr
     monkeypatch.setattr(steps, "STEPS", with_plan)
     monkeypatch.setattr(check, "engines_on_this_cpu", lambda variables: nullcontext())
     check.main()
-    ways = [(cache, *way) for way in (("module", False), ("passes", True)) for cache in ("auto", "fp8")]
+    ways = [("fp8", "module", False), ("auto", "passes", True)]
     assert ran == [way for way in ways for _ in check.ENGINE]
 
 
@@ -172,6 +172,7 @@ def importer(monkeypatch):
     one.end()
 
 
+@pytest.mark.slow
 def test_an_importer_forks_an_engine_for_each_request_and_gives_its_status_and_what_both_printed(importer, tmp_path):
     for spec, status in (("ends", 0), ("fails", 3), ("ends", 0)):
         log = tmp_path / f"{spec}-{status}"

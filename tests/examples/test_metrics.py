@@ -100,6 +100,7 @@ def promtool(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_every_metric_is_one_that_vllm_or_the_plugin_exports(scrapes: dict[str, str]) -> None:
     """And the plugin exports none that nobody reads."""
     read = set().union(*map(names_in, [*queries().values(), *(rule["expr"] for rule in rules())]))
@@ -166,6 +167,7 @@ def fires(scrapes: dict[str, str], folder: Path) -> None:
     promtool("test", "rules", str(path))
 
 
+@pytest.mark.slow
 @PROMETHEUS
 @pytest.mark.parametrize("prefix", ["vllm:", "vllm_"])
 def test_each_alert_fires_for_its_cause_and_for_no_other(scrapes: dict[str, str], tmp_path: Path, prefix: str) -> None:
@@ -175,6 +177,7 @@ def test_each_alert_fires_for_its_cause_and_for_no_other(scrapes: dict[str, str]
     fires({name: text.replace("vllm:", prefix) for name, text in scrapes.items()}, tmp_path)
 
 
+@pytest.mark.slow
 @PROMETHEUS
 @pytest.mark.mutation
 def test_mutation_a_metric_under_another_name_fires_no_alert_and_is_caught(

@@ -61,12 +61,14 @@ RECIPE = {"model": "'deepseek-ai/DeepSeek-R1'", "tensor_parallel_size": "8", "kv
           "trust_remote_code": "True"}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_vllm_serve_takes_the_file_and_the_flag_is_on(told: dict[str, Any]) -> None:
     serve = dict(told["servers"][0])
     assert f"'{FLAG}': True" in serve.pop("compilation_config")
     assert serve == RECIPE
 
 
+@pytest.mark.slow
 def test_compose_and_kubernetes_start_the_same_engine_and_the_canary_is_strict(told: dict[str, Any]) -> None:
     serve, composed, stable, canary = told["servers"]
     assert composed == stable == serve
@@ -90,10 +92,12 @@ def test_the_entry_point_of_compose_hands_the_command_on_behind_the_locks_of_a_k
     assert not [*(tmp_path / "build").iterdir()]
 
 
+@pytest.mark.slow
 def test_offline_starts_the_same_engine_with_the_other_spelling_of_the_flag(told: dict[str, Any]) -> None:
     assert told["offline"] == RECIPE | {"additional_config": repr({"aiter_mla": {"enabled": True}})}
 
 
+@pytest.mark.slow
 def test_every_variable_of_vllm_in_the_files_is_one_that_vllm_reads(told: dict[str, Any]) -> None:
     named = {variable["name"] for one in ("r1", "r1-canary") for variable in container(one)["env"]}
     of_vllm = {name for name in named | {*composed()["environment"]} if name.startswith("VLLM_")}

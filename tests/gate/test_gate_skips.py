@@ -266,6 +266,7 @@ def test_mutation_a_fused_op_that_the_passes_do_not_look_for_is_caught(config, s
         test_without_vllms_fused_op_which_only_the_passes_need_the_module_serves(config, said, monkeypatch)
 
 
+@pytest.mark.slow
 def test_with_the_flag_off_no_op_is_looked_at_and_vllms_attention_is_not_imported(registered, mla_model, monkeypatch):
     monkeypatch.setattr(release, "op_differences", lambda fused: pytest.fail("asked with the flag off"))
     gate_support.vllm_config(mla_model)

@@ -21,12 +21,14 @@ from vllm_aiter_mla.settings import FLAG_FIELD, LIMIT_FIELD
 ON = {FLAG_FIELD: True, LIMIT_FIELD: 64}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"pass_config": {FLAG_FIELD: False, LIMIT_FIELD: None}}])
 def test_flag_off_hashes_and_prints_as_without_the_plugin(without_plugin, options):
     assert not without_plugin["plugin"]
     assert gate_support.observed(gate_support.modelless_config(options)) == without_plugin["observed"]
 
 
+@pytest.mark.slow
 @pytest.mark.mutation
 def test_mutation_a_hash_that_lists_our_fields_when_off_is_caught(without_plugin, monkeypatch):
     monkeypatch.setattr(patches, "_WithoutFields", lambda config, hidden: config)
@@ -34,6 +36,7 @@ def test_mutation_a_hash_that_lists_our_fields_when_off_is_caught(without_plugin
     assert gate_support.differing(found, without_plugin["observed"]) == ["hash", "compilation_hash", "pass_hash"]
 
 
+@pytest.mark.slow
 def test_a_process_without_the_plugin_unpickles_our_values(without_plugin):
     assert without_plugin["arrived_type"] == "vllm.config.compilation.PassConfig"
     assert {name: without_plugin["arrived"][name] for name in ON} == ON
@@ -100,6 +103,7 @@ def test_the_hash_sees_vllms_fields_too_and_values_and_fingerprint_only_when_set
     assert PassConfig(**ON).compute_hash() != on
 
 
+@pytest.mark.slow
 def test_a_failed_self_test_leaves_vllm_behind(without_plugin):
     names = {"__eq__": "vllm_eq", "__repr__": "vllm_repr", "compute_hash": "vllm_hash"}
     vllm_own = {

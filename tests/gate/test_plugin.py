@@ -28,6 +28,7 @@ def test_vllm_finds_the_plugin_under_its_name():
     assert found.load() is plugin.register
 
 
+@pytest.mark.slow
 def test_registering_imports_nothing_but_the_plugin_and_the_standard_library(without_plugin):
     """A server whose flag is off pays for registration too: no module of vLLM, torch or others may be loaded.
 

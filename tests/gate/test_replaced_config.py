@@ -42,6 +42,7 @@ def replaced_fields(source):
                 yield node.lineno, given
 
 
+@pytest.mark.slow
 def test_vllm_never_replaces_what_the_gate_decided_by():
     """Read in the installed release: else an engaged config would have to be decided again."""
     root, calls = Path(vllm.__file__).parent, 0

@@ -62,6 +62,7 @@ def test_the_machine_is_looked_at_without_torch_and_vllm(tmp_path: Path) -> None
     assert not [check for check in checks.values() if "the check failed" in check["detail"]]
 
 
+@pytest.mark.slow
 def test_the_look_at_this_machine_never_imports_aiter(tmp_path: Path) -> None:
     marker = tmp_path / "imported"
     simulated_aiter(tmp_path, marker)

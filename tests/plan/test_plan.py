@@ -419,6 +419,7 @@ def test_page_of_every_example_renders(name):
     assert name in printout.format_plan(plans.parsed(planned(name, "-tp", "4")))
 
 
+@slow
 @pytest.mark.parametrize("broken", ["raise ImportError('no vllm here')", "import os; os._exit(3)"])
 def test_a_vllm_that_is_missing_or_ends_is_a_message(broken, monkeypatch, tmp_path):
     (tmp_path / "vllm").mkdir()
@@ -525,7 +526,7 @@ WRONG_FIELDS = [
 
 
 @pytest.mark.usefixtures("shared")
-@pytest.mark.parametrize("changed", some_slow(WRONG_FIELDS, WRONG_FIELDS[:4]), ids=repr)
+@pytest.mark.parametrize("changed", some_slow(WRONG_FIELDS, WRONG_FIELDS[:2]), ids=repr)
 def test_a_wrong_config_never_engages(tmp_path, changed):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | changed if changed else {}))
     status, out, err = invoke(str(tmp_path), "-tp", "8")

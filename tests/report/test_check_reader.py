@@ -22,6 +22,7 @@ from vllm_aiter_mla.kernels import device, stopwatch
 from vllm_aiter_mla.verify.results import GRAPH_ENGINE
 
 
+@pytest.mark.slow
 def test_field_o14_a_promise_never_looks_like_what_ran(files: dict[str, Path]) -> None:
     page = render_page([files["plan"]])
     assert "badge" not in page

@@ -21,6 +21,7 @@ from vllm_aiter_mla.commands.report.page import render_page
 from vllm_aiter_mla.startup.first_call import first_call_marker
 
 
+@pytest.mark.slow
 def test_each_chart_of_the_whole_page_is_named(page: str) -> None:
     charts = re.findall(r"<svg [^>]*>", page)
     assert len(charts) >= 5

@@ -102,22 +102,16 @@ def run_steps(asked: StepContext, what: str, *names: str) -> list[StepResult]:
 def main(html: Path | None = None) -> int:
     """Run ``check`` and return its exit status; ``html`` takes the page of ``report``.
 
-    Its engine runs four times, flag off and on: over a bf16 cache and an fp8 one, by the module over vLLM's default
-    options and by the passes over graph partition.
+    Its engine runs twice, flag off and on: by the module over vLLM's default options and an fp8 cache, by the passes
+    over graph partition and a bf16 cache. ``tests/engine`` has the other two.
     """
     with (
         tempfile.TemporaryDirectory(prefix="aiter-mla-") as work,
         engines_on_this_cpu(environment(Path(work) / "inductor")),
     ):
         asked = context(Path(work) / "model")
-        found = list(run.run_steps(asked))
-        fp8 = with_arguments(asked, *FP8)
-        found += run_steps(fp8, "fp8 cache", "plan", *ENGINE)
-        # A plan of the passes would say the same of the same layers, and costs half a minute.
-        for planned, cache in ((asked, "bf16 cache"), (fp8, "fp8 cache")):
-            passes = with_arguments(planned, *PASSES)
-            passes.plan = planned.plan
-            found += run_steps(passes, f"passes, {cache}", *ENGINE)
+        found = list(run.run_steps(with_arguments(asked, *FP8)))
+        found += run_steps(with_arguments(asked, *PASSES), "passes, bf16 cache", "plan", *ENGINE)
         status = run.exit_status_of(found, asked.options.uses_cpu)
         show.print_table(TITLE, found, show.summary_line(found, status))
         if html is not None:

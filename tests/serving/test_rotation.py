@@ -127,6 +127,7 @@ def found():
     return {row: (embeddings[row], *each) for row, *each in zip(ROWS, *results, strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row)))
 def test_todays_rounding_is_what_vllms_module_does_under_these_options(found, row):
     """By class, compilation mode, custom op and AITER's RoPE: the table, found by asking vLLM."""
@@ -153,6 +154,7 @@ def assert_same(ours, theirs):
 CUT = ["vllm::unified_mla_attention_with_output", "vllm::unified_mla_kv_cache_update"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fuses", "partition", "splitting_ops", "wanted"),
     [
@@ -172,6 +174,7 @@ def test_todays_rounding_is_that_of_vllms_own_fusion_where_it_runs(found, fuses,
     assert module.compiled_rotation(SimpleNamespace(rotary_emb=embedding, mla_attn=attention)) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.mutation("I5")
 @pytest.mark.parametrize("always", [ROTARY_KERNEL, ROTARY_EMB])
 def test_mutation_one_rotation_for_all_options_is_seen(found, always):

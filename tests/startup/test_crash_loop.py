@@ -223,6 +223,7 @@ def test_mutation_crash_loop_locks_that_stay_or_are_taken_away_are_caught(tmp_pa
         locks_go_once_nobody_needs_them(tmp_path)
 
 
+@pytest.mark.slow
 def test_crash_loop_without_a_marker_aiter_is_left_out_with_one_line_and_serving_goes_on(tmp_path):
     (tmp_path / "file").touch()
     done = start(tmp_path / "file" / "no folder", "works")

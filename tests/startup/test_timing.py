@@ -792,6 +792,7 @@ def test_vllm_has_the_groups_that_the_exchange_goes_over():
     assert {"world_size", "rank_in_group", "cpu_group"} <= set(parallel_state.GroupCoordinator.__annotations__)
 
 
+@pytest.mark.slow
 def test_two_ranks_over_gloo_choose_the_same_and_none_waits_for_ever(tmp_path):
     children = [
         subprocess.Popen(

@@ -102,6 +102,7 @@ def line(one):
     return status_line(record(one))
 
 
+@pytest.mark.slow
 def test_tune_keeps_the_fastest_tile_and_the_next_start_times_and_serves_it(card, tmp_path, said):
     one = start("auto")
     assert tile_of(one) == TABLE
@@ -154,6 +155,7 @@ def chosen_in(folder):
     return chosen
 
 
+@pytest.mark.slow
 def test_a_count_decides_down_to_where_the_table_changes_its_tile(card, tmp_path):
     """The table has one tile for up to 256 tokens of two heads, which was not compared with any."""
     said = tune_at(272)

@@ -95,6 +95,7 @@ def watches(folder):
     sys.exit(guarded("first_card", first_card.run, [folder, "--only", "facts,churn"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ignored", [True, False])
 def test_signals_that_are_ignored_as_under_nohup_end_neither_the_tool_nor_its_child(tmp_path, ignored):
     line = [sys.executable, "-c", f"from {__name__} import watches; watches({str(tmp_path)!r})"]

@@ -82,6 +82,7 @@ def test_the_report_draws_what_the_tool_wrote(fakes: SimpleNamespace) -> None:
     assert len(re.findall(r"<svg ", page)) == 2
 
 
+@pytest.mark.slow
 def test_the_report_shows_shares_of_right_answers(fakes: SimpleNamespace) -> None:
     assert fakes.run("accuracy") == 0
     page = render_page([fakes.record])
@@ -132,6 +133,7 @@ def test_a_missing_answer_invalidates_its_row(fakes: SimpleNamespace, how: str, 
     assert "on faster" not in fakes.out.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interruption_lets_the_sweep_end_its_server(fakes: SimpleNamespace, number: signal.Signals) -> None:
     fakes.how("FAKE_SERVER", "hangs")
@@ -143,6 +145,7 @@ def test_an_interruption_lets_the_sweep_end_its_server(fakes: SimpleNamespace, n
     assert fakes.calls("stopped")
 
 
+@pytest.mark.slow
 def test_an_interruption_ends_what_the_client_has_started(fakes: SimpleNamespace) -> None:
     """``vllm bench sweep`` kills its client, which can end nothing any more."""
     fakes.how("FAKE_CLIENT", "hangs")
@@ -163,6 +166,7 @@ def test_a_group_of_tasks_gives_no_page(fakes: SimpleNamespace, capsys: pytest.C
     assert not fakes.out.exists()
 
 
+@pytest.mark.slow
 def test_answers_are_paired_question_by_question(fakes: SimpleNamespace) -> None:
     fakes.how("FAKE_CLIENT", "better")
     assert fakes.run("accuracy", "--limit", "10") == 0
@@ -175,6 +179,7 @@ def test_answers_are_paired_question_by_question(fakes: SimpleNamespace) -> None
     assert figures["flexible-extract"] == {"mean": 1.0, "stderr": 0.0}
 
 
+@pytest.mark.slow
 def test_sides_that_were_asked_other_prompts_give_no_page(fakes: SimpleNamespace) -> None:
     fakes.how("FAKE_CLIENT", "other-prompts")
     assert fakes.run("accuracy") == 1

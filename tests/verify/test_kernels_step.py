@@ -293,6 +293,7 @@ def plugin(tmp_path, *arguments):
 SELECTED = ("--aiter-mla-verify", "--aiter-mla-quick", "-k", "test_own or reference-fresh-data")
 
 
+@pytest.mark.slow
 def test_the_plugin_adds_the_cases_to_a_run_of_another_project(tmp_path):
     """pytest selects among them by name, and writes them to its JUnit XML."""
     path = tmp_path / "out.xml"
@@ -303,6 +304,7 @@ def test_the_plugin_adds_the_cases_to_a_run_of_another_project(tmp_path):
     assert [case.get("name") for case in suite][1:] == ["reference-fresh-data[fp8]", "reference-fresh-data[bf16]"]
 
 
+@pytest.mark.slow
 def test_a_failure_in_pytest_names_the_oracle_and_the_command_that_repeats_it(tmp_path):
     (tmp_path / "conftest.py").write_text(
         "def pytest_configure(config):\n"

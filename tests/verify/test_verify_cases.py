@@ -31,11 +31,12 @@ LIMIT = 12
 NAMES = [case.name for case in cases.cases(LIMIT)]
 
 
+SLOW = [pytest.param(variant, marks=pytest.mark.slow) for variant in ("bf16", "fp8-weight")]
 # The first card's rehearsal and that of ``check`` pass the cases of every variant, too.
 WIDE = [pytest.param(variant, marks=[pytest.mark.slow, pytest.mark.wide]) for variant in ("fp8-cache", "fp8-other")]
 
 
-@pytest.mark.parametrize("variant", ["fp8", "bf16", "fp8-weight", *WIDE])
+@pytest.mark.parametrize("variant", ["fp8", *SLOW, *WIDE])
 def test_the_reference_passes_every_case(run, backend, variant):
     for name in NAMES:
         result = run(name, backend, variant)
@@ -54,6 +55,7 @@ def interpret():
     torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 def test_the_interpreted_kernel_passes_with_one_launch():
     pytest.importorskip("triton")
     names = ["fresh-data", "scales-changed", "rows-grow-and-shrink", "kernel-status", "mixed-batch-piecewise"]
@@ -115,6 +117,7 @@ def failed_over_the_simulated_aiter():
     return failed
 
 
+@pytest.mark.slow
 def test_the_aiter_back_end_passes_over_the_simulated_aiter():
     """In a process of its own: the simulated AITER ends the process where AITER would."""
     pytest.importorskip("vllm")  # it calls AITER's products
@@ -178,6 +181,7 @@ def test_docs_say_how_to_read_every_oracle():
     assert [name for name in ORACLES if f"| `{name}` |" not in page] == []
 
 
+@pytest.mark.slow
 def test_verify_never_imports_vllm():
     code = (
         "import sys\n"
