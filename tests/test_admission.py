@@ -35,6 +35,7 @@ CONFIG_SKIPS = [
     ({"is_mla": False, "is_mla_disabled": True}, "mla_disabled", "VLLM_MLA_DISABLE"),
     ({"model_impl": "transformers"}, "transformers_backend", "--model-impl vllm"),
     ({"model_impl": "auto"}, "no_vllm_class", "no class of its own"),
+    ({"cache_dir": "/given"}, "cache_dir", "VLLM_CACHE_ROOT"),
     ({"is_sparse": True}, "sparse_mla", "index_topk"),
     ({"card": "cuda"}, "platform", "kernel=triton"),
     ({"card": "gfx90a"}, "platform", "gfx942"),

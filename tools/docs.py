@@ -28,10 +28,11 @@ FILES = """The JSON files and their fields
 Every file carries the stamp `evidence`: its schema and version, the versions of plugin, vLLM and AITER, the time in
 UTC, and the host. The schema's version grows when a field goes or changes its meaning, and stays when one is added. A
 file is written in one step, with the umask's mode. A link in its place is replaced and never followed. Names with RUN
-or KEY are under `$VLLM_CACHE_ROOT/aiter_mla`, and you may delete them. While they live,
-a front end holds `lock-status-RUN`, an engine's worker `lock-status-RUN-ENGINE_ID-DP_INDEX-RANK`, and a process in a
-first call `lock-first-call-...`. Without that lock, a first call counts as ended. Whether a server without its lock
-lives is not known: its metrics stay, and `status` exits with 3."""
+or KEY are under `$VLLM_CACHE_ROOT/aiter_mla`. You may delete them while no server runs: metrics and `status` read them.
+
+While they live, a front end holds `lock-status-RUN`, an engine's worker `lock-status-RUN-ENGINE_ID-DP_INDEX-RANK`, and
+a process in a first call `lock-first-call-...`. Without that lock, a first call counts as ended. Whether a server
+without its lock lives is not known: its metrics stay, and `status` exits with 3."""
 LEVELS = {
     "engine": "Of the whole engine, and some of one layer too",
     "layer": "Of one layer, from its attention module",

@@ -119,6 +119,7 @@ class ConfigView(_View):
     use_inductor_graph_partition: bool = False
     splitting_ops: tuple[str, ...] = ()  # where vLLM will cut the graph
     endpoints: tuple[int, ...] = ()  # ends of vLLM's compile ranges in tokens
+    cache_dir: str = ""  # the user's folder of compiled graphs; in its own vLLM keeps them by config and by our key
     max_num_seqs: int = 1
     num_drafts: int = 0  # draft tokens of a request in one step
     max_num_batched_tokens: int | None = None
@@ -224,6 +225,11 @@ ENGINE_RULES = (
         "no_vllm_class",
         lambda v: v.model_impl not in ("", "transformers"),
         "vLLM has no class of its own for the model and runs Transformers' code, whose RoPE is not vLLM's op",
+    ),
+    Rule(
+        "cache_dir",
+        lambda v: v.cache_dir and v.mode == "VLLM_COMPILE",
+        "compilation_config.cache_dir is {v.cache_dir!r}: vLLM takes any graph it finds there, whatever was decided",
     ),
     *SHARED_RULES,
 )

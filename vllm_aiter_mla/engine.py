@@ -19,6 +19,7 @@ from functools import partial
 from threading import Thread
 from typing import Any
 
+from vllm_aiter_mla import packages
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.compat import config as compat_config
 from vllm_aiter_mla.compat import log, patches, ranks
@@ -169,7 +170,8 @@ class Engine:
 
     @property
     def _decided(self) -> str:
-        return f"{self.settings} limit={self.limit} integration={self.our_pass.integration}"
+        """What all ranks must have alike. Another version of the plugin may exchange other records, or elsewhere."""
+        return f"{self.settings} limit={self.limit} integration={self.our_pass.integration} {packages.fingerprint()}"
 
     def _require_agreement(self) -> None:
         if self._apart is None:
@@ -250,8 +252,11 @@ class Engine:
         modules = compat_config.mla_modules(self.config)
         self.layer_names = tuple(str(getattr(module, "layer_name", name)) for name, module in modules.items())
         backends = self.backends = Backends(self.settings, current_platform())
+        block_size: int | None = None
+        with log.warned("the block size that vLLM will set could not be asked"):
+            block_size = compat_config.final_block_size(self.config)
         for module in modules.values():
-            self.layers.append(Layer(module, backends, self.status, self.limit).keep())
+            self.layers.append(Layer(module, backends, self.status, self.limit, block_size).keep())
         return backends
 
     def check_layers(

@@ -64,6 +64,7 @@ def otherwise(issue: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """By field of the issue, what changes a plan of it into one that is not."""
     found = {name: change for name, change in OTHERWISE.items() if name in issue}
     found |= {"layerwise": {"layerwise": not issue["layerwise"]}} if "layerwise" in issue else {}
+    found |= {"except": issue["except"]} if "except" in issue else {}
     found |= {"cache": {"cache": "auto" if issue["cache"] == "fp8" else "fp8"}} if issue["cache"] != "any" else {}
     cards = {"gfx942", "gfx950"} - set(issue["arch"])
     return found | ({"arch": {"arch": cards.pop()}} if cards else {})
@@ -129,6 +130,9 @@ def test_field_known_issues_of_some_vllms_are_found_by_the_planned_one(release: 
         ({"heads": 64, "cache": "fp8"}, {"aiter#4363"}),
         ({"tp": 8}, {"aiter#4888"}),
         ({"arch": "gfx950", "rows": 2, "cache": "fp8"}, {"aiter#3013", "aiter#4452"}),
+        ({"arch": "gfx950"}, {"aiter#5765"}),
+        ({"arch": "gfx950", "heads": 64}, set()),
+        ({"arch": "gfx950", "heads": 64, "rows": 2}, {"aiter#5765"}),
         ({"arch": "gfx950", "nope": 192, "v": 256, "absorb": "mxfp4", "cache": "fp8"},
          {"aiter#4452", "aiter#4181", "aiter#3737"}),
         ({"absorb": "fp8", "dtype": "float16"}, {"vllm#22759"}),

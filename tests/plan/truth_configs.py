@@ -229,6 +229,8 @@ ROWS: dict[str, Row] = {
     "decode context parallelism": option("-dcp", "2", codes=("dcp",), limit=None),
     "pipeline parallelism": option("-pp", "2"),
     "data and expert parallelism": option("-dp", "2", "--enable-expert-parallel"),
+    "a folder of compiled graphs": option("-cc.cache_dir=/given", codes=("cache_dir",), limit=None),
+    "the same folder, where nothing is compiled": option("-cc.cache_dir=/given", "--enforce-eager"),
     "eager, by the module": option("--enforce-eager"),
     "eager, by the passes": option("--enforce-eager", *PASSES, codes=("enforce_eager",), limit=None),
     "no optimisation, by the passes": option("-O0", *PASSES, codes=("compilation_mode",), limit=None),

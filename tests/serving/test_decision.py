@@ -219,6 +219,12 @@ def test_decision_table(facts, checks, figures, settings, wanted):
     assert outcome(decide(facts, checks, figures, settings)) == wanted
 
 
+def test_ranks_that_have_chosen_different_kernels_are_not_said_to_have_found_none():
+    for chosen, said in (("aiter", "the same of aiter, triton"), ("vllm", "no kernel was clearly faster")):
+        decided = decide(ALL, checks(), ranks("triton", chosen), Settings())
+        assert said in decided.skip.message
+
+
 @pytest.mark.mutation
 @pytest.mark.parametrize(
     ("name", "plant", "row", "ran"),

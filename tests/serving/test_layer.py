@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from vllm.platforms import current_platform
 
 from tests.passes.stubs import BLOCK_SIZE, Sizes, StubLayer
 from tests.support.opcalls import NAME, layer_of
@@ -358,6 +359,21 @@ def test_the_shape_is_a_key_without_the_block_size():
     shapes = [Layer.of(module).shape() for module in (small, large)]
     assert shapes[0] == shapes[1]
     assert [shape.block_size for shape in shapes] == [BLOCK_SIZE, 2 * BLOCK_SIZE]
+
+
+def test_what_is_checked_has_the_blocks_that_vllm_sets_once_the_model_is_loaded(monkeypatch, said):
+    """Its executor asks the platform behind ``load_model``, and pages of a hybrid model need larger blocks."""
+
+    def larger(config):
+        config.cache_config.block_size *= 4
+
+    for asked, size in ((larger, 4 * BLOCK_SIZE), (raising(KeyError("planted")), BLOCK_SIZE)):
+        monkeypatch.setattr(type(current_platform), "update_block_size_for_backend", staticmethod(asked))
+        one = Worker(ours(), kernel="triton")
+        one.engine.make_layers()
+        assert [layer.shape().block_size for layer in one.engine.layers] == [size]
+        assert one.vllm_config.cache_config.block_size == BLOCK_SIZE, "vLLM's own config is as it was"
+    assert [text for level, text in said if "block size" in text] != []
 
 
 class Without:

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from tests.support.opcalls import layer_of
+from tests.support.planted import raising
 from vllm_aiter_mla.compat import wrapper as compat_wrapper
 from vllm_aiter_mla.serving import module
 from vllm_aiter_mla.serving.layer import Layer
@@ -227,6 +228,22 @@ def test_a_layer_that_cannot_be_looked_at_is_left_to_vllm_and_the_others_are_ask
     found = module.emit({"a": torch.nn.Module(), "b": torch.nn.Module()})
     assert found == ("a: not_evaluated", "b: not_evaluated")
     assert len(asked) == 2
+
+
+def test_a_layer_whose_rotation_cannot_be_found_out_calls_no_op(monkeypatch):
+    """The card may have no memory left. A wrapper calls the op by ``is_neox``, and the op needs all of the others."""
+    layer = layer_of()
+    found = SimpleNamespace(
+        is_neox=True,
+        rotary_emb=SimpleNamespace(cos_sin_cache=torch.empty(1), is_neox_style=True),
+    )
+    for name in ("why_not_wrapped", "why_not_rope"):
+        monkeypatch.setattr(module, name, lambda asked: None)
+    monkeypatch.setattr(module, "wrapper_of", lambda attention: found)
+    monkeypatch.setattr(Layer, "why_skipped", lambda self, table_dtype: None)
+    monkeypatch.setattr(module, "compiled_rotation", raising(torch.OutOfMemoryError("planted")))
+    assert module.emit({"a": layer}) == ("a: not_evaluated",)
+    assert found.is_neox is None
 
 
 def test_an_attention_module_that_something_hooks_is_left_to_vllm():

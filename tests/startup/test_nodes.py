@@ -79,6 +79,17 @@ def test_a_rank_that_could_not_be_hooked_asks_nobody_and_waits_for_nobody(monkey
     assert "were not asked" in layer_in(one).why_skipped().message
 
 
+def test_ranks_have_to_say_the_options_and_the_sources_of_the_plugin_alike(monkeypatch):
+    """A node may have an image of its own, and another version may exchange other records."""
+    words = []
+    monkeypatch.setattr(engine.ranks, "apart", lambda decided, world_size: (words.append(decided), [])[1])
+    for fingerprint, limit in (("1-a", 16), ("1-a", 16), ("2-b", 16), ("1-a", 8)):
+        monkeypatch.setattr(engine.packages, "fingerprint", lambda fingerprint=fingerprint: fingerprint)
+        Worker(ours(limit), num_ranks=4).init_device()
+    assert words[0] == words[1]
+    assert len(set(words)) == 3
+
+
 def test_an_engine_of_one_rank_asks_nobody(monkeypatch, said):
     monkeypatch.setattr(engine.ranks, "apart", raising(KeyError("asked")))
     one = Worker(ours())
@@ -147,6 +158,22 @@ def test_a_rank_that_comes_when_another_has_stopped_waiting_does_not_wait_for_it
             over.set()
 
     assert ranks_of_one_store(ask, 2) == [[1], [1]]
+
+
+def test_an_engine_whose_ranks_are_apart_is_not_taken_for_agreed_by_another_one(ranks_of_one_store):
+    """Ranks 0 and 1 are one engine, of which one came late with the same word; 2 and 3 are another one, in time."""
+    apart, profiled = Barrier(2), Barrier(4)
+
+    def ask(rank):
+        if rank == 1:
+            apart.wait()
+        found = ranks.apart("limit=16", 2, wait_s=0.1 if rank == 0 else 10.0)
+        if rank == 0:
+            apart.wait()
+        profiled.wait()  # vLLM's profiling, which waits for all
+        return bool(found), ranks.all_say("limit=16")
+
+    assert ranks_of_one_store(ask, 4) == [(True, False), (True, False), (False, False), (False, False)]
 
 
 def test_the_words_of_an_engine_before_count_no_more(ranks_of_one_store):

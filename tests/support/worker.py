@@ -32,7 +32,9 @@ class Worker:
         compilation.mode, compilation.custom_ops = CompilationMode.VLLM_COMPILE, ["none"]
         self.vllm_config = layer._vllm_config
         self.vllm_config.cache_config.cache_dtype = "auto"
-        self.vllm_config.model_config = SimpleNamespace(dtype="torch.bfloat16", hf_text_config=SimpleNamespace())
+        self.vllm_config.model_config = SimpleNamespace(
+            dtype="torch.bfloat16", hf_text_config=SimpleNamespace(), is_hybrid=False
+        )
         self.vllm_config.device_config = SimpleNamespace(device_type="cuda")
         self.vllm_config.scheduler_config = SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=64)
         self.vllm_config.parallel_config = SimpleNamespace(

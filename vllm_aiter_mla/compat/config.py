@@ -53,6 +53,7 @@ def read(vllm_config: Any) -> ConfigView:
         "use_inductor_graph_partition": bool(compilation.use_inductor_graph_partition),
         "splitting_ops": tuple(compilation.splitting_ops or ()),
         "endpoints": tuple(compilation.compile_ranges_endpoints or ()),
+        "cache_dir": str(compilation.cache_dir or ""),
         "has_vllm_fusion": bool(getattr(compilation.pass_config, release.VLLMS_FUSION, False)),
         "max_num_seqs": scheduler.max_num_seqs,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
@@ -218,6 +219,20 @@ def _decode_graphs(vllm_config: Any) -> list[tuple[int, int]]:
         vllm_num_speculative_tokens=drafts,
     )
     return [(1 + number, requests * (1 + number)) for number in sorted(set(by_requests[1:]))]
+
+
+def final_block_size(vllm_config: Any) -> int:
+    """Return the tokens in a block of the KV cache, as vLLM will set them once the model is loaded.
+
+    Its executor asks the platform only then: pages of a hybrid model, and of layers with another cache dtype, need
+    larger blocks. The platform is asked about a copy here.
+    """
+    from vllm.platforms import current_platform
+
+    asked, cache = copy(vllm_config), copy(vllm_config.cache_config)
+    asked.cache_config = cache
+    current_platform.update_block_size_for_backend(asked)
+    return int(cache.block_size)
 
 
 def run_decode_step(worker: Any) -> None:

@@ -14,6 +14,8 @@ import torch
 
 WAIT_S = 120.0
 """How long ``apart`` waits for the other ranks. vLLM's groups are new then, so all ranks are at the same step."""
+APART = "apart, "
+"""Comes before the word of a rank whose engine is apart."""
 
 
 def say(mine: str) -> int:
@@ -32,7 +34,8 @@ def apart(mine: str, world_size: int, wait_s: float = WAIT_S) -> list[int]:
 
     This is no collective, and nobody waits for a rank that does not call it. Ask before the first ``exchange``. All
     ranks that ask get an empty list, or none of them does: a rank that comes late sees the word of one that has stopped
-    waiting for it. So the first one that knows decides for all.
+    waiting for it. So the first one that knows decides for all. What such a rank has said no longer counts as ``mine``:
+    another data-parallel engine must not take the ranks for agreed.
 
     Args:
         mine: what this rank has decided.
@@ -46,13 +49,16 @@ def apart(mine: str, world_size: int, wait_s: float = WAIT_S) -> list[int]:
         key = _key(engine, other)
         try:
             store.wait([key], timedelta(seconds=max(end - time.monotonic(), 0.01)))
-            is_same = store.get(key).decode() == mine
+            is_same = store.get(key).decode().removeprefix(APART) == mine
         except RuntimeError:  # torch's error of a wait that is over
             is_same = False
         if not is_same:
             found.append(other)
     decided: list[int] = json.loads(store.compare_set(f"{_key(engine, first)}/apart", "", json.dumps(found)))
-    return found or decided if decided else []
+    if not decided:
+        return []
+    store.set(_key(engine, torch.distributed.get_rank()), f"{APART}{mine}")
+    return found or decided
 
 
 def all_say(mine: str) -> bool:

@@ -127,7 +127,11 @@ def _chosen(facts: LayerFacts, can_run: Sequence[str], figures: Figures | None) 
     spans = _spans_to(sorted({span.last for spans in ranks for span in spans}), partial(_chosen_by_all, ranks))
     if {span.kernel for span in spans} == {VLLM}:
         where = " on every rank" if len(figures.ranks) > 1 else ""
-        return (), Skip(VLLM_FASTER, f"no kernel was clearly faster than vLLM's own at any token count{where}")
+        message = f"no kernel was clearly faster than vLLM's own at any token count{where}"
+        ours = {span.kernel for spans in figures.ranks for span in spans if span.kernel not in ("", VLLM)}
+        if len(ours) > 1:
+            message = f"at no token count have all ranks chosen the same of {', '.join(sorted(ours))}"
+        return (), Skip(VLLM_FASTER, message)
     return spans, None
 
 

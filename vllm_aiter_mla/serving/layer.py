@@ -58,10 +58,16 @@ class Layer:
     """
 
     def __init__(
-        self, module: Any, backends: Backends, status: EngineStatus | None = None, limit: int = sys.maxsize
+        self,
+        module: Any,
+        backends: Backends,
+        status: EngineStatus | None = None,
+        limit: int = sys.maxsize,
+        block_size: int | None = None,
     ) -> None:
         self.name, self.module = str(getattr(module, "layer_name", "")), module
         self.backends, self.engine_status, self.limit = backends, status or EngineStatus(), limit
+        self._block_size = block_size  # None: that of the config now
         padded, arch = compat_layer.padded_heads(module), self.backends.platform.arch
         if padded and vllm_own.may_take_parts(arch, module.num_heads, module.kv_cache_dtype.startswith("fp8")):
             padded = None
@@ -135,7 +141,7 @@ class Layer:
             nope_dim=module.qk_nope_head_dim,
             cache_dtype=compat_layer.fp8_dtype() if quantised else act,
             out_dtype=self.query_dtype(act),
-            block_size=compat_layer.block_size(module),
+            block_size=self._block_size or compat_layer.block_size(module),
             is_neox=False,
             act=act,
             device=weight.tensors[0][1].device,

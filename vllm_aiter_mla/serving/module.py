@@ -162,9 +162,9 @@ def _emit(attention: Any) -> Skip | None:
     embedding = wrapper.rotary_emb
     skip = Layer.of(attention).why_skipped(table_dtype=embedding.cos_sin_cache.dtype)
     if skip is None:
-        wrapper.is_neox = bool(embedding.is_neox_style)
         wrapper.compiled_rotation = compiled_rotation(wrapper)
         Layer.of(attention).rotary_emb = embedding
+        wrapper.is_neox = bool(embedding.is_neox_style)  # the last, because a forward calls the op by it
     return skip
 
 

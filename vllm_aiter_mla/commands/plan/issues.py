@@ -40,9 +40,7 @@ def applies(issue: Mapping[str, Any], plan: Plan) -> bool:
 
     AITER's release is unknown if AITER is not installed here, or if its release cannot be read.
     """
-    options = plan.options
-    numbers = {"heads": plan.heads_per_rank, "rows": 1 + options.num_drafts, "tp": options.tp}
-    if any(not issue[name][0] <= value <= issue[name][1] for name, value in numbers.items() if name in issue):
+    if any(not issue[name][0] <= value <= issue[name][1] for name, value in _numbers(plan).items() if name in issue):
         return False
     releases = {"vllm": plan.vllm, "aiter": files.stamp("plan").aiter}
     if any(not _is_within(issue[name], release) for name, release in releases.items() if name in issue):
@@ -50,7 +48,13 @@ def applies(issue: Mapping[str, Any], plan: Plan) -> bool:
     return all(CONDITIONS[name](issue[name], plan) for name in issue if name in CONDITIONS)
 
 
+def _numbers(plan: Plan) -> dict[str, int]:
+    """Return what an issue may bound: the heads of a rank, a request's rows in a decode step, and the ranks."""
+    return {"heads": plan.heads_per_rank, "rows": 1 + plan.options.num_drafts, "tp": plan.options.tp}
+
+
 CONDITIONS: dict[str, Callable[[Any, Plan], bool]] = {
+    "except": lambda numbers, plan: not numbers.items() <= _numbers(plan).items(),
     "arch": lambda cards, plan: plan.arch in cards,
     "cache": lambda cache, plan: cache in ("any", "fp8" if plan.has_fp8_cache else "16 bits"),
     "switch": lambda name, plan: plan.environment[name][0].lower() in ("1", "true"),
@@ -64,9 +68,9 @@ CONDITIONS: dict[str, Callable[[Any, Plan], bool]] = {
     "layerwise": lambda expected, plan: plan.options.layerwise is expected,
     "sleep": lambda _, plan: plan.options.sleep,
 }
-"""Conditions of an issue besides its bounds, by key. "nope": a width that is not a power of two. "graphs": no full
-graphs. "backend": vLLM's attention back ends that call the kernel. "layerwise": whether a connector prevents full
-graphs."""
+"""Conditions of an issue besides its bounds, by key. "except": a shape within the bounds that does not have the issue.
+"nope": a width that is not a power of two. "graphs": no full graphs. "backend": vLLM's attention back ends that call
+the kernel. "layerwise": whether a connector prevents full graphs."""
 
 
 def _is_within(bounds: tuple[str | None, str | None], release: str | None) -> bool:
