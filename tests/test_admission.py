@@ -146,8 +146,10 @@ def test_the_module_must_know_vllms_forwards_and_its_skip_names_partition(settin
         # vLLM does not cut at the attention, so our op must not be cut out either.
         ({"splitting_ops": (KV_UPDATE_OP,), "use_inductor_graph_partition": True}, AUTO,
          Engagement(16, "passes", (KV_UPDATE_OP,), (16,))),
-        # vLLM drops an end that no batch exceeds, and ends below 2.
+        # vLLM drops an end that no batch exceeds, and ends below 2, which is the least limit.
         ({"endpoints": (16,), "max_num_batched_tokens": 16}, PASSES, Engagement(16, "passes", (), (16,))),
+        ({"endpoints": (), "max_num_batched_tokens": 16}, PASSES, Engagement(16, "passes", (), ())),
+        ({"endpoints": (2048,), "max_num_seqs": 1}, PASSES, Engagement(2, "passes", (), (2, 2048))),
         ({"splitting_ops": (), "mode": "NONE"}, AUTO, Engagement(16, "module", (), ())),
         ({"splitting_ops": (KV_UPDATE_OP,)}, MODULE,
          Engagement(16, "module", (KV_UPDATE_OP, *admission.ATTENTION_OPS), ())),

@@ -336,7 +336,8 @@ def decide_engine(facts: ConfigView, settings: Settings) -> Skip | Engagement:
     if skip is not None:
         return skip
     limit, integration = decode_limit_of(facts, settings), integration_of(facts, settings)
-    is_new_endpoint = integration == "passes" and _can_end_range(limit, facts.max_num_batched_tokens)
+    max_tokens = facts.max_num_batched_tokens  # vLLM drops an end that no batch exceeds
+    is_new_endpoint = integration == "passes" and (max_tokens is None or limit < max_tokens)
     endpoints = tuple(sorted({*facts.endpoints, limit})) if is_new_endpoint else facts.endpoints
     replaced_ops = (MLA_ATTENTION_OP,) if integration == "passes" else (MLA_ATTENTION_OP, KV_UPDATE_OP)
     is_split = facts.mode == "VLLM_COMPILE" and any(plain_name(op) in replaced_ops for op in facts.splitting_ops)
@@ -393,11 +394,6 @@ def decode_limit(max_num_seqs: int, num_speculative_tokens: int, override: int |
 def decode_limit_of(facts: ConfigView, settings: Settings) -> int:
     """Return the decode limit of an engine in tokens."""
     return decode_limit(facts.max_num_seqs, facts.num_drafts, settings.max_token_num)
-
-
-def _can_end_range(limit: int, max_num_batched_tokens: int | None) -> bool:
-    """Return whether vLLM lets a compile range end at ``limit``: it drops 1, and limits that no batch exceeds."""
-    return limit > 1 and (max_num_batched_tokens is None or limit < max_num_batched_tokens)
 
 
 def is_within_limit(range_end: int, limit: int) -> bool:

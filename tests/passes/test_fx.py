@@ -5,6 +5,8 @@ import operator
 import pytest
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from vllm_aiter_mla.passes.fx import same_value, width
 from vllm_aiter_mla.passes.rope_probe import lookup
@@ -60,6 +62,13 @@ def test_the_width_of_a_node_is_its_last_dimension(drawn, shape, wanted):
     drawn.x.meta["val"] = torch.empty(shape, device="meta")
     drawn.y.meta["val"] = (torch.empty(shape, device="meta"),)
     assert (width(drawn.x), width(drawn.y)) == (wanted, None)
+
+
+def test_a_last_dimension_that_is_a_symbol_is_no_width(drawn):
+    size = ShapeEnv().create_unbacked_symint()
+    with FakeTensorMode(shape_env=size.node.shape_env):
+        drawn.x.meta["val"] = torch.empty(3, size)
+    assert width(drawn.x) is None
 
 
 def test_a_lookup_takes_rows_of_a_table_and_nothing_else(drawn):
