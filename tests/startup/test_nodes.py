@@ -83,11 +83,16 @@ def test_ranks_have_to_say_the_options_and_the_sources_of_the_plugin_alike(monke
     """A node may have an image of its own, and another version may exchange other records."""
     words = []
     monkeypatch.setattr(engine.ranks, "apart", lambda decided, world_size: (words.append(decided), [])[1])
-    for fingerprint, limit in (("1-a", 16), ("1-a", 16), ("2-b", 16), ("1-a", 8)):
+    module = ours()
+    module.integration = "module"
+    for fingerprint, pass_, options in (
+        ("1-a", ours(), {}), ("1-a", ours(), {}), ("2-b", ours(), {}), ("1-a", ours(8), {}), ("1-a", module, {}),
+        ("1-a", ours(), {"measure": False}), ("1-a", ours(), {"kernel": "triton"}),
+    ):  # fmt: skip
         monkeypatch.setattr(engine.packages, "fingerprint", lambda fingerprint=fingerprint: fingerprint)
-        Worker(ours(limit), num_ranks=4).init_device()
+        Worker(pass_, num_ranks=4, **options).init_device()
     assert words[0] == words[1]
-    assert len(set(words)) == 3
+    assert len(set(words)) == len(words) - 1
 
 
 def test_an_engine_of_one_rank_asks_nobody(monkeypatch, said):

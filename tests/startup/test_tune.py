@@ -268,9 +268,10 @@ def test_mutation_tiles_that_are_saved_without_a_lock_are_caught(monkeypatch, tm
         assert_two_runs_at_once_keep_the_tiles_of_both(monkeypatch, tmp_path, 60)
 
 
-def test_tune_without_a_card_looks_at_nothing(tmp_path):
+def test_tune_without_a_card_looks_at_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     assert tune().exit_code == outputs.EXIT_INCOMPLETE
-    assert not list(tmp_path.glob("tuned-*.json"))
+    assert not list(tmp_path.rglob("tuned-*.json"))
 
 
 def test_a_tuned_tile_that_fails_its_check_is_left_out_and_the_tables_serves(card, monkeypatch, tmp_path, said):

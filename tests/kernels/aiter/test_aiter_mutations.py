@@ -11,7 +11,7 @@ from vllm_aiter_mla.kernels import absorb
 from vllm_aiter_mla.kernels.inputs import LayerShape
 from vllm_aiter_mla.startup.comparison import compare_with_reference
 
-pytestmark = [pytest.mark.mutation("I6"), pytest.mark.usefixtures("fake_gfx942")]
+pytestmark = [pytest.mark.mutation("I12"), pytest.mark.usefixtures("fake_gfx942")]
 
 
 def around(change):
