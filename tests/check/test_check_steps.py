@@ -602,10 +602,14 @@ def test_what_is_left_out_of_the_engine_is_said(card: dict[str, Any]) -> None:
 
 def test_the_kernels_are_verified_at_the_models_sizes(card: dict[str, Any]) -> None:
     card["plan"] |= {"heads_per_rank": 20, "absorb_weight": "mxfp4", "limit": 512}
+    card["plan"]["options"] |= {"block_size": 16, "kv_cache_dtype": "auto"}
+    card["plan"]["model"]["dtype"] = "float16"
     outcomes()
     asked = card["asked"]
     assert (asked.geometry_sizes["heads"], asked.weight_format) == (20, "mxfp4")
     assert (asked.options.limit, asked.options.quick) == (512, True)
+    assert (asked.geometry_sizes["block_size"], asked.geometry_sizes["blocks"]) == (16, 12)
+    assert (asked.activation_dtype, asked.has_fp8_cache) == ("float16", False)
 
 
 def repeats_with_the_same_sizes(card: dict[str, Any], typed: list[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 from tests.sandbox.simulated_aiter import ROCM, install, op
 from tests.support.opcalls import layer_of
 from tests.support.worker import check
-from vllm_aiter_mla.kernels import distance, formats, reference, stopwatch
+from vllm_aiter_mla.kernels import absorb, distance, formats, reference, stopwatch
 from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.backend import OWN_BMM, Binding, KernelBackend
 from vllm_aiter_mla.kernels.distance import Difference
@@ -277,6 +277,59 @@ def test_a_query_without_the_room_that_vllm_pads_is_compared_by_its_heads():
     assert compare_with_reference(dense, replace(BF16, out_heads=8), maxsize).has_passed
     changed = Changed(lambda out, _: out[:, :3])
     assert not compare_with_reference(changed, replace(BF16, out_heads=8), maxsize).has_passed
+
+
+class Reading(ReferenceBackend):
+    """The reference over operands that ``change`` has changed."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def bind(self, inputs):
+        return Binding(lambda given: reference.prepare(replace(given, **self.change(given))))
+
+
+def a_dense_weight(inputs):
+    """Heads that are P * L values apart."""
+    values = inputs.weight.values
+    dense = values.as_strided(values.shape, (values.shape[1] * values.shape[2], values.shape[2], 1))
+    return {"weight": replace(inputs.weight, values=dense)}
+
+
+def never_the_first(inputs):
+    return {"positions": inputs.positions.clamp(min=1)}
+
+
+def never_the_last(inputs):
+    return {"positions": inputs.positions.clamp(max=len(inputs.cos_sin_cache) - 2)}
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(
+    ("change", "failed"),
+    [
+        (lambda inputs: {}, ()),
+        (a_dense_weight, ("q nope",)),
+        (never_the_first, ("q rope", "kv rope")),
+        (never_the_last, ("q rope", "kv rope")),
+    ],
+    ids=["right", "dense weight", "never the first position", "never the last position"],
+)
+@pytest.mark.parametrize("weight", [("plain",), ("plain", absorb.P_MAJOR)], ids=len)
+def test_mutation_an_operand_that_is_read_otherwise_fails(weight, change, failed):
+    found = compare_with_reference(Reading(change), replace(BF16, weight=weight), maxsize)
+    assert found.failed_parts == failed
+
+
+@pytest.mark.parametrize("weight", [("plain",), ("plain", absorb.P_MAJOR)], ids=len)
+def test_a_synthetic_plain_weight_has_the_strides_of_vllms(weight):
+    """``kv_b_proj`` is [N * (P + V), L] as it is loaded, or [L, N * (P + V)] as vLLM dequantises it."""
+    kv_b_proj = torch.zeros(512, 4 * 32) if absorb.P_MAJOR in weight else torch.zeros(4 * 32, 512).T
+    vllms = kv_b_proj.view(512, 4, 32)[..., :16].permute(1, 2, 0)
+    made = synthetic_inputs(replace(BF16, weight=weight)).weight
+    assert (made.key, made.values.shape, made.values.stride()) == (weight, vllms.shape, vllms.stride())
+    assert absorb.read({"W_UK_T": vllms}).key == weight
 
 
 def nothing_written_is_nothing_shown(monkeypatch):

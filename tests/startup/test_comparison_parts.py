@@ -40,7 +40,11 @@ def rows(inputs):
 
 
 def storage(inputs):
-    return torch.empty(0, dtype=torch.uint8).set_(inputs.kv_cache.untyped_storage())
+    return bytes_of(inputs.kv_cache)
+
+
+def bytes_of(tensor):
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
 def free_slots(inputs):
@@ -102,6 +106,8 @@ PLANTS = {
     "one element of a KV row": plant(lambda i, q: flip(last_row(i)[5:6]), "kv nope", when=has_rows),
     "a byte before the cache": plant(lambda i, q: flip(storage(i)[:1]), "stray bytes"),
     "a byte behind the cache": plant(lambda i, q: flip(storage(i)[-1:]), "stray bytes"),
+    "a byte before the query": plant(lambda i, q: flip(bytes_of(q)[:1]), "stray bytes"),
+    "a byte behind the query": plant(lambda i, q: flip(bytes_of(q)[-1:]), "stray bytes"),
     "a byte between rows": plant(lambda i, q: flip(rows(i)[free_slots(i)[0], 3:4]), "stray bytes"),
     "a byte after the rows": plant(lambda i, q: flip(rows(i)[free_slots(i)[-1], -1:]), "stray bytes"),
     "the row of slot -1": plant(lambda i, q: flip(storage(i).view(-1, i.kv_cache.shape[-1])[i.kv_cache.shape[1] - 1]),
@@ -159,7 +165,7 @@ def switch_off(monkeypatch, part):
         # Not by ``delitem``, which puts the part back in the last place.
         monkeypatch.setattr(comparison, "PARTS", {name: of for name, of in comparison.PARTS.items() if name != part})
     elif part == "stray bytes":
-        monkeypatch.setattr(comparison, "count_stray_bytes", lambda inputs, before: 0)
+        monkeypatch.setattr(comparison, "count_stray_bytes", lambda actual, before: 0)
     elif part in ("GPT-J", "NeoX"):
         monkeypatch.setattr(comparison, "ROTARY_STYLES", (part == "GPT-J",))
     elif part in ("small", "large"):

@@ -9,16 +9,23 @@ import tarfile
 import textwrap
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 
+from tests.sandbox.rehearsal_card import RehearsalCard, Scenario
 from tests.support.waiting import LONG_S, happened, runs
 from tools.common import RunError, UsageError, guarded
 from tools.first_card import __main__ as first_card
-from tools.first_card import dry, pack
+from tools.first_card import asked, dry, harness, pack
+from tools.first_card.asked import Asked
+from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels.backend import OWN_BMM, Binding
+from vllm_aiter_mla.kernels.reference import ReferenceBackend
 
 ROOT = Path(__file__).parents[2]
 
@@ -190,7 +197,6 @@ def test_an_archive_is_not_made_over_a_cache_that_lacks_kernels(tmp_path):
 
 def test_a_planted_fault_that_did_not_run_is_not_caught(monkeypatch):
     from tools.first_card import sections
-    from tools.first_card.asked import Asked
 
     monkeypatch.setattr(sections, "error_of", lambda backend, made: "CompilationError")
     planted = sections.times(Asked(None, dry.VALUES, 0.0))["planted"]
@@ -221,6 +227,44 @@ def test_the_sections_of_verify_and_tuning_run_on_the_card_of_values(tmp_path):
     found = rehearse(tmp_path, "verify,tune", "--inside", "values")
     assert found["verify.json"]["counts"] == {"passed": 2, "failed": 0, "skipped": 0, "not run": 0}
     assert found["tune.json"]["ok"] is True
+
+
+def one_step(part):
+    """Move values to their neighbours, in place."""
+    part.view(torch.uint8).bitwise_xor_(1)
+
+
+CHURN = {
+    "right": (lambda inputs, query: None, []),
+    "a step in the cache": (lambda inputs, query: inputs.kv_cache[0, 0, :1].view(torch.uint8).add_(1), ["cache"]),
+    "a step in the rotated half": (lambda inputs, query: one_step(query[:1, :1, -1:]), ["rotated"]),
+    "a step on 1 % of the latent half": (lambda inputs, query: one_step(query[:1, :1, :90]), []),
+    "a step on 3 % of the latent half": (lambda inputs, query: one_step(query[:1, :1, :300]), ["latent a step off"]),
+    "two steps in the latent half": (
+        lambda inputs, query: query[:1, :1, :8].view(torch.uint8).bitwise_xor_(2), ["latent"]),
+}  # fmt: skip
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("name", CHURN)
+def test_mutation_churn_compares_bytes_and_in_the_latent_half_steps_and_their_share(monkeypatch, name):
+    change, wrong = CHURN[name]
+
+    class Planted(ReferenceBackend):
+        bounds = replace(OWN_BMM, slack=0.0)  # each step counts, so that the shares are exact
+
+        def bind(self, inputs):
+            def run(given):
+                query = reference.prepare(given, reference.TRITON)
+                change(given, query)
+                return query
+
+            return Binding(run)
+
+    RehearsalCard(Scenario()).install(monkeypatch)
+    monkeypatch.setattr(harness, "TritonBackend", Planted)
+    found = harness.replayed(Asked(None, dry.VALUES, 60.0), asked.shape_of(2, "fp8", "bf16"), 9, 1)
+    assert (found["replays"], found["wrong"]) == (1, wrong), found
 
 
 def test_the_command_says_what_is_wrong_and_ends_with_2():

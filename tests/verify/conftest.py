@@ -32,9 +32,9 @@ def run():
     by_name = {case.name: case for case in cases.cases(LIMIT)}
     kinds = {kind.name: kind for kind in cases.variants(False, torch.float8_e4m3fn, quick=False)}
 
-    def run_one(name, backend, variant="fp8", engine=None, seed=0, **change):
-        case = replace(by_name[name], **change)
-        item = cases.Item("reference", case, kinds[variant], cases.SMALL, LIMIT, seed, soak=100)
+    def run_one(name, backend, variant="fp8", engine=None, seed=0, sizes=None, **change):
+        case, geometry = replace(by_name[name], **change), replace(cases.SMALL, **sizes or {})
+        item = cases.Item("reference", case, kinds[variant], geometry, LIMIT, seed, soak=100)
         return runner.run_case(item, backend, engine or EagerEngine())
 
     return run_one

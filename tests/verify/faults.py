@@ -14,6 +14,7 @@ import torch
 
 from tests.support.planted import raising
 from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels.backend import Binding
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.verify import layer as verify_layer
 from vllm_aiter_mla.verify.layer import bodies, raw
@@ -32,14 +33,15 @@ class Changed(ReferenceBackend):
 
 
 class Saturating(ReferenceBackend):
-    """Says that it stores an fp8 overflow as our kernel does; ``does`` is how it does."""
+    """Says that it stores an fp8 overflow as our kernel does; with ``rows`` rows it stores NaN, as AITER's op."""
 
-    def __init__(self, does=reference.TRITON):
-        super().__init__(does)
+    def __init__(self, rows=None):
+        super().__init__(reference.TRITON)
+        self.rows = rows
 
     def bind(self, inputs):
-        bound = super().bind(inputs)
-        return bound if isinstance(bound, str) else replace(bound, numerics=reference.TRITON)
+        wrong = Binding(partial(reference.prepare, numerics=reference.AITER), numerics=reference.TRITON)
+        return wrong if inputs.num_tokens == self.rows else super().bind(inputs)
 
 
 class Fault(NamedTuple):
@@ -215,6 +217,18 @@ def writes_behind(run, inputs, now=True):
     return query
 
 
+def writes_around_the_query(first):
+    """A kernel that writes four rows of the query's storage from the row ``first`` on; None: from the row T on."""
+
+    def prepare(run, inputs):
+        query = run(inputs)
+        start = query.storage_offset() + (len(query) if first is None else first) * query.stride(0)
+        query.as_strided((4, *query.shape[1:]), query.stride(), start).copy_(query[:1])
+        return query
+
+    return kernel(prepare)
+
+
 def writes_behind_each_97th(patch):
     counts = {}
 
@@ -324,6 +338,19 @@ def one_buffer(patch):
     return Changed(prepare)
 
 
+def saturates_the_query_only(run, inputs):
+    """The query of a build that saturates, and the cache of one that turns an fp8 overflow into NaN."""
+    run(inputs)
+    return reference.prepare(replace(inputs, kv_cache=inputs.kv_cache.clone()), reference.TRITON)
+
+
+def takes_the_weight_for_its_own(run, inputs):
+    """A kernel whose heads are P * L values apart; vLLM's plain weight is a view of ``kv_b_proj``."""
+    values = inputs.weight.values
+    dense = values.as_strided(values.shape, (values.shape[1] * values.shape[2], values.shape[2], 1))
+    return run(replace(inputs, weight=replace(inputs.weight, values=dense)))
+
+
 def one_position(run, inputs):
     query = run(inputs)
     run(replace(inputs, positions=inputs.positions[:1].repeat(inputs.num_tokens)))
@@ -371,10 +398,20 @@ FAULTS = [
     Fault("stale-weights", "weights-replaced", "query-nope", stale("weight")),
     Fault("stale-slots", "other-slots", "cache-rows", stale("slot_mapping")),
     # fp8 is converted to without a clamp, as AITER's sources do.
-    Fault("overflow-not-saturated", "fp8-overflow", "finite", lambda patch: Saturating(reference.AITER), Saturating),
+    *(Fault(f"overflow-not-saturated-in-{rows}-rows", "fp8-overflow", "finite",
+            lambda patch, rows=rows: Saturating(rows), Saturating) for rows in (1, 7, 12)),
+    # Each half is one that a build may write, and no build writes both.
+    Fault("saturates-the-query-only", "fp8-overflow", "query-rope", kernel(saturates_the_query_only)),
     Fault("table-copied-per-call", "fresh-data", "no-table-copy", kernel(copies_table)),
     Fault("host-sync", "fresh-data", "no-sync", kernel(reads_scale)),
     Fault("write-outside-slot", "other-slots", "cache-elsewhere", kernel(writes_behind)),
+    Fault("write-before-the-query", "fresh-data", "query-elsewhere", writes_around_the_query(-4)),
+    Fault("write-behind-the-query", "fresh-data", "query-elsewhere", writes_around_the_query(None)),
+    Fault("never-the-first-position", "fresh-data", "query-rope", kernel(
+        lambda run, inputs: run(replace(inputs, positions=inputs.positions.clamp(min=1))))),
+    Fault("never-the-last-position", "fresh-data", "query-rope", kernel(
+        lambda run, inputs: run(replace(inputs, positions=inputs.positions.clamp(max=len(inputs.cos_sin_cache) - 2))))),
+    Fault("takes-the-weight-for-a-tensor-of-its-own", "fresh-data", "query-nope", kernel(takes_the_weight_for_its_own)),
     Fault("writes-slot-minus-one", "rows-grow-and-shrink", "cache-elsewhere", kernel(wraps_slots)),
     Fault("leaves-padded-rows", "rows-grow-and-shrink", "query-nope", kernel(leaves_padded_rows)),
     Fault("query-not-written-again", "other-slots", "finite", keeps_the_query_of_equal_rows),

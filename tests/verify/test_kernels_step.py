@@ -19,6 +19,7 @@ from tests.verify.faults import stale
 from vllm_aiter_mla.commands import process
 from vllm_aiter_mla.commands.check import show
 from vllm_aiter_mla.commands.check.kernels import child, step
+from vllm_aiter_mla.commands.check.options import KernelOptions
 from vllm_aiter_mla.commands.main import app
 from vllm_aiter_mla.commands.report import page as page_module
 from vllm_aiter_mla.verify import results, runner, session
@@ -80,6 +81,25 @@ def test_the_options_give_the_sizes_and_the_command_that_repeats_has_them(tmp_pa
     made = record(path)
     assert tuple(made["sizes"][name] for name in ("heads", "nope", "rope", "latent", "v")) == sizes
     assert " ".join(options) in made["results"][0]["command"]
+
+
+def test_a_model_gives_the_padded_heads_and_the_activation_dtype(monkeypatch):
+    """Kimi-K2 on 8 ranks: AITER's decode kernels take a multiple of 16 heads."""
+    monkeypatch.setattr(child, "padded_heads", lambda heads, has_fp8_cache: 2 * heads if has_fp8_cache else 0)
+    options = KernelOptions(case=("fresh-data",), limit=8, quick=True)
+    sizes = {"heads": 2, "nope": 32, "rope": 16, "latent": 32, "v": 16, "block_size": 1, "blocks": 24}
+    for has_fp8_cache, padded in ((True, 4), (False, 0)):
+        request = child.KernelsRequest(options, sizes, None, True, "k2", (), "float16", has_fp8_cache)
+        found = child.verify_backend(request, "reference")
+        assert (found.sizes["out_heads"], found.sizes["block_size"]) == (padded, 1)
+        assert {one.variant: one.status for one in found.results} == {"fp8": "passed", "bf16": "passed"}
+
+
+@on_cpu
+def test_a_model_is_not_verified_without_a_gpu():
+    request = child.KernelsRequest(KernelOptions(), {"heads": 8}, None, False, "k2", (), "float16", True)
+    with pytest.raises(session.NotHereError, match="sees no GPU"):
+        child.verify_backend(request, "aiter")
 
 
 def test_small_runs_the_quick_cases_at_deepseeks_widths_and_two_runs_give_the_same_digests(tmp_path):

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.sandbox.simulated_aiter import install
+from tests.sandbox.simulated_aiter import ROCM, install
 from tests.support.planted import raising
 from tests.support.simulated_aiter import fate
 from tests.verify.faults import Changed
 from vllm_aiter_mla.kernels import reference
+from vllm_aiter_mla.kernels.aiter.backend import AiterBackend
 from vllm_aiter_mla.kernels.backend import EXACT, OWN_BMM
 from vllm_aiter_mla.kernels.platform import Platform
 from vllm_aiter_mla.kernels.reference import ReferenceBackend
@@ -99,17 +100,20 @@ def test_mutation_a_product_over_codes_that_is_off_is_caught_by_its_norm(broken,
     assert broken("fresh-data", OverCodes(off, inside), variant="fp8-weight") == found
 
 
+# The widths that AITER's op is written for; its faster kernel takes four heads or more.
+AITERS = cases.Geometry(heads=4, nope=16, rope=64, latent=512, v=16, block_size=8, blocks=3, max_position=509)
+
+
 def failed_over_the_simulated_aiter():
-    """Cases that do not pass, at widths that AITER's op is written for; its faster kernel takes four heads or more."""
+    """Cases that do not pass at AITER's widths."""
     fnuz, bf16, failed = torch.float8_e4m3fnuz, torch.bfloat16, []
-    geometry = cases.Geometry(heads=4, nope=16, rope=64, latent=512, v=16, block_size=8, blocks=3, max_position=509)
     # The simulated op is Python, so its launches say nothing about AITER's.
     every = [case for case in cases.cases(8) if case.name != "kernel-status"]
     quick = [case for case in every if case.quick or case.name == "both-ends-3-drafts"]
     with install("gfx942"):
         for case, kinds in product(quick, ((fnuz, fnuz), (bf16, bf16), (fnuz, fnuz, False, ("fp8", fnuz)))):
             backend = Backends(Settings(), Platform("gfx942", (7, 0))).get("aiter")
-            item = cases.Item("aiter", case, cases.Variant("here", *kinds), geometry, 8, soak=8)
+            item = cases.Item("aiter", case, cases.Variant("here", *kinds), AITERS, 8, soak=8)
             result = runner.run_case(item, backend, EagerEngine())
             # AITER's op turns an fp8 overflow into NaN, as its back end says.
             if result.status != "passed" or result.writes_nan != (case.name == "fp8-overflow" and kinds[0] is fnuz):
@@ -160,6 +164,69 @@ def test_every_case_has_a_name_of_its_own_and_replays_only_what_it_captured(limi
                 assert step.size in case.sizes, (case.name, step)
 
 
+@pytest.mark.mutation
+def test_mutation_a_kernel_that_reads_a_plain_weight_along_l_only_is_caught_by_the_other_layout(broken):
+    def along_l(run, inputs):
+        values = inputs.weight.values
+        if values.stride(-1) == 1:
+            return run(inputs)
+        swapped = values.transpose(1, 2).reshape(values.shape)
+        return run(replace(inputs, weight=replace(inputs.weight, values=swapped)))
+
+    assert broken("fresh-data", Changed(along_l), variant="bf16") == {"query-nope"}
+    assert broken("fresh-data", Changed(along_l)) == set()
+
+
+# As a model has them: padded heads, with ours between others or first, and blocks of one token.
+SIZES = [
+    {"out_heads": 8},
+    {"heads": 3, "out_heads": 8},
+    {"block_size": 1, "blocks": 24},
+    {"block_size": 64, "blocks": 1},
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_the_reference_passes_at_the_sizes_of_a_model(run, backend, sizes):
+    for name in ("fresh-data", "both-ends-3-drafts", "mixed-batch-piecewise", "padding-is-nan"):
+        assert run(name, backend, sizes=sizes).findings == [], name
+
+
+def without_the_others(right, inputs):
+    return inputs.real_heads(right(inputs)).contiguous()
+
+
+def heads_first(right, inputs):
+    """Our heads are the first ones, where vLLM looks for every fourth one."""
+    query = right(inputs)
+    heads = without_the_others(right, inputs).view(torch.uint8)
+    query.view(torch.uint8).zero_()[:, : inputs.num_heads] = heads
+    return query
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize(("change", "found"), [
+    (without_the_others, set()), (heads_first, {"query-nope", "query-rope"}),
+])  # fmt: skip
+def test_mutation_a_query_with_its_heads_in_other_places_is_caught(broken, change, found):
+    """A query without room for the padded heads is right, too: vLLM pads it."""
+    assert broken("full-graph-decode", Changed(change), sizes={"out_heads": 8}) == found
+
+
+def test_float16_activations_pass_and_no_value_is_beyond_their_range(backend):
+    limit, names = 8, ("fresh-data", "fp8-overflow", "full-graph-decode", "padding-is-huge")
+    kinds = cases.variants(False, torch.float8_e4m3fn, quick=True, act=torch.float16)
+    assert [kind.name for kind in kinds] == ["fp8", "bf16"], "as the command line names them, whatever the model"
+    assert kinds[1].cache == torch.float16
+    by_name = {case.name: case for case in cases.cases(limit, torch.float16)}
+    for name, kind in product(names, kinds):
+        item = cases.Item("reference", by_name[name], kind, cases.SMALL, limit)
+        made = Buffers(item, "cpu")
+        assert {made.layers[0].source.q.dtype, made.layers[0].table.dtype, made.layers[0].w_uv.dtype} == {torch.float16}
+        result = runner.run_case(item, backend, EagerEngine())
+        assert (result.status, result.findings) == ("passed", []), (name, kind.name)
+
+
 def test_a_back_end_that_declines_is_skipped_with_its_reason(run):
     class Declining(ReferenceBackend):
         def bind(self, inputs):
@@ -168,6 +235,25 @@ def test_a_back_end_that_declines_is_skipped_with_its_reason(run):
     result = run("fresh-data", Declining())
     assert result.status == "skipped"
     assert "too small for me" in result.reason
+
+
+@pytest.mark.parametrize(
+    ("limit", "name", "status"),
+    [(300, "fresh-data", "passed"), (300, "scales-changed", "skipped"), (300, "rows-grow-and-shrink", "skipped"),
+     (512, "piecewise-decode", "skipped")],
+)  # fmt: skip
+def test_a_case_is_skipped_if_it_calls_the_kernel_with_rows_that_are_declined(fake_gfx942, limit, name, status):
+    """AITER's opt kernel takes a bf16 cache from 256 tokens on, and so each size that these cases capture.
+
+    The declined rows are those of a batch without a graph, or the real rows of a piece.
+    """
+    (case,) = (case for case in cases.cases(limit) if case.name == name)
+    assert min(case.sizes) >= 256
+    bf16 = cases.variants(False, torch.float8_e4m3fnuz, quick=True)[1]
+    backend = AiterBackend(Platform("gfx942", ROCM), opt=True)
+    result = runner.run_case(cases.Item("aiter-opt", case, bf16, AITERS, limit), backend, EagerEngine())
+    assert (result.status, result.findings) == (status, [])
+    assert ("aiter-opt declines T=1" in result.reason) == (status == "skipped"), result.reason
 
 
 def test_a_back_end_that_raises_is_a_failure_and_no_crash(run):

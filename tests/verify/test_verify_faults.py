@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from tests.verify.faults import FAULTS, Changed
+from tests.verify.faults import FAULTS, Changed, Saturating
 from vllm_aiter_mla.kernels.backend import OWN_BMM
+from vllm_aiter_mla.kernels.reference import ReferenceBackend
 from vllm_aiter_mla.verify import layer, oracles
 from vllm_aiter_mla.verify.engine import EagerEngine
 
@@ -76,6 +77,14 @@ def test_a_back_end_with_a_bmm_of_its_own_may_be_a_step_off_and_the_reference_ma
 
     assert "query-nope" in broken("fresh-data", Changed(nudge))
     assert broken("fresh-data", OwnProduct(nudge)) == set()
+
+
+@pytest.mark.parametrize("variant", ["fp8", "fp8-cache"])
+@pytest.mark.parametrize(("right", "noted"), [(ReferenceBackend, True), (Saturating, False)])
+def test_an_overflow_that_becomes_nan_is_noted_wherever_it_is(run, variant, right, noted):
+    """A bf16 query has no fp8 overflow: over an fp8 cache only the KV rows show it."""
+    result = run("fp8-overflow", right(), variant)
+    assert (result.status, result.writes_nan) == ("passed", noted)
 
 
 def test_a_failure_holds_the_step_that_showed_it(run):

@@ -20,6 +20,8 @@ Key = tuple[Any, ...]
 GEMMS: dict[str, Callable[..., torch.Tensor]] = {}
 """vLLM's calls of AITER's batched GEMMs, by weight format; ``backends.Backends`` fills it on an AMD card. They are
 vLLM's functions, the same for every engine of the process."""
+P_MAJOR = "P-major"
+"""In the key of a plain weight that is dense along P, as vLLM dequantises ``kv_b_proj``; otherwise it is along L."""
 FP8_GROUP = 128  # values of a query row that share a scale; vLLM's group_size
 FP8_FLOOR = 1e-10  # AITER's kernel takes at least this for a group's largest magnitude, in float32
 
@@ -55,8 +57,11 @@ class AbsorbWeight:
 
     @property
     def key(self) -> Key:
-        """(format, dtype of fp8 codes): what a choice of kernel must know of the weight."""
-        return (self.format, self.values.dtype) if self.format == "fp8" else (self.format,)
+        """(format, dtype of fp8 codes or ``P_MAJOR``): what a choice of kernel must know of the weight."""
+        if self.format == "fp8":
+            return (self.format, self.values.dtype)
+        is_p_major = self.format == "plain" and self.values.stride(-1) != 1
+        return (self.format, P_MAJOR) if is_p_major else (self.format,)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -177,7 +182,11 @@ def read(tensors: Mapping[str, torch.Tensor]) -> AbsorbWeight:
 
 
 def make(w_uk_t: torch.Tensor, key: Key) -> AbsorbWeight:
-    """Convert ``w_uk_t`` [N, P, L] to the format of ``key``, with vLLM's strides: for synthetic operands."""
+    """Convert ``w_uk_t`` [N, P, L] to the format of ``key``, with vLLM's strides: for synthetic operands.
+
+    A plain weight is a view of ``kv_b_proj``, which holds W_UV beside each head's W_UK; here it holds W_UK twice. The
+    strides are those of unquantised weights, or with ``P_MAJOR`` those of vLLM's dequantised ones.
+    """
     if key[0] == "fp8":
         flavour = formats.FLAVOURS[key[1]]
         scale = w_uk_t.float().abs().max() / flavour.max
@@ -187,7 +196,10 @@ def make(w_uk_t: torch.Tensor, key: Key) -> AbsorbWeight:
         codes, scales = formats.quantise_mxfp4(w_uk_t.permute(2, 0, 1))
         by_group = scales.permute(2, 0, 1).contiguous()
         return AbsorbWeight("mxfp4", codes.transpose(0, 1), by_group.permute(2, 1, 0))
-    return AbsorbWeight("plain", w_uk_t)
+    nope, kv_b_proj = w_uk_t.shape[1], torch.cat((w_uk_t, w_uk_t), dim=1)
+    if P_MAJOR in key:
+        return AbsorbWeight("plain", kv_b_proj.permute(2, 0, 1).contiguous()[..., :nope].permute(1, 2, 0))
+    return AbsorbWeight("plain", kv_b_proj[:, :nope])
 
 
 def absorb_plain(q_nope: torch.Tensor, w_uk_t: torch.Tensor) -> torch.Tensor:

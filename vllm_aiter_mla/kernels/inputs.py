@@ -2,7 +2,7 @@
 """One layer and one step as every kernel back end sees them: operands, shared contract, keys, synthetic operands."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ TOKENS, SEED = 7, 20260
 PADDED = 3  # the row without a slot, in the middle
 PATTERN = 0x35  # the scratch cache is filled with this byte; a finite number in every type
 K_SCALE, Q_SCALE = 0.053, 0.047  # not powers of two; with them no rotated element overflows fp8
+GUARD_ROWS = 16  # before and behind a query of ``GuardedInputs``
 OVERFLOW_FACTOR = 64.0  # of N(0, 1) over these scales: most of a row is then beyond fp8's range
 Q_LORA_RANK = 1536  # DeepSeek-V3's; it only moves k_pe away from the start of a row
 
@@ -106,6 +107,34 @@ class DecodeInputs:
         """From one head to the next among M."""
         step = self.out_heads // self.num_heads
         return step if step and self.out_heads % self.num_heads == 0 else 1
+
+
+@dataclass(slots=True)
+class GuardedInputs(DecodeInputs):
+    """Operands whose prepared query lies between rows that no kernel may write: a check looks at them afterwards."""
+
+    @classmethod
+    def of(cls, inputs: DecodeInputs) -> "GuardedInputs":
+        """Return the same operands with such a query."""
+        return cls(*(getattr(inputs, each.name) for each in fields(inputs)))
+
+    def new_query(self, padded: bool = True) -> torch.Tensor:
+        """See the base class: a slice of a longer tensor, which ``with_guards`` returns."""
+        heads, width = (padded and self.out_heads) or self.num_heads, self.kv_cache.shape[-1]
+        whole = self.q.new_empty((self.num_tokens + 2 * GUARD_ROWS, heads, width), dtype=self.out_dtype)
+        return whole[GUARD_ROWS:-GUARD_ROWS]
+
+
+def with_guards(query: torch.Tensor) -> torch.Tensor:
+    """Return a query [T, ...] and the rows around it, [GUARD_ROWS + T + GUARD_ROWS, ...], a view.
+
+    A query that ``GuardedInputs`` did not make is returned as it is.
+    """
+    row, rows = query.stride(0), query.shape[0] + 2 * GUARD_ROWS
+    is_guarded = query.storage_offset() == GUARD_ROWS * row
+    if not is_guarded or query.untyped_storage().nbytes() != rows * row * query.itemsize:
+        return query
+    return query.as_strided((rows, *query.shape[1:]), query.stride(), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +258,8 @@ def synthetic_inputs(
     slots = torch.randperm(blocks * shape.block_size, generator=draw, device=home)[:tokens]
     if padded is not None:
         slots[min(padded, tokens - 1) :][:1] = -1
+    positions = torch.randint(0, table.shape[0], (tokens,), generator=draw, device=home)
+    positions[:1], positions[1:2] = 0, table.shape[0] - 1  # both ends of the table, whatever is drawn
     # A block of another layer lies on either side: vLLM packs the caches of all layers into one allocation.
     size = (blocks + 2, shape.block_size, width * shape.cache_dtype.itemsize)
     raw = torch.full(size, PATTERN, dtype=torch.uint8, device=device)
@@ -244,7 +275,7 @@ def synthetic_inputs(
         weight=absorb.make(weight, shape.weight),
         kv_cache=cache,
         slot_mapping=slots.to(device),
-        positions=torch.randint(0, table.shape[0], (tokens,), generator=draw, device=home).to(device),
+        positions=positions.to(device),
         cos_sin_cache=table,
         k_scale=torch.tensor(K_SCALE, dtype=torch.float32, device=device),
         q_scale=torch.tensor(Q_SCALE, dtype=torch.float32, device=device),

@@ -15,7 +15,17 @@ import torch
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import Bounds, KernelBackend
 from vllm_aiter_mla.kernels.distance import ROW_BOUNDS, Difference, difference, is_within, norm_bound, why_off
-from vllm_aiter_mla.kernels.inputs import OVERFLOW_FACTOR, PADDED, DecodeInputs, LayerShape, synthetic_inputs
+from vllm_aiter_mla.kernels.inputs import (
+    GUARD_ROWS,
+    OVERFLOW_FACTOR,
+    PADDED,
+    PATTERN,
+    DecodeInputs,
+    GuardedInputs,
+    LayerShape,
+    synthetic_inputs,
+    with_guards,
+)
 
 ROTARY_STYLES = (False, True)
 """Rotary styles that a start checks, as ``is_neox``. Only the graph of a layer, which is compiled later, shows its
@@ -37,7 +47,8 @@ class Comparison:
     has_passed: bool  # whether the back end agrees with the reference within the bounds
     message: str  # one line with the figures, for the log
     differences: dict[str, Difference] = field(default_factory=dict)  # by name of a part; empty if nothing was compared
-    num_stray_bytes: int = 0  # bytes changed outside the written rows, also in front of the cache and behind it
+    # Bytes changed outside the written rows and the query, also in front of the cache and the query, and behind them
+    num_stray_bytes: int = 0
     failed_parts: tuple[str, ...] = ()  # which of ``PARTS`` and ``STRAY_BYTES`` are out of bounds
     # Whether values beyond fp8's range became NaN, as in AITER's sources, instead of the largest value
     writes_nan: bool = False
@@ -48,6 +59,18 @@ class KernelOutput(NamedTuple):
 
     query: torch.Tensor  # [T, N, L+R], or [T, M, L+R] as in ``DecodeInputs.new_query``
     inputs: DecodeInputs  # the operands, with the cache that the call has written to
+
+
+class FilledInputs(GuardedInputs):
+    """Operands whose prepared query and its guards hold ``PATTERN`` before the call."""
+
+    __slots__ = ()
+
+    def new_query(self, padded: bool = True) -> torch.Tensor:
+        """See the base class."""
+        query = GuardedInputs.new_query(self, padded)
+        with_guards(query).view(torch.uint8).fill_(PATTERN)
+        return query
 
 
 def compare_with_reference(backend: KernelBackend, shape: LayerShape, limit: int) -> Comparison:
@@ -111,6 +134,7 @@ def _compare_batch(backend: KernelBackend, inputs: DecodeInputs) -> Comparison:
     If the kernel makes the absorb product before its launch, the product is compared first.
     """
     _overflow_first_row(inputs)
+    inputs = FilledInputs.of(inputs)
     product = backend.absorbed(inputs) if inputs.weight.product_bound else None
     if product is not None:
         reference_product = inputs.weight.reference(inputs.q_nope)
@@ -124,7 +148,7 @@ def _compare_batch(backend: KernelBackend, inputs: DecodeInputs) -> Comparison:
     bound.run(inputs)
     _storage(inputs.kv_cache).copy_(storage_before)
     actual = KernelOutput(bound.run(inputs), inputs)
-    num_stray_bytes = count_stray_bytes(inputs, storage_before)
+    num_stray_bytes = count_stray_bytes(actual, storage_before)
     results = []
     # A build of AITER may truncate and write NaN, as its sources say, or round and saturate: both are accepted.
     for numerics in backend.numerics(inputs).accepted():
@@ -225,17 +249,20 @@ def _compare_product(
     return Difference(largest, num_differing / actual.numel()), is_right
 
 
-def count_stray_bytes(inputs: DecodeInputs, storage_before: torch.Tensor) -> int:
-    """Return how many bytes of the cache's storage a call changed outside the rows that have a slot.
+def count_stray_bytes(actual: KernelOutput, storage_before: torch.Tensor) -> int:
+    """Return how many bytes a call changed around the query, and in the cache's storage outside rows that have a slot.
 
     Args:
-        inputs: the operands after the call.
+        actual: the operands after the call and the query, whose guards were filled as in ``FilledInputs``.
         storage_before: the cache's storage before the call, [bytes] uint8.
     """
+    inputs, whole = actual.inputs, with_guards(actual.query)
+    guards = [] if whole is actual.query else [whole[:GUARD_ROWS], whole[-GUARD_ROWS:]]
+    num_around_query = sum(int((guard.view(torch.uint8) != PATTERN).sum()) for guard in guards)
     is_changed = _storage(inputs.kv_cache) != storage_before
     rows = _view_as_cache(is_changed, inputs.kv_cache).flatten(0, 1)
     rows[inputs.slot_mapping[inputs.slot_mapping >= 0]] = False
-    return int(is_changed.sum())
+    return num_around_query + int(is_changed.sum())
 
 
 def _storage(cache: torch.Tensor) -> torch.Tensor:

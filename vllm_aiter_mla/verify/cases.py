@@ -8,9 +8,10 @@ from typing import Any, Literal
 import torch
 
 from vllm_aiter_mla.kernels import formats
+from vllm_aiter_mla.kernels.absorb import P_MAJOR
 
 ACT = torch.bfloat16
-"""The activation dtype of every run."""
+"""The activation dtype of a run, if no model has another one."""
 FRESH = ("data", "positions", "slots")
 """What a step may change."""
 # The cases need eight tokens. 8,192 is vLLM's default on MI300X with seven drafts: 1,024 requests of eight tokens.
@@ -29,6 +30,7 @@ class Geometry:
     block_size: int  # of the KV cache
     blocks: int  # blocks that a request may hold
     max_position: int  # rows of the rotary table; a prime, so that no other buffer has as many
+    out_heads: int = 0  # heads that the decode kernel reads, as in ``DecodeInputs``; 0 for ``heads``
 
 
 # The Triton back end takes widths that are powers of two from 16 on.
@@ -49,22 +51,26 @@ class Variant:
     out: torch.dtype  # of the prepared query
     is_neox: bool = False
     weight: tuple[Any, ...] = ("plain",)  # format of the absorb weight, as ``AbsorbWeight.key`` names it
+    act: torch.dtype = ACT  # activation dtype
 
 
-def variants(on_card: bool, native: torch.dtype, quick: bool) -> tuple[Variant, ...]:
-    """Return the variants of a run: fp8 and bf16 always, both fp8 flavours on a CPU, an fp8 cache with a bf16 query.
+def variants(on_card: bool, native: torch.dtype, quick: bool, act: torch.dtype = ACT) -> tuple[Variant, ...]:
+    """Return the variants of a run with activations of ``act``, bfloat16 or float16.
 
-    vLLM 0.30 to 0.32 hold the absorb weights in fp8 by default on AMD cards, so a quick run on a GPU has them too.
+    fp8 and bf16 are in every run; between them they have both layouts of a plain weight. A full run has an fp8 cache
+    with a 16-bit query, and on a CPU both fp8 flavours. vLLM 0.30 to 0.32 hold the absorb weights in fp8 by default on
+    AMD cards, so a quick run on a GPU has them too. The names do not depend on ``act``: "bf16" may store float16.
     """
-    both = (Variant("fp8", native, native), Variant("bf16", ACT, ACT, is_neox=True))
-    weights = Variant("fp8-weight", native, native, weight=("fp8", native))
+    fp8 = Variant("fp8", native, native, act=act)
+    both = (fp8, Variant("bf16", act, act, True, ("plain", P_MAJOR), act))
+    weights = replace(fp8, name="fp8-weight", weight=("fp8", native))
     if quick:
         return (*both, weights) if on_card else both
-    mixed = Variant("fp8-cache", native, ACT)
+    mixed = replace(fp8, name="fp8-cache", out=act)
     if on_card:
         return (*both, weights, mixed)
     other = next(dtype for dtype in formats.FLAVOURS if dtype != native)
-    return (*both, weights, mixed, Variant("fp8-other", other, other, is_neox=True))
+    return (*both, weights, mixed, Variant("fp8-other", other, other, is_neox=True, act=act))
 
 
 def capture_sizes(limit: int) -> tuple[int, ...]:
@@ -97,6 +103,11 @@ class Replay:
     fresh: tuple[str, ...] = FRESH  # what changes since the last step
     side: bool = False  # on a stream of its own
 
+    @property
+    def real_rows(self) -> int:
+        """The number of real rows."""
+        return self.size if self.rows is None else self.rows
+
 
 class Eager(Replay):
     """Run a batch without a graph, as vLLM runs a mixed batch or a size that it has not captured."""
@@ -127,6 +138,14 @@ class Case:
     side_stream: bool = False  # whether the capture runs on a stream of its own
     quick: bool = True  # whether --quick runs it too
 
+    @property
+    def row_counts(self) -> set[int]:
+        """The numbers of rows for which the kernel is called: those of its graphs, and real rows outside of graphs."""
+        is_piecewise = self.kind == "piecewise"  # its graphs hold no kernel
+        steps = (step for step in self.steps if isinstance(step, Replay) and not step.prefill)
+        outside = {step.real_rows for step in steps if is_piecewise or isinstance(step, Eager)}
+        return outside if is_piecewise else outside | {*self.sizes}
+
 
 @dataclass(frozen=True, slots=True)
 class Item:
@@ -142,8 +161,8 @@ class Item:
     digest: bool = False  # keep a digest of each output
 
 
-def cases(limit: int) -> tuple[Case, ...]:
-    """Return all cases for a decode limit of ``limit`` tokens. Names are unique.
+def cases(limit: int, act: torch.dtype = ACT) -> tuple[Case, ...]:
+    """Return all cases for a decode limit of ``limit`` tokens and activations of ``act``. Names are unique.
 
     Raises:
         ValueError: ``limit`` is outside ``LIMITS``.
@@ -151,7 +170,7 @@ def cases(limit: int) -> tuple[Case, ...]:
     low, high = LIMITS
     if not low <= limit <= high:
         raise ValueError(f"--limit {limit}: between {low} and {high} tokens expected")
-    return (*_of_the_kernel(limit), *(_both_ends(limit, drafts) for drafts in (0, 1, 3)), *_of_the_op(limit))
+    return (*_of_the_kernel(limit), *(_both_ends(limit, drafts) for drafts in (0, 1, 3)), *_of_the_op(limit, act))
 
 
 def _of_the_kernel(limit: int) -> Iterator[Case]:
@@ -162,6 +181,10 @@ def _of_the_kernel(limit: int) -> Iterator[Case]:
 
     def only(what: str) -> tuple[CaseStep, ...]:
         return (start, Replay(limit, fresh=(what,)), Replay(limit, fresh=(what,)))
+
+    def overflows(size: int) -> tuple[CaseStep, ...]:
+        # The first step draws, because a replay with other rows than the last one does: then they stay as they are.
+        return (Replay(size), "overflow", Replay(size, fresh=()))
 
     def changed(what: Literal["weights", "scales", "table"]) -> tuple[CaseStep, ...]:
         # One eager step after the change: a back end that keeps a copy of the table may renew it then.
@@ -188,7 +211,7 @@ def _of_the_kernel(limit: int) -> Iterator[Case]:
         ),
         Case(
             "fp8-overflow", "values beyond fp8's range are stored as the largest, or as what the back end says",
-            two, (start, "overflow", Replay(limit, fresh=()), Replay(half, fresh=()), start),
+            (1, half, limit), (*overflows(limit), *overflows(half), *overflows(1), start),
         ),
         Case(
             "shared-pool", "graphs of several sizes share one memory pool and replay in turn", chosen,
@@ -225,7 +248,7 @@ def _both_ends(limit: int, drafts: int) -> Case:
     )  # fmt: skip
 
 
-def _of_the_op(limit: int) -> Iterator[Case]:
+def _of_the_op(limit: int, act: torch.dtype) -> Iterator[Case]:
     """Yield the cases that capture the whole op, or what comes before and after it."""
     # Rows of an even and of an odd number, because a piece prepares as many as are real.
     start, half, third = Replay(limit), limit // 2 | 1, limit // 3
@@ -261,7 +284,7 @@ def _of_the_op(limit: int) -> Iterator[Case]:
                 (limit,), fewer, kind="full", padding=padding,
             )
             for what, values, padding in (
-                ("nan", "NaN", torch.nan), ("huge", "the largest number", torch.finfo(ACT).max),
+                ("nan", "NaN", torch.nan), ("huge", "the largest number", torch.finfo(act).max),
             )
         ),
         Case(

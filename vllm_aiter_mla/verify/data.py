@@ -17,33 +17,39 @@ DRAWN = 4_194_301
 
 
 class Pool:
-    """``DRAWN`` values of a normal distribution, and what they are rounded to, on one device."""
+    """``DRAWN`` values of a normal distribution, and what they are rounded to, on one device.
 
-    def __init__(self, seed: int, device: str) -> None:
+    Args:
+        seed: of the values.
+        device: where the rounded values are.
+        act: the activation dtype.
+    """
+
+    def __init__(self, seed: int, device: str, act: torch.dtype = ACT) -> None:
         self._values = torch.randn(DRAWN, generator=torch.Generator().manual_seed(seed))
-        self._device = device
+        self._device, self._act = device, act
         self._stored: dict[tuple[torch.dtype, float], torch.Tensor] = {}
 
     def activations(self, shape: tuple[int, ...], generator: torch.Generator, scale: float = 1.0) -> torch.Tensor:
         """Return a new tensor of ``scale`` times the values, in the activation dtype."""
-        if (ACT, scale) not in self._stored:
-            self._stored[ACT, scale] = (self._values * scale).to(ACT).to(self._device)
-        return _turned(self._stored[ACT, scale], shape, generator)
+        if (self._act, scale) not in self._stored:
+            self._stored[self._act, scale] = (self._values * scale).to(self._act).to(self._device)
+        return _turned(self._stored[self._act, scale], shape, generator)
 
     def cache_rows(
         self, shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype, inverse: float
     ) -> torch.Tensor:
         """Return a new tensor of the values as a cache of ``dtype`` stores them: fp8 times ``inverse``, saturated."""
         if (dtype, inverse) not in self._stored:
-            rows = reference.store_nope(self._values.to(ACT), torch.tensor(inverse), dtype)
+            rows = reference.store_nope(self._values.to(self._act), torch.tensor(inverse), dtype)
             self._stored[dtype, inverse] = rows.to(self._device)
         return _turned(self._stored[dtype, inverse], shape, generator)
 
 
 @lru_cache(maxsize=1)
-def pool(seed: int, device: str) -> Pool:
+def pool(seed: int, device: str, act: torch.dtype = ACT) -> Pool:
     """Return the pool of a seed. It stays until another one is asked for."""
-    return Pool(seed, device)
+    return Pool(seed, device, act)
 
 
 def _turned(stored: torch.Tensor, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -7,17 +7,17 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from vllm_aiter_mla.kernels import absorb, formats, reference
 from vllm_aiter_mla.kernels.absorb import AbsorbWeight
 from vllm_aiter_mla.kernels.backend import KernelBackend, Run
-from vllm_aiter_mla.kernels.inputs import K_SCALE, OVERFLOW_FACTOR, Q_SCALE, DecodeInputs, step_key
+from vllm_aiter_mla.kernels.inputs import K_SCALE, OVERFLOW_FACTOR, Q_SCALE, DecodeInputs, GuardedInputs, step_key
 from vllm_aiter_mla.serving import ops as bodies
 from vllm_aiter_mla.verify import data
-from vllm_aiter_mla.verify.cases import ACT, FRESH, Item
+from vllm_aiter_mla.verify.cases import FRESH, Item
 
 # Blocks before and after the cache. A write out of bounds stays inside the allocation and is seen.
 GUARD_BLOCKS = 2
@@ -66,9 +66,13 @@ class Layer:
     table: torch.Tensor  # cos and sin, [max_position, R]; a draft's layer may have another one than its target's
     k_scale: torch.Tensor  # one float32
     q_scale: torch.Tensor  # one float32
-    out_heads: ClassVar[int] = 0  # attention takes any number of heads here
     out: torch.Tensor  # [L, N*V] act, the attention's output
     tested: Run | None = None  # the kernel under test; None in a layer that computes the expected result
+
+    @property
+    def out_heads(self) -> int:
+        """M, the heads for which a kernel may lay the query out; 0 for N."""
+        return self.buffers.geometry.out_heads
 
     @property
     def kv_cache(self) -> torch.Tensor:
@@ -94,6 +98,7 @@ class Layer:
             q_scale=self.q_scale,
             is_neox=self.buffers.variant.is_neox,
             out_dtype=self.buffers.variant.out,
+            out_heads=self.out_heads,
         )
 
     def weight(self) -> AbsorbWeight:
@@ -138,7 +143,8 @@ class Layer:
     def forward_mqa(self, q_prepared: torch.Tensor, kv_cache: torch.Tensor, metadata: Batch) -> torch.Tensor:
         """Attend in float32, each row over the first ``row_keys`` keys of its own blocks."""
         scale = self.q_scale if formats.is_fp8(q_prepared.dtype) else 1.0
-        return self._attend_cache(q_prepared.float() * scale, kv_cache)
+        query = self.inputs(len(q_prepared)).real_heads(q_prepared)
+        return self._attend_cache(query.float() * scale, kv_cache)
 
     def v_up(self, attended: torch.Tensor, out: torch.Tensor) -> None:
         """Project in float32 and round once."""
@@ -188,7 +194,7 @@ class Buffers:
         # The data do not depend on which other cases run.
         seed = zlib.crc32(f"{item.seed}/{item.case.name}/{item.variant.name}".encode())
         self.generator = torch.Generator().manual_seed(seed)
-        self._pool = data.pool(item.seed, device)
+        self._pool = data.pool(item.seed, device, self.variant.act)
         self.limit = limit = item.limit + 1  # rows of every buffer: one batch is larger than every graph
         self.blocks = limit * item.geometry.blocks + 1
         self.positions = torch.zeros(limit, dtype=torch.int64, device=device)
@@ -203,7 +209,7 @@ class Buffers:
 
     def _table(self) -> torch.Tensor:
         angles = torch.rand(self.geometry.max_position, self.geometry.rope // 2, generator=self.generator) * 6.283
-        return torch.cat([angles.cos(), angles.sin()], dim=-1).to(ACT).to(self.device)
+        return torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.variant.act).to(self.device)
 
     def _rows(self) -> Rows:
         """Make slices of wider rows, as vLLM hands them over: a kernel that assumes dense rows reads the wrong one."""
@@ -234,7 +240,7 @@ class Buffers:
             table=table,
             k_scale=torch.tensor([K_SCALE * own], device=self.device),
             q_scale=torch.tensor([Q_SCALE * own], device=self.device),
-            out=torch.zeros(self.limit, g.heads * g.v, dtype=ACT, device=self.device),
+            out=torch.zeros(self.limit, g.heads * g.v, dtype=self.variant.act, device=self.device),
         )
 
     def before_capture(self, batch: Batch) -> None:
@@ -260,6 +266,8 @@ class Buffers:
                     buffer[:used] = self._normal(used, *buffer.shape[1:])
         if "positions" in fresh:
             drawn = torch.randint(0, self.geometry.max_position, (rows,), generator=self.generator)
+            if rows > 2:  # both ends of the table, whatever is drawn; fewer rows would hardly change between steps
+                drawn[drawn.argmin()], drawn[drawn.argmax()] = 0, self.geometry.max_position - 1
             self.positions[:rows] = drawn.to(self.device)
         if "slots" in fresh:
             self._place(batch)
@@ -378,7 +386,7 @@ def make_op(buffers: Buffers, backend: KernelBackend, index: int, rows: Rows, ou
     kind, size, run = buffers.case.kind, len(rows.q), bound_once(backend)
 
     def prepare(inputs: DecodeInputs) -> torch.Tensor:
-        outputs["query", index] = query = run(inputs)
+        outputs["query", index] = query = run(GuardedInputs.of(inputs))
         return query
 
     layer = replace(buffers.layers[index], tested=prepare)

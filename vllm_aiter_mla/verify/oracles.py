@@ -9,7 +9,7 @@ import torch
 from vllm_aiter_mla.kernels import reference
 from vllm_aiter_mla.kernels.backend import EXACT, OWN_BMM, KernelBackend
 from vllm_aiter_mla.kernels.distance import difference, norm_bound, why_off
-from vllm_aiter_mla.kernels.inputs import DecodeInputs
+from vllm_aiter_mla.kernels.inputs import GUARD_ROWS, DecodeInputs, with_guards
 from vllm_aiter_mla.verify.engine import Recording
 from vllm_aiter_mla.verify.layer import GUARD_BLOCKS, Buffers, Layer, Outputs, Rows, raw
 from vllm_aiter_mla.verify.results import Finding
@@ -19,6 +19,7 @@ ORACLES: dict[str, str] = {
     "shape-and-dtype": "a query is prepared for decode batches only, with the rows, shape and dtype that are read",
     "query-nope": "the query's un-rotated half is the reference's: to the bit, or with its own BMM one step off on 2 %",
     "query-rope": "the query's rotated half is the reference's: to the bit, or one step off on 1 % of the values",
+    "query-elsewhere": "no byte before or behind the prepared query is written by a replay",
     "finite": "compared rows hold no NaN and no Inf, but for an fp8 overflow where the back end says that it gives NaN",
     "cache-rows": "the written cache rows are the reference's",
     "cache-elsewhere": "every other byte of the cache, and of the guards around it, is what it was",
@@ -47,7 +48,7 @@ class Expected:
 
     @property
     def writes_nan(self) -> bool:
-        """Whether a query that was checked held NaN: an fp8 overflow in a kernel that does not saturate."""
+        """Whether a query or KV row that was checked held NaN: an fp8 overflow in a kernel that does not saturate."""
         return any(layer.writes_nan for layer in self._layers)
 
     def check(self, outputs: Outputs) -> list[Finding]:
@@ -97,34 +98,44 @@ class _ExpectedLayer:
         for numerics in () if batch.dummy or batch.num_prefills else several:
             shadows.append(replace(own, storage=own.storage.clone()))
             cache = shadows[-1].kv_cache
-            self.queries.append(reference.prepare(replace(inputs, kv_cache=cache), numerics, self.product))
+            query = reference.prepare(replace(inputs, kv_cache=cache), numerics, self.product)
+            self.queries.append(inputs.real_heads(query))
         shadows = shadows or [replace(own, storage=own.storage.clone())]
         self.out = _attended(shadows[0], self.queries) if attends and not batch.dummy else None
         self.storages = [shadow.storage for shadow in shadows]
 
     def check(self, got: torch.Tensor | None, final: torch.Tensor | None, slots: torch.Tensor) -> Iterator[Finding]:
         """Yield what is wrong with this layer's query, cache and attention output."""
+        if got is not None and got.shape[1] == self.inputs.out_heads:
+            got = self.inputs.real_heads(got)  # a kernel may fill the others with anything, or leave them out
         was, wanted = _described(got), _described(self.queries[0] if self.queries else None)
         if was != wanted:
             yield Finding("shape-and-dtype", f"{wanted} expected, {was} prepared")
-        elif got is not None:
-            yield from self._query_findings(got)
-        yield from self._cache_findings(slots)
+            got = None
+        got = got if got is None else got[: self.num_compared]
+        written = slots[slots >= 0] + GUARD_BLOCKS * self.storage.shape[1]
+        rows = _rows_at(self.own.storage, written)
+        self.writes_nan = any(bool(part.float().isnan().any()) for part in (got, rows) if part is not None)
+        # One rounding has to explain the query and the cache together, as in the self-check.
+        explanations = [
+            [*self._query_findings(got, query), *self._cache_findings(rows, _rows_at(cache, written))]
+            for query, cache in zip(self.queries or (None,), self.storages, strict=True)
+        ]
+        yield from min(explanations, key=len)
+        yield from _written_elsewhere(self.own, self.storage, written)
         yield from self._output_findings(final)
 
-    def _query_findings(self, got: torch.Tensor) -> Iterator[Finding]:
-        rows, lat = self.num_compared, self.inputs.latent_dim
-        got, expected = got[:rows], [query[:rows] for query in self.queries]
-        declared = any(torch.equal(got.float().isnan(), each.float().isnan()) for each in expected)
-        self.writes_nan = bool(bad := _rows_not_finite(got))
-        if bad and not declared:
+    def _query_findings(self, got: torch.Tensor | None, expected: torch.Tensor | None) -> Iterator[Finding]:
+        if got is None or expected is None:
+            return
+        lat, expected = self.inputs.latent_dim, expected[: self.num_compared]
+        bad = _rows_not_finite(got)
+        if bad and not torch.equal(got.float().isnan(), expected.float().isnan()):
             yield Finding("finite", f"q_prepared holds NaN or Inf in {bad}")
             return
-        nope = _why_apart(
-            got[..., :lat], [e[..., :lat] for e in expected], self.exact_nope, OWN_BMM.slack, OWN_BMM.nope_share
-        )
-        nope = self._by_norm(nope, got[..., :lat], expected[0][..., :lat])
-        rope = _why_apart(got[..., lat:], [e[..., lat:] for e in expected], self.exact_rope)
+        nope = _why_apart(got[..., :lat], expected[..., :lat], self.exact_nope, OWN_BMM.slack, OWN_BMM.nope_share)
+        nope = self._by_norm(nope, got[..., :lat], expected[..., :lat])
+        rope = _why_apart(got[..., lat:], expected[..., lat:], self.exact_rope)
         yield from (Finding(name, reason) for name, reason in (("query-nope", nope), ("query-rope", rope)) if reason)
 
     def _by_norm(self, reason: str, got: torch.Tensor, expected: torch.Tensor) -> str:
@@ -140,18 +151,13 @@ class _ExpectedLayer:
             return f"the absorb product is {off}" if off else ""
         return why_off(got, expected, norm_bound(self.bound, got.dtype))  # the product is inside the launch
 
-    def _cache_findings(self, slots: torch.Tensor) -> Iterator[Finding]:
-        storage, lat = self.own.storage, self.inputs.latent_dim
-        written = slots[slots >= 0] + GUARD_BLOCKS * storage.shape[1]
-        if written.numel():
-            each = (raw(cache.flatten(0, 1)) for cache in (storage, *self.storages))
-            got, *accepted = (rows.index_select(0, written).view(storage.dtype) for rows in each)
-            latent = _why_apart(got[:, :lat], [rows[:, :lat] for rows in accepted], exact=True)
-            rope = _why_apart(got[:, lat:], [rows[:, lat:] for rows in accepted], self.exact_rope)
-            for part, reason in (("latent", latent), ("rotated", rope)):
-                if reason:
-                    yield Finding("cache-rows", f"{part} part of the written rows: {reason}")
-        yield from _written_elsewhere(self.own, self.storage, written)
+    def _cache_findings(self, got: torch.Tensor, expected: torch.Tensor) -> Iterator[Finding]:
+        lat = self.inputs.latent_dim
+        latent = _why_apart(got[:, :lat], expected[:, :lat], exact=True)
+        rope = _why_apart(got[:, lat:], expected[:, lat:], self.exact_rope)
+        for part, reason in (("latent", latent), ("rotated", rope)):
+            if reason:
+                yield Finding("cache-rows", f"{part} part of the written rows: {reason}")
 
     def _output_findings(self, final: torch.Tensor | None) -> Iterator[Finding]:
         batch, out = self.own.buffers.batch, self.own.out
@@ -209,18 +215,22 @@ def _rows_not_finite(x: torch.Tensor) -> str:
     return f"row(s) {', '.join(map(str, bad[:6]))}{' ...' if len(bad) > 6 else ''}" if bad else ""
 
 
+def _rows_at(storage: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return copies of the rows at ``slots`` [n] of a cache with its guards: [n, latent+R]."""
+    return raw(storage.flatten(0, 1)).index_select(0, slots).view(storage.dtype)
+
+
 def _why_apart(
-    got: torch.Tensor, accepted: list[torch.Tensor], exact: bool, slack: float = 0.0, share: float = EXACT.rope_share
+    got: torch.Tensor, expected: torch.Tensor, exact: bool, slack: float = 0.0, share: float = EXACT.rope_share
 ) -> str:
-    """Return how far ``got`` is from the first of ``accepted``, or an empty string if it agrees with one of them."""
-    distances = [difference(got.contiguous(), each.contiguous(), slack) for each in accepted]
-    for each, distance in zip(accepted, distances, strict=True):
-        if torch.equal(raw(got), raw(each)) or (not exact and distance.steps <= 1 and distance.share <= share):
-            return ""
-    wrong = (got.float() != accepted[0].float()).nonzero()
+    """Return how far ``got`` is from ``expected``, or an empty string if they agree."""
+    distance = difference(got.contiguous(), expected.contiguous(), slack)
+    if torch.equal(raw(got), raw(expected)) or (not exact and distance.steps <= 1 and distance.share <= share):
+        return ""
+    wrong = (got.float() != expected.float()).nonzero()
     where = f", first at {wrong[0].tolist()}" if wrong.numel() else ""
     allowed = "none may" if exact else f"one step on {share:.0%} may"
-    return f"{distances[0].share:.1%} of the values differ, up to {distances[0].steps} step(s){where}; {allowed}"
+    return f"{distance.share:.1%} of the values differ, up to {distance.steps} step(s){where}; {allowed}"
 
 
 def _written_elsewhere(layer: Layer, storage: torch.Tensor, written: torch.Tensor) -> Iterator[Finding]:
@@ -230,6 +240,17 @@ def _written_elsewhere(layer: Layer, storage: torch.Tensor, written: torch.Tenso
         first = int(changed.nonzero()[0]) - GUARD_BLOCKS * layer.storage.shape[1]
         what = "cache row(s) that belong to no slot of the step were written, first slot"
         yield Finding("cache-elsewhere", f"{int(changed.sum())} {what} {first}")
+
+
+def check_guards(query: torch.Tensor) -> list[Finding]:
+    """Check the rows around a query that a replay has written; before the replay all of them were NaN."""
+    whole = with_guards(query)
+    if whole is query:
+        return []
+    guards = torch.cat((whole[:GUARD_ROWS].float(), whole[-GUARD_ROWS:].float()))
+    written = (~guards.isnan()).flatten(1).any(dim=1).nonzero().flatten() - GUARD_ROWS
+    rows = [row if row < 0 else len(query) + row for row in written.tolist()]
+    return [Finding("query-elsewhere", f"row(s) {rows[:6]} of {len(query)} were written")] if rows else []
 
 
 def check_probe(probe: Recording, table_rows: int) -> list[Finding]:

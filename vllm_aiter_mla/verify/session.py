@@ -15,7 +15,7 @@ from vllm_aiter_mla.kernels.device import card
 from vllm_aiter_mla.kernels.platform import detect_platform
 from vllm_aiter_mla.serving.backends import AITER_KERNELS, Backends
 from vllm_aiter_mla.settings import Settings
-from vllm_aiter_mla.verify.cases import LIMITS, REAL, SMALL, TINY, Case, Geometry, Item, Variant, cases, variants
+from vllm_aiter_mla.verify.cases import ACT, LIMITS, REAL, SMALL, TINY, Case, Geometry, Item, Variant, cases, variants
 from vllm_aiter_mla.verify.engine import EagerEngine, GraphEngine
 from vllm_aiter_mla.verify.results import Result, Verification, joined, status_of
 from vllm_aiter_mla.verify.runner import run_case
@@ -72,6 +72,7 @@ class Session:
     device: str | None = None  # "gpu" or "cpu"; None: a GPU if there is one
     geometry: Geometry | None = None  # sizes of a layer; None: small ones on a CPU, DeepSeek's on a GPU
     weight: tuple[Any, ...] | None = None  # format of the absorb weight in every variant; None: as each variant has it
+    act: torch.dtype = ACT  # activation dtype, bfloat16 or float16
     model: str = ""  # MODEL of the command that repeats a failure, from which it takes the sizes
     again: tuple[str, ...] = ()  # words that this command needs too
     small: bool = False  # the quick cases at sizes that an emulator finishes, with a digest of each output
@@ -85,7 +86,7 @@ class Session:
         geometry, limit = self.geometry or geometry, limit if self.limit is None else self.limit
         replays = self.replays or (min(replays, QUICK_REPLAYS) if self.quick else replays)
         quick = self.quick or self.small
-        selected = select(self.backend, self.case, self.variant, limit, quick, on_card, self.weight)
+        selected = select(self.backend, self.case, self.variant, limit, quick, on_card, self.weight, self.act)
         backends = {name: find(name) for name in selected.backends}
         self.missing = {name: why for name, why in backends.items() if isinstance(why, str)}
         self.items = [
@@ -166,7 +167,7 @@ class Selection(NamedTuple):
 
 def select(
     backend: tuple[str, ...], case: tuple[str, ...], variant: tuple[str, ...], limit: int, quick: bool, on_card: bool,
-    weight: tuple[Any, ...] | None = None,
+    weight: tuple[Any, ...] | None = None, act: torch.dtype = ACT,
 ) -> Selection:  # fmt: skip
     """Return what these fields of a ``Session`` select, and look at no device.
 
@@ -174,10 +175,13 @@ def select(
         ValueError: a case, variant or back end does not exist, or the limit is wrong; names option and value.
     """
     # A case or variant that is asked for by name runs, however long it takes.
-    known = [each for each in cases(limit) if case or each.quick or not quick]
-    kinds = variants(on_card, detect_platform().fp8, quick=quick and not variant)
+    known = [each for each in cases(limit, act) if case or each.quick or not quick]
+    kinds = variants(on_card, detect_platform().fp8, quick and not variant, act)
     if weight is not None:
-        kinds = tuple(replace(kind, weight=weight) for kind in kinds if kind.name != "fp8-weight")
+        kinds = tuple(
+            kind if kind.weight[0] == weight[0] else replace(kind, weight=weight)  # a plain weight keeps its layout
+            for kind in kinds if kind.name != "fp8-weight"
+        )  # fmt: skip
     case_names = chosen(case, [each.name for each in known], "--case", part=True)
     variant_names = chosen(variant, [kind.name for kind in kinds], "--variant")
     return Selection(

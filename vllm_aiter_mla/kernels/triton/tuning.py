@@ -12,6 +12,7 @@ from pathlib import Path
 
 from vllm_aiter_mla import files
 from vllm_aiter_mla.decided import Spans
+from vllm_aiter_mla.kernels.absorb import P_MAJOR
 from vllm_aiter_mla.kernels.inputs import DecodeInputs
 from vllm_aiter_mla.kernels.triton.tiles import TUNED_SCHEMA, allowed
 
@@ -43,7 +44,7 @@ class TunedTiles:
 
 def key_of(inputs: DecodeInputs) -> str:
     """Return what a choice of tiles belongs to, in words: heads of a rank, widths and types, as tuning knows them."""
-    weight = " ".join(str(part) for part in inputs.weight.key)
+    weight = " ".join(str(part) for part in inputs.weight.key if part != P_MAJOR)  # timed for one layout only
     widths = f"widths {inputs.nope_dim}+{inputs.rope_dim} and {inputs.latent_dim}"
     types = f"{inputs.q.dtype}, {weight} weight, {inputs.out_dtype} query, {inputs.kv_cache.dtype} cache"
     return f"{inputs.num_heads} heads, {widths}, {types}".replace("torch.", "")

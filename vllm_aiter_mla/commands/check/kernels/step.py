@@ -13,6 +13,7 @@ from vllm_aiter_mla.commands.check.context import NO_GPU, CheckOptions, StepCont
 from vllm_aiter_mla.commands.check.kernels.printout import counts_text
 from vllm_aiter_mla.commands.check.options import WeightFormat
 from vllm_aiter_mla.commands.check.record import StepResult, StepStatus
+from vllm_aiter_mla.commands.check.timing.record import TYPES_OF_16_BITS
 from vllm_aiter_mla.verify import FAILED, NOTHING
 
 if TYPE_CHECKING:
@@ -66,6 +67,9 @@ def _build_request(context: StepContext) -> KernelsRequest:
         options=replace(request.options, limit=limit),
         geometry_sizes=_layer_sizes(plan),
         weight_format=WeightFormat.of_format_name(str(plan.absorb_weight)),
+        # No kernel of ours takes other activations.
+        activation_dtype=plan.model.dtype if plan.model.dtype in TYPES_OF_16_BITS else request.activation_dtype,
+        has_fp8_cache=plan.has_fp8_cache,
     )
 
 
@@ -96,8 +100,15 @@ def _repeat_arguments(options: CheckOptions, typed_sizes: Mapping[str, int | Non
 
 def _layer_sizes(plan: Plan) -> dict[str, int]:
     """Return the sizes of the most frequent layer on one rank, as ``Geometry`` names them."""
-    layer = plan.model.kinds[0]
-    return {name: getattr(layer, name) for name in ("nope", "rope", "latent", "v")} | {"heads": plan.heads_per_rank}
+    from vllm_aiter_mla.verify.cases import REAL
+
+    layer, block_size = plan.model.kinds[0], plan.options.block_size or REAL.block_size
+    return {name: getattr(layer, name) for name in ("nope", "rope", "latent", "v")} | {
+        "heads": plan.heads_per_rank,
+        "block_size": block_size,
+        # A request may hold about as many tokens in blocks of any size: it has drafts, and the cache has to fit.
+        "blocks": max(REAL.blocks * REAL.block_size // block_size, 1),
+    }
 
 
 def _run_backend_process(

@@ -66,26 +66,27 @@ class TimingRequest:
         yield from product(self.cache_types, self.head_counts)
 
     def shape(self, cache_type: str, heads: int) -> LayerShape:
-        """Return the shape of one of these layers on this GPU, in blocks of 64 rows.
-
-        If vLLM pads the heads for AITER's decode kernels, a kernel may lay out the query for the padded number of
-        heads.
-        """
+        """Return the shape of one of these layers on this GPU, in blocks of 64 rows."""
         fp8_dtype, activation_dtype = detect_platform().fp8, getattr(torch, self.activation_dtype)
         stored_dtype = fp8_dtype if cache_type == "fp8" else activation_dtype
-        padded_heads = heads
-        padding_helper = compat_layer.padding_helper()
-        if (
-            padding_helper
-            and card().arch in ARCHITECTURES
-            and not may_take_parts(card().arch, heads, cache_type == "fp8")
-        ):
-            padded_heads = padding_helper.get_actual_mla_num_heads(heads)
         return LayerShape(
             heads, self.nope, stored_dtype, stored_dtype, 64, False, activation_dtype, card().torch_device, self.latent,
             self.rope, WeightFormat(self.weight_format).absorb_key(fp8_dtype),
-            padded_heads if padded_heads != heads else 0,
+            padded_heads(heads, cache_type == "fp8"),
         )  # fmt: skip
+
+
+def padded_heads(heads: int, has_fp8_cache: bool) -> int:
+    """Return the heads to which vLLM pads a query for AITER's decode kernels on this GPU; 0 if vLLM pads none.
+
+    A kernel may lay out the query for that number of heads.
+    """
+    arch = card().arch
+    if arch not in ARCHITECTURES or may_take_parts(arch, heads, has_fp8_cache):
+        return 0
+    padding_helper = compat_layer.padding_helper()
+    padded = int(padding_helper.get_actual_mla_num_heads(heads)) if padding_helper else heads
+    return padded if padded != heads else 0
 
 
 @dataclass(frozen=True)
