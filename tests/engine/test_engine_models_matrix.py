@@ -4,6 +4,8 @@ By both integrations, each with two engines in about two minutes; ``pytest -m wi
 model's name for one row.
 """
 
+import re
+
 import pytest
 import torch
 
@@ -28,8 +30,9 @@ def test_model_engages_or_gives_the_reason_and_keeps_the_tokens_of_vllm(name, th
     spec = through(spec_of(row))
     off = flag_off(spec)
     if row.vllm_fails:
-        with pytest.raises(engine.EngineFailedError):
+        with pytest.raises(engine.EngineFailedError) as failure:
             engine.run(off, inductor=shared)
+        assert re.search(row.vllm_fails, failure.value.log, re.DOTALL), failure.value.log
         return
     vllm_own, ours = engine.run(off, inductor=shared), engine.run(spec, inductor=shared)
     codes = {skip["code"] for record in ours.status for skip in record["skipped"].values()}
