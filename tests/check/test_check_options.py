@@ -36,6 +36,9 @@ CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
         ["--reasoning-parser", "deepseek_r1"],
         ["--tokenizer", "ORG/NAME"],
         ["--tool-call-parser", "kimi_k2"],
+        # The engine of ``check`` asks for five log-probabilities, and holds 512 tokens.
+        ["--max-logprobs", "0"],
+        ["--long-prefill-token-threshold", "4096"],
     ],
     ids=lambda typed: typed[0],
 )

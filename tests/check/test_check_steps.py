@@ -826,14 +826,36 @@ def test_on_a_card_a_reference_that_is_compared_with_itself_does_not_pass(card: 
     assert outcomes()["kernels"].status == "skipped"
 
 
-@pytest.mark.parametrize(("named", "status"), [((), "failed"), (("--attention-backend", "ROCM_AITER_MLA"), "passed")])
+@pytest.mark.parametrize(
+    ("named", "status"),
+    [
+        ((), "failed"),
+        (("--attention-backend", "ROCM_AITER_MLA"), "passed"),
+        (("--attention_backend=rocm_aiter_mla",), "passed"),
+        (("-ac.backend=ROCM_AITER_MLA",), "passed"),
+        (("--attention-config.backend", "ROCM_AITER_MLA"), "passed"),
+        (("-ac", '{"backend": "ROCM_AITER_MLA"}'), "passed"),
+        (("--config", "flat.yaml"), "passed"),
+        (("--config", "nested.yaml"), "passed"),
+        (("--config", "nested.yaml", "--attention-backend", "TRITON_MLA"), "failed"),
+        (("--attention-config", "no JSON"), "failed"),
+        (("--config", "absent.yaml"), "failed"),
+        (("--config", "empty.yaml"), "failed"),
+    ],
+)
 def test_aiters_attention_by_name_needs_no_switch_and_none_is_assumed(
-    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, named: tuple[str, ...], status: str
+    card: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, named: tuple[str, ...], status: str
 ) -> None:
     monkeypatch.delenv(USE_AITER, raising=False)
+    monkeypatch.chdir(tmp_path)
+    for name, text in (
+        ("flat", "attention-backend: ROCM_AITER_MLA"), ("nested", "attention_config:\n  backend: ROCM_AITER_MLA"),
+        ("empty", ""),
+    ):  # fmt: skip
+        (tmp_path / f"{name}.yaml").write_text(text)
     card["checks"] = (CheckResult("problem", "aiter_off: vLLM takes another attention", "set it", name="switches"),)
     assert outcomes(serve_arguments=named)["machine"].status == status
-    assert (USE_AITER in build_plan_environment((), {}, named)) is not bool(named)
+    assert (USE_AITER in build_plan_environment((), {}, named)) is (status == "failed")
 
 
 def test_each_back_end_that_was_named_has_to_be_compared(card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from vllm_aiter_mla import __version__, admission
 from vllm_aiter_mla.admission import Skip
 from vllm_aiter_mla.commands import machine, outputs
 from vllm_aiter_mla.commands.cards import ARCHITECTURES, CardName, product_names
+from vllm_aiter_mla.commands.check import show
 from vllm_aiter_mla.commands.check.run import CheckRunner
 from vllm_aiter_mla.commands.main import COMMANDS, app
 from vllm_aiter_mla.commands.plan import planner, simulated_card
@@ -292,6 +293,21 @@ def test_a_page_that_standard_output_does_not_take_is_no_wrong_input(monkeypatch
     with open("/dev/full", "w") as full:
         done = in_a_shell(["report", str(tmp_path / "aiter_mla"), "-o", "-"], stdout=full)
     assert (done.returncode, os.strerror(errno.ENOSPC) in done.stderr) == (outputs.EXIT_INCOMPLETE, True)
+
+
+def test_the_files_of_a_run_are_written_although_its_output_has_ended(monkeypatch, tmp_path):
+    """As behind ``| head -3``."""
+    machine_finds("ok")(monkeypatch, tmp_path)
+    monkeypatch.setattr(show, "print_table", raising(BrokenPipeError(errno.EPIPE, "planted")))
+    as_json, page = tmp_path / "check.json", tmp_path / "check.html"
+    CliRunner().invoke(app, ["check", *MACHINE, "--json", str(as_json), "--html", str(page)])
+    assert json.loads(as_json.read_text())["exit"] == 0
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_output_that_was_closed_before_the_start_is_one_line_and_nobody_has_looked():
+    done = in_a_shell(["status"], preexec_fn=lambda: os.close(1))
+    assert (done.returncode, done.stderr.count("\n")) == (outputs.EXIT_INCOMPLETE, 1), done.stderr
 
 
 def test_output_that_ends_in_a_closed_pipe_is_one_line_and_nobody_has_looked():

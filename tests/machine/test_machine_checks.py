@@ -297,6 +297,17 @@ def test_a_cache_root_that_takes_files_and_locks_is_fine_and_stays_as_it_is(tmp_
     assert (found.status, sorted(tmp_path.rglob("*"))) == ("ok", before)
 
 
+@pytest.mark.parametrize("kind", ["a link that leads nowhere", "a file"])
+def test_a_cache_root_in_which_a_start_makes_no_folder_is_a_problem(tmp_path: Path, kind: str) -> None:
+    """As of a volume that is not mounted."""
+    root = tmp_path / "cache"
+    if kind == "a file":
+        root.touch()
+    else:
+        root.symlink_to(tmp_path / "volume")
+    assert run_check("cache-root", VLLM_CACHE_ROOT=str(root)).status == "problem"
+
+
 def test_a_cache_root_without_locks_is_a_problem_before_a_server_leaves_its_kernels_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

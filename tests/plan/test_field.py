@@ -175,11 +175,12 @@ def test_field_o10_a_switch_is_turned_round_as_vllms_parser_does(word: str) -> N
 @pytest.mark.parametrize(
     ("word", "meant"),
     [("--tp", "-tp"), ("--kv-cach-dtype", "--kv-cache-dtype"), ("--kv_cach_dtype=fp8", "--kv-cache-dtype"),
-     ("--max-num-seq5", "--max-num-seqs"), ("--no-async-schedulin", "--no-async-scheduling")],
+     ("--require_all", "--require-all"), ("--max-num-seq5", "--max-num-seqs"),
+     ("--no-async-schedulin", "--no-async-scheduling")],
 )  # fmt: skip
 def test_field_o10_a_misspelt_option_is_named_with_the_right_one_before_vllm_is_imported(word: str, meant: str) -> None:
     with pytest.raises(ValueError, match=f"did you mean {meant}"):
-        serve_options.check_names(["-tp", "8", word])
+        serve_options.check_names(["-tp", "8", word], ["--require-all"])
     serve_options.check_names(["--", word])
 
 
@@ -477,7 +478,12 @@ def test_field_a_public_command_is_planned_right(tmp_path: Path, source: str) ->
     ("line", "said"),
     [
         (("--speculative_config", '{"num_speculative_tokens": 2}'), "without speculative model"),
-        (("-cc", '{"full_cuda_graph": false, "cudagraph_mode": "PIECEWISE"}'), "full_cuda_graph is now cudagraph_mode"),
+        (
+            ("-cc", '{"full_cuda_graph": false, "cudagraph_mode": "PIECEWISE"}'),
+            "full_cuda_graph is now cudagraph_mode, for example ",
+        ),
+        (("-cc", '{"use_inductor": true}'), "use_inductor is now backend"),
+        (("--config=serve.yaml",), "--config=serve.yaml: vLLM reads no file that is given so"),
         (("--cuda-graph-sizes", "1", "256"), "--cudagraph-capture-sizes"),
         (("--swap-space", "64"), "drop it"),
         (("--max-seq-len-to-capture", "16384"), "--max-cudagraph-capture-size"),

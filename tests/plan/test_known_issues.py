@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import plans
-from vllm_aiter_mla.commands.compat.vllm_options import CUSTOM_AR
+from vllm_aiter_mla.commands.compat.vllm_options import CUSTOM_AR, USE_AITER
 from vllm_aiter_mla.commands.plan import issues
 from vllm_aiter_mla.commands.plan.record import Plan
 
@@ -144,6 +144,15 @@ def test_field_known_issues_of_some_vllms_are_found_by_the_planned_one(release: 
 )  # fmt: skip
 def test_field_known_issues_of_a_shape_are_these(shape: dict[str, Any], concerned: set[str]) -> None:
     assert {name for name, issue in ISSUES.items() if applies(issue, **shape)} == concerned
+
+
+def test_a_part_of_aiters_is_no_issue_where_aiter_is_off() -> None:
+    """vLLM's switch for its all-reduce counts only where AITER is on."""
+    (issue,) = (issue for issue in ISSUES.values() if issue.get("switch") == CUSTOM_AR)
+    plan = of(tp=8)
+    assert issues.applies(issue, plan)
+    off = replace(plan, environment=plan.environment | {USE_AITER: ("0", "--env")})
+    assert not issues.applies(issue, off)
 
 
 @pytest.mark.mutation

@@ -19,6 +19,7 @@ from tests.sandbox.rehearsal_card import RehearsalCard, Scenario, TritonLaunch
 from tests.support import in_process, worker
 from tests.support.decisions import spans
 from tests.support.opcalls import NAME
+from tests.support.planted import raising
 from tests.support.statuses import record_with
 from tests.support.worker import Worker, layer_in, ours
 from vllm_aiter_mla import files
@@ -121,6 +122,17 @@ def test_tune_keeps_the_fastest_tile_and_the_next_start_times_and_serves_it(card
     assert f"; tuned tiles {BEST} 1..16)" in line(one)
     assert record(one).tuned_tiles.popitem()[1] == f"{BEST} 1..16"
     assert said.at(logging.WARNING) == []
+
+
+def test_tune_whose_tiles_cannot_be_kept_tells_the_times_and_fails(card, monkeypatch, tmp_path):
+    """As in a pod whose cache is read-only: the card's minutes are not lost."""
+    monkeypatch.setattr(step, "save_tiles", raising(OSError(30, "Read-only file system")))
+    done = tune("--type", "bf16", "--json", str(tmp_path / "sent.json"))
+    (sent,) = files.read_record(CheckRun, tmp_path / "sent.json").steps
+    found = files.parse_unstamped(tuning.TunedTiles, tmp_path, sent.data)
+    assert (done.exit_code, [*found.chosen.values()]) == (outputs.EXIT_FAILED, [spans((1, 16, BEST))])
+    assert "Read-only file system" in sent.detail
+    assert f"1..16 tokens  {BEST}: 5.0" in done.output
 
 
 def test_tune_adds_to_what_was_tuned_before(card, tmp_path):

@@ -114,6 +114,8 @@ def main() -> None:
 def _run_command() -> None:
     """Run the command. End it with one line if the disk of standard output is full or the reader of a pipe has gone."""
     try:
+        if sys.stdout is None:  # it was closed before the start
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         try:
             app()
         finally:
@@ -121,7 +123,7 @@ def _run_command() -> None:
             if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # click found a closed pipe
                 raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO) or error.filename is not None:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EBADF) or error.filename is not None:
             raise
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  otherwise Python would write the rest at exit, and report another error
         command = next((word for word in sys.argv[1:] if word in (*COMMANDS, *ALIASES)), "vllm-aiter-mla")

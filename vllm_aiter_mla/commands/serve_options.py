@@ -48,7 +48,8 @@ OLD_OPTIONS = {
 }  # fmt: skip
 """Options of earlier releases that scripts may still have. An installed release that has such an option accepts it."""
 OLD_FIELDS = {
-    "full_cuda_graph": "cudagraph_mode", "use_cudagraph": "cudagraph_mode", "level": "mode", "use_inductor": "mode",
+    "full_cuda_graph": 'cudagraph_mode, for example "FULL"', "use_cudagraph": 'cudagraph_mode, "NONE" without graphs',
+    "level": "mode", "use_inductor": 'backend, "inductor" or "eager"',
     "enable_fusion": "fuse_norm_quant", "enable_attn_fusion": "fuse_attn_quant", "enable_noop": "eliminate_noops",
     "enable_fi_allreduce_fusion": "fuse_allreduce_rms",
 }  # fmt: skip
@@ -81,10 +82,13 @@ def check_names(words: Sequence[str], command_options: Iterable[str] = ()) -> No
     # Without vLLM's names each of its options would look like a misspelt option of the command.
     if not long_options or not vllm_option_names():
         return
-    valid_names = {*vllm_option_names(), *command_options}
+    own_names = frozenset(command_options)
+    valid_names = {*vllm_option_names(), *own_names}
     for word in long_options:
         option_as_typed = word.partition("=")[0]
         option = option_as_typed.partition(".")[0].replace("_", "-")
+        if "_" in option_as_typed and option in own_names - vllm_option_names():  # only vLLM takes underscores
+            raise ValueError(f"{option_as_typed}: no such option; did you mean {option}?")
         if not re.match(r"--[a-z]", option) or any(name.startswith(option) for name in valid_names):
             continue
         is_opposite = any(

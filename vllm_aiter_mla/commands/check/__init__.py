@@ -209,9 +209,11 @@ def _run_check(
     except (WrongOptionError, process.NoWorkspaceError) as error:
         outputs.fail(f"check: {error}")
     exit_status = exit_status_of(runner.ended_steps, check_options.uses_cpu, require_all)
-    with outputs.text_on_stderr(json_path):
-        show.print_table(model, runner.ended_steps, show.summary_line(runner.ended_steps, exit_status, require_all))
-    runner.write_outputs(exit_status, html_path, render_page)
+    try:
+        with outputs.text_on_stderr(json_path):
+            show.print_table(model, runner.ended_steps, show.summary_line(runner.ended_steps, exit_status, require_all))
+    finally:  # a pipe that has closed, or a full disk behind it, takes nothing from the files
+        runner.write_outputs(exit_status, html_path, render_page)
     return exit_status
 
 

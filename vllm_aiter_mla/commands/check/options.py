@@ -8,9 +8,13 @@ typed values. ``build_plan_environment`` reads --env, and ``split_deployments`` 
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 import typer
@@ -203,9 +207,41 @@ def build_options(record_type: type[OptionRecord], typed_values: Mapping[str, An
 
 
 def takes_aiters_attention(arguments: Sequence[str]) -> bool:
-    """Return whether options of ``vllm serve`` name AITER's attention, which vLLM then takes without any switch."""
-    typed = last_typed(("--attention-backend",), arguments)
-    return typed is not None and typed.value.upper() == AITER_MLA
+    """Return whether options of ``vllm serve`` name AITER's attention, which vLLM then takes without any switch.
+
+    Those in the file of --config count too, where the arguments name no attention.
+    """
+    names = (_named_attention(read) for read in (partial(_typed_value, arguments), _config_file(arguments).get))
+    return next(filter(None, names), "").upper() == AITER_MLA
+
+
+def _named_attention(read: Callable[[str], Any]) -> str:
+    """Return the attention back end that options name, or "". ``read`` returns the value of an option, or None."""
+    name = read("attention-backend") or read("attention-config.backend")
+    config = read("attention-config")
+    if not name and config is not None:
+        with suppress(ValueError):  # vLLM reports it
+            config = json.loads(config) if isinstance(config, str) else config
+            name = config.get("backend") if isinstance(config, dict) else None
+    return str(name or "")
+
+
+def _typed_value(arguments: Sequence[str], name: str) -> str | None:
+    shorter = name.replace("attention-config", "-ac", 1) if name.startswith("attention-config") else name
+    typed = last_typed((f"--{name}", shorter), arguments)
+    return None if typed is None else typed.value
+
+
+def _config_file(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the options in the file of --config by their names without dashes in front; vLLM reports a wrong file."""
+    typed, found = last_typed(("--config",), arguments), None
+    if typed is not None:
+        with suppress(ImportError, OSError, ValueError):
+            import yaml  # a dependency of vLLM
+
+            with suppress(yaml.YAMLError):
+                found = yaml.safe_load(Path(typed.value).read_text(encoding="utf-8"))
+    return {str(name).replace("_", "-"): value for name, value in found.items()} if isinstance(found, dict) else {}
 
 
 def build_plan_environment(

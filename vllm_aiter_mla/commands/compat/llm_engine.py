@@ -26,6 +26,8 @@ DEPLOYMENT_OPTIONS = frozenset({
 })  # fmt: skip
 """Options that need other machines, other engines or a front end, and one that this module sets. The options of data
 parallelism are reset too, by their prefix."""
+DRIVING_OPTIONS = frozenset({"max_logprobs", "long_prefill_token_threshold"})
+"""Options that forbid what this module asks of the engine: log-probabilities, and a model of short prompts."""
 MAX_DECODED_TOKENS = 64
 """The most tokens that a request of ``decode_batch`` generates: one in each step, or more with drafts."""
 
@@ -79,13 +81,13 @@ def draw_weight(name: str, tensor: torch.Tensor) -> None:
 def reset_unsupported_options(parsed: Any) -> list[str]:
     """Reset the options that one engine in this process cannot honour, and return those that the user had set.
 
-    These are ``DEPLOYMENT_OPTIONS``, and the options of a server and of a tokenizer. The names returned are as vLLM's
-    help prints them.
+    These are ``DEPLOYMENT_OPTIONS``, ``DRIVING_OPTIONS``, and the options of a server and of a tokenizer. The names
+    returned are as vLLM's help prints them.
     """
     from vllm.engine.arg_utils import EngineArgs
 
     engine_options = {field.name for field in fields(EngineArgs)} | {"model_tag"}
-    unsupported = DEPLOYMENT_OPTIONS | set(vllm_options.TOKENIZER_OPTIONS)
+    unsupported = DEPLOYMENT_OPTIONS | DRIVING_OPTIONS | set(vllm_options.TOKENIZER_OPTIONS)
     return vllm_options.reset_options(
         parsed, lambda name: name.startswith("data_parallel_") or name in unsupported or name not in engine_options
     )

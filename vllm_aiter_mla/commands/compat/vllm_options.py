@@ -91,6 +91,9 @@ def parse_serve_options(arguments: Sequence[str]) -> Any:
         ImportError: vLLM is not importable.
         ValueError: vLLM rejects an option; or a config is given in two ways, or is not a JSON object.
     """
+    for word in arguments:
+        if word.startswith("--config="):
+            _raise_value_error(f"{word}: vLLM reads no file that is given so; write --config {word.partition('=')[2]}")
     parser = serve_parser()
     parser.error = _raise_value_error
     try:

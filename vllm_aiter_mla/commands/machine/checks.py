@@ -7,6 +7,7 @@ The name of a check is that of its function without "check_".
 import importlib.metadata
 import importlib.util
 import mmap
+import os
 import platform
 import re
 import tempfile
@@ -282,7 +283,8 @@ def check_atom(environment: Environment) -> CheckResult:
 def check_cache_root(environment: Environment) -> CheckResult:
     """Check that a start can note the first call of a kernel, and that no earlier start has ended in one."""
     folder = files.cache_folder(environment)
-    there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    # A link that leads nowhere, or a file, is where the start would make its folder, too.
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     try:
         with tempfile.TemporaryDirectory(prefix="check-", dir=there) as name:
             lock = Path(name, "lock")

@@ -13,6 +13,7 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from vllm_aiter_mla import files
+from vllm_aiter_mla.commands.compat.vllm_options import USE_AITER
 from vllm_aiter_mla.commands.plan.record import KnownIssue, Plan
 
 KNOWN_ISSUES = Path(__file__).parent / "known_issues.json"
@@ -48,6 +49,10 @@ def applies(issue: Mapping[str, Any], plan: Plan) -> bool:
     return all(CONDITIONS[name](issue[name], plan) for name in issue if name in CONDITIONS)
 
 
+def _is_on(name: str, plan: Plan) -> bool:
+    return plan.environment[name][0].lower() in ("1", "true")
+
+
 def _numbers(plan: Plan) -> dict[str, int]:
     """Return what an issue may bound: the heads of a rank, a request's rows in a decode step, and the ranks."""
     return {"heads": plan.heads_per_rank, "rows": 1 + plan.options.num_drafts, "tp": plan.options.tp}
@@ -57,7 +62,7 @@ CONDITIONS: dict[str, Callable[[Any, Plan], bool]] = {
     "except": lambda numbers, plan: not numbers.items() <= _numbers(plan).items(),
     "arch": lambda cards, plan: plan.arch in cards,
     "cache": lambda cache, plan: cache in ("any", "fp8" if plan.has_fp8_cache else "16 bits"),
-    "switch": lambda name, plan: plan.environment[name][0].lower() in ("1", "true"),
+    "switch": lambda name, plan: all(_is_on(each, plan) for each in (USE_AITER, name)),
     "graphs": lambda _, plan: not plan.captures.full,
     "absorb": lambda formats, plan: any(weight in formats for weight in plan.absorb_weights or (plan.absorb_weight,)),
     "nope": lambda _, plan: any(kind.nope & (kind.nope - 1) for kind in plan.model.kinds),
@@ -69,8 +74,9 @@ CONDITIONS: dict[str, Callable[[Any, Plan], bool]] = {
     "sleep": lambda _, plan: plan.options.sleep,
 }
 """Conditions of an issue besides its bounds, by key. "except": a shape within the bounds that does not have the issue.
-"nope": a width that is not a power of two. "graphs": no full graphs. "backend": vLLM's attention back ends that call
-the kernel. "layerwise": whether a connector prevents full graphs."""
+"switch": one of vLLM's for a part of AITER, which counts where AITER is on. "nope": a width that is not a power of two.
+"graphs": no full graphs. "backend": vLLM's attention back ends that call the kernel. "layerwise": whether a connector
+prevents full graphs."""
 
 
 def _is_within(bounds: tuple[str | None, str | None], release: str | None) -> bool:

@@ -32,13 +32,11 @@ def tune_tiles(request: TimingRequest) -> tuple[tuning.TunedTiles, str | None]:
     """Tune the tiles for each layer, save them at once, and send the caller a line for each range of tokens.
 
     A shape that raises ends the run. The tiles that were tuned before it stay in the file, next to those of earlier
-    runs. Without ``request.token_counts`` powers of two are timed.
+    runs. A file that cannot be written ends the run too, behind the shape's lines. Without ``request.token_counts``
+    powers of two are timed.
 
     Returns:
         The record, and the reason why the run failed; None if every tile is right.
-
-    Raises:
-        OSError: the file cannot be written.
     """
     load_plugins()  # as in a server: a plugin may provide the platform
     machine = stopwatch.machine()
@@ -63,15 +61,20 @@ def tune_tiles(request: TimingRequest) -> tuple[tuning.TunedTiles, str | None]:
                 break
             us = stopwatch.medians(rounds)
             spans = _fastest_tiles(rounds, token_counts[0], table_tile_at)
-            path = save_tiles(replace(record, chosen={shape_key: spans}, us={shape_key: us}))
-            if not record.chosen:
-                process.send_value(
-                    f"kept in {path}; the next start checks these tiles and names them in its status line"
-                )
+            is_first = not record.chosen
             record = replace(record, chosen=record.chosen | {shape_key: spans}, us=record.us | {shape_key: us})
             for line in _span_lines(shape_key, spans, us, table_tile_at):
                 process.send_value(line)
             card().give_back()
+            try:
+                path = save_tiles(replace(record, chosen={shape_key: spans}, us={shape_key: us}))
+            except OSError as error:  # the times are told, and go into --json
+                stop_reason = f"stopped: these tiles could not be kept for the next start: {error}"
+                break
+            if is_first:
+                process.send_value(
+                    f"kept in {path}; the next start checks these tiles and names them in its status line"
+                )
     return record, stop_reason or ("a tile is wrong" if has_wrong_tile else None)
 
 
