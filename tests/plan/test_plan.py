@@ -33,13 +33,8 @@ MTP = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}')
 GRAPH, OURS = "--compilation-config", "--additional-config"
 PLAIN = ("VLLM_ROCM_USE_AITER_FP8BMM=0", "VLLM_ROCM_USE_AITER_FP4BMM=0")
 PARTITION = "-cc.use_inductor_graph_partition=true"
-slow = pytest.mark.slow
-
-
-def some_slow(rows, quick):
-    """The rows as parameters; those that are not quick run with the slow tests: vLLM takes a second or two for each."""
-    assert all(row in rows for row in quick)
-    return [pytest.param(row, marks=() if row in quick else slow) for row in rows]
+# tests/plan/test_plan_parts.py has what vLLM need not be asked.
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -71,18 +66,11 @@ def check(row, folder, bug=""):
     assert f"Status line: {0 if found else total}/" in printout.format_plan(plans.parsed(plan))
 
 
-QUICK = {
-    "amd/DeepSeek-R1-MXFP4 with attention left out by regex", "fp8 with one kv_b_proj left out", "a draft",
-    "every reason", "meta-llama/Llama-3.1-8B",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", some_slow(ROWS, QUICK))
+@pytest.mark.parametrize("name", ROWS)
 def test_plan_truth(name, tmp_path):
     check(ROWS[name], tmp_path)
 
 
-@slow
 @pytest.mark.mutation
 @pytest.mark.parametrize(
     ("bug", "shown"),
@@ -96,7 +84,6 @@ def test_plan_truth_catches_a_planted_bug(bug, shown, tmp_path):
         check(Row(V3, {"fp8": 61}, FP8), tmp_path, bug)
 
 
-@slow
 @pytest.mark.parametrize("name", MATRIX)
 def test_plan_promises_what_the_engine_of_the_model_matrix_gives(name, tmp_path):
     """tests/engine/test_engine_models_matrix.py runs these rows; a draft is asked about where it is the model's own."""
@@ -126,7 +113,6 @@ def test_a_supported_model_engages_and_its_weights_are_counted(arguments, format
     assert absorb["read"] == 16 * 128 * 512 * bytes_of_a_weight + 2 * 16 * 128
 
 
-@slow
 @pytest.mark.parametrize(
     ("arch", "env", "format", "expected"),
     [
@@ -170,7 +156,6 @@ CHECKPOINTS = [
 assert len(CHECKPOINTS) == 8, "four, on both cards"
 
 
-@slow
 @pytest.mark.parametrize(
     ("name", "arch", "weight", "default"),
     [
@@ -191,10 +176,10 @@ def test_the_table_of_checkpoints_says_what_plan_says_for_both_defaults_of_vllm(
     ("option", "code"),
     [
         ("-cc.use_inductor_graph_partition=false", "graph_partition"),
-        pytest.param("-O0", "compilation_mode", marks=slow),
+        ("-O0", "compilation_mode"),
         ("--enforce-eager", "enforce_eager"),
         (PARTITION, None),
-        pytest.param("-cc.splitting_ops=[]", None, marks=slow),
+        ("-cc.splitting_ops=[]", None),
     ],
 )
 def test_the_options_of_the_graph_decide_which_integration_runs(option, code):
@@ -215,8 +200,8 @@ MODULE = (OURS, '{"aiter_mla": {"integration": "module"}}')
         ("", (), None),
         ("vLLM has another forward", (), "unknown_forward"),
         ("vLLM has another rotary embedding", (), "rope_other_operand"),
-        pytest.param("", ("--model-impl", "transformers"), "transformers_backend", marks=slow),
-        pytest.param("", ("-cc.pass_config.fuse_attn_quant=true",), "fused_output_quant", marks=slow),
+        ("", ("--model-impl", "transformers"), "transformers_backend"),
+        ("", ("-cc.pass_config.fuse_attn_quant=true",), "fused_output_quant"),
     ],
 )
 def test_plan_sees_why_the_module_integration_leaves_a_layer_to_vllm(changed, options, code):
@@ -248,25 +233,20 @@ def test_the_passes_need_no_known_forward_and_the_remedy_names_partition():
         (REQUESTS, {"limit": 256, "within_limit": (1, 256), "above_limit": (272, 512),
                     "ranges": [[1, 256], [257, 4681], [4682, 16384]]}),
         (("--max-num-seqs", "1024"), {"batch": (1024, 16384), "without a graph": 513}),
-        *(
-            pytest.param(*row, marks=slow)
-            for row in (
-                ((*REQUESTS, "--max-num-batched-tokens", "8192"), {"ranges": [[1, 256], [257, 4681], [4682, 8192]]}),
-                ((*REQUESTS, "--max-num-batched-tokens", "8192", "-O1"), {"ranges": [[1, 256], [257, 8192]]}),
-                ((*REQUESTS, "--max-num-batched-tokens", "256"), {"ranges": [[1, 256]]}),
-                (("--max-num-seqs", "1024", f"-cc.pass_config.{LIMIT_FIELD}=512"),
-                 {"ranges": [[1, 512], [513, 4681], [4682, 16384]], "without a graph": None}),
-                (("--enforce-eager",), {"ranges": [], "within_limit": (), "above_limit": (), "notes": (True, True)}),
-                (("-O0",), {"ranges": [], "within_limit": (), "above_limit": (), "notes": (True, True)}),
-                (
-                    (*REQUESTS, "-cc.cudagraph_capture_sizes=[8, 300]"),
-                    {"within_limit": (8, 8), "above_limit": (300, 300)},
-                ),
-                (("--max-num-batched-tokens", "512"), {"batch": (512, 512)}),
-                (("--performance-mode", "throughput"), {"batch": (2048, 32768)}),
-                (("--no-enable-chunked-prefill", "--max-model-len", "20000"), {"batch": (1024, 20000)}),
-            )
+        ((*REQUESTS, "--max-num-batched-tokens", "8192"), {"ranges": [[1, 256], [257, 4681], [4682, 8192]]}),
+        ((*REQUESTS, "--max-num-batched-tokens", "8192", "-O1"), {"ranges": [[1, 256], [257, 8192]]}),
+        ((*REQUESTS, "--max-num-batched-tokens", "256"), {"ranges": [[1, 256]]}),
+        (("--max-num-seqs", "1024", f"-cc.pass_config.{LIMIT_FIELD}=512"),
+         {"ranges": [[1, 512], [513, 4681], [4682, 16384]], "without a graph": None}),
+        (("--enforce-eager",), {"ranges": [], "within_limit": (), "above_limit": (), "notes": (True, True)}),
+        (("-O0",), {"ranges": [], "within_limit": (), "above_limit": (), "notes": (True, True)}),
+        (
+            (*REQUESTS, "-cc.cudagraph_capture_sizes=[8, 300]"),
+            {"within_limit": (8, 8), "above_limit": (300, 300)},
         ),
+        (("--max-num-batched-tokens", "512"), {"batch": (512, 512)}),
+        (("--performance-mode", "throughput"), {"batch": (2048, 32768)}),
+        (("--no-enable-chunked-prefill", "--max-model-len", "20000"), {"batch": (1024, 20000)}),
     ],
 )  # fmt: skip
 def test_limit_ranges_captures_and_batch_are_those_of_the_finished_config(arguments, expected):
@@ -291,7 +271,6 @@ def test_verify_captures_the_sizes_that_vllm_captures():
     assert {*cases.capture_sizes(1024)} == {size for sizes in found for size in sizes}
 
 
-@slow
 @pytest.mark.parametrize(
     ("arguments", "arch", "note", "said"),
     [
@@ -314,7 +293,6 @@ def test_launches_per_step_count_every_mla_layer():
     assert plan["figures"]["q_prepared_bytes"] == 256 * 16 * 576, "12 heads, which the decode kernel pads"
 
 
-@slow
 @pytest.mark.parametrize(
     ("name", "arch", "cache", "heads"),
     [("kimi-k2", "gfx942", "fp8", 16), ("kimi-k2", "gfx950", "auto", 8), ("kimi-k2", "gfx942", "auto", 16),
@@ -357,7 +335,6 @@ def plans_of_quoted(arguments):
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("shared")
 def test_quoted_plans_have_the_figures_of_the_pages():
     lines = quoted_plans()
@@ -367,7 +344,6 @@ def test_quoted_plans_have_the_figures_of_the_pages():
         plans_of_quoted(arguments)
 
 
-@pytest.mark.slow
 def test_a_quoted_plan_runs_in_a_process_of_its_own_that_opens_no_connection(tmp_path, monkeypatch, capfd):
     """An attempt whose failure is caught counts too. vLLM's log does not reach the reader."""
     log = tmp_path / "attempts"
@@ -392,7 +368,7 @@ def test_the_page_holds_the_decode_limit_the_reason_and_the_way_out():
     assert "61 attentions with MLA in 61 layers, and 1 in the draft" in out
 
 
-@slow  # in a process of its own: the shared ones have the switch
+# In a process of its own: the shared ones have the switch.
 def test_aiters_attention_by_name_is_planned_without_the_switch_and_nothing_is_assumed(monkeypatch):
     monkeypatch.delenv("VLLM_ROCM_USE_AITER", raising=False)
     status, out, err = invoke(*R1, "--attention-backend", "ROCM_AITER_MLA")
@@ -411,7 +387,6 @@ def test_an_answer_that_stops_at_the_layers_is_not_known_and_names_the_line(tmp_
 
 
 # test_plan_truth formats a plan of every family.
-@slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.wide] * (n > 0)) for n, name in enumerate(config_source.examples())]
 )
@@ -419,7 +394,6 @@ def test_page_of_every_example_renders(name):
     assert name in printout.format_plan(plans.parsed(planned(name, "-tp", "4")))
 
 
-@slow
 @pytest.mark.parametrize("broken", ["raise ImportError('no vllm here')", "import os; os._exit(3)"])
 def test_a_vllm_that_is_missing_or_ends_is_a_message(broken, monkeypatch, tmp_path):
     (tmp_path / "vllm").mkdir()
@@ -453,13 +427,13 @@ def refused(*arguments, status=outputs.EXIT_USAGE):
     [
         (["-tp", "0"], "--tensor-parallel-size 0"),
         (["-tp", "eight"], "--tensor-parallel-size/-tp"),
-        pytest.param(["-pp", "-1"], "--pipeline-parallel-size -1", marks=slow),
-        pytest.param(["-dcp", "0"], "--decode-context-parallel-size 0", marks=slow),
+        (["-pp", "-1"], "--pipeline-parallel-size -1"),
+        (["-dcp", "0"], "--decode-context-parallel-size 0"),
         (["--block-size", "0"], "--block-size 0"),
         (["--block-size", "10000000000000000"], "--block-size 10000000000000000"),
-        pytest.param(["--max-num-seqs", "0"], "--max-num-seqs 0", marks=slow),
+        (["--max-num-seqs", "0"], "--max-num-seqs 0"),
         (["--max-num-seqs", "9" * 20, "--max-num-batched-tokens", "9" * 20], f"--max-num-seqs {'9' * 20}"),
-        pytest.param([MTP[0], '{"num_speculative_tokens":"two"}'], "num-speculative-tokens two", marks=slow),
+        ([MTP[0], '{"num_speculative_tokens":"two"}'], "num-speculative-tokens two"),
         (["--model", "X"], "--model X"),
         (["-tp", "8", "--model=X"], "--model X"),
         (["--config", "none.yaml"], "none.yaml"),
@@ -509,7 +483,7 @@ def test_a_parser_that_prints_its_help_and_ends_has_planned_nothing():
         (["--model", "M"], "MODEL comes first"),
         (["deepsek-r1"], "did you mean deepseek-r1?".capitalize()),
         *(([name], "kimi-k2.5") for name in ("x" * 5000, "~nobody-of-this-name/x", "no/such-model")),
-        pytest.param(["deepseek-r1", "--env", "VLLM_BATCH_INVARIANT=maybe"], "VLLM_BATCH_INVARIANT=maybe", marks=slow),
+        (["deepseek-r1", "--env", "VLLM_BATCH_INVARIANT=maybe"], "VLLM_BATCH_INVARIANT=maybe"),
     ],
 )
 def test_what_is_wrong_before_any_option_is_one_line_too(arguments, named):
@@ -526,7 +500,7 @@ WRONG_FIELDS = [
 
 
 @pytest.mark.usefixtures("shared")
-@pytest.mark.parametrize("changed", some_slow(WRONG_FIELDS, WRONG_FIELDS[:2]), ids=repr)
+@pytest.mark.parametrize("changed", WRONG_FIELDS, ids=repr)
 def test_a_wrong_config_never_engages(tmp_path, changed):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | changed if changed else {}))
     status, out, err = invoke(str(tmp_path), "-tp", "8")

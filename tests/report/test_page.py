@@ -127,6 +127,7 @@ def test_a_link_that_the_user_names_is_read_and_one_in_a_folder_is_not(files: di
         render_page([tmp_path])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["status", "kernels", "timing", "plan", "check", "serving"])
 def test_two_inputs_of_a_kind_are_shown_as_each_is_alone(files: dict[str, Path], tmp_path: Path, kind: str) -> None:
     paths = [tmp_path / folder / "v.json" for folder in "ab"]

@@ -105,6 +105,7 @@ def ends(child, folder, handler, block, number, status, stays, plant="-"):
     assert stays or not is_abort, "somebody's end is taken for an abort"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("handler", "block", "number", "status", "stays"), CALLS)
 def test_crash_loop_a_first_call_that_a_signal_ends_is_no_abort_and_any_other_end_is_one(
     child, folder, handler, block, number, status, stays

@@ -226,6 +226,7 @@ TOLD = ("kept in ", "fnuz cache:", f"{BEST}: 5.0", "bfloat16 cache:", f"{BEST}: 
 """What tuning of a layer with each type of cache tells, in order."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("told", range(len(TOLD)))
 def test_tune_whose_process_ends_fails_and_nothing_that_it_told_is_lost(card, monkeypatch, tmp_path, told):
     in_process.install(monkeypatch, ends={process.import_path_of(step.tune_tiles): told})

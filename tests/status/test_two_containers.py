@@ -102,6 +102,7 @@ def test_two_containers_of_which_one_is_killed(server, tmp_path):
     assert status_of(B)[1] == 1, "no server lives"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worker", ["forked_worker_ends", "spawned_worker_ends"])
 def test_two_containers_a_worker_that_ends_ends_no_server(server, tmp_path, worker):
     first, second = server(A), server(B)

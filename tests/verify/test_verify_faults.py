@@ -92,6 +92,7 @@ def test_a_failure_holds_the_step_that_showed_it(run):
     assert run("scales-changed", fault.plant(None)).findings[0].step.startswith("step 3: Eager")
 
 
+@pytest.mark.slow
 def test_memory_growth_is_told_from_a_temporary(broken):
     def with_temporary(right, inputs):
         torch.empty(1000)
