@@ -196,8 +196,9 @@ def triton_card() -> Iterator[None]:
 
 
 def _joined(tensors: Any, dim: int) -> torch.Tensor:
-    first = tensors[0]
-    return first.new_empty((*first.shape[:-1], sum(tensor.shape[-1] for tensor in tensors)))
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    return tensors[0].new_empty(shape)
 
 
 def calls(layer: StubLayer) -> dict[str, Callable[[], Any]]:
