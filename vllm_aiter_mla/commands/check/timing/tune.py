@@ -61,20 +61,21 @@ def tune_tiles(request: TimingRequest) -> tuple[tuning.TunedTiles, str | None]:
                 break
             us = stopwatch.medians(rounds)
             spans = _fastest_tiles(rounds, token_counts[0], table_tile_at)
-            is_first = not record.chosen
+            try:  # kept before they are told, because the process may end
+                path = save_tiles(replace(record, chosen={shape_key: spans}, us={shape_key: us}))
+            except OSError as error:
+                stop_reason = f"stopped: the tiles could not be kept for the next start: {error}"
+            else:
+                if not record.chosen:
+                    process.send_value(
+                        f"kept in {path}; the next start checks these tiles and names them in its status line"
+                    )
             record = replace(record, chosen=record.chosen | {shape_key: spans}, us=record.us | {shape_key: us})
             for line in _span_lines(shape_key, spans, us, table_tile_at):
                 process.send_value(line)
             card().give_back()
-            try:
-                path = save_tiles(replace(record, chosen={shape_key: spans}, us={shape_key: us}))
-            except OSError as error:  # the times are told, and go into --json
-                stop_reason = f"stopped: these tiles could not be kept for the next start: {error}"
+            if stop_reason is not None:
                 break
-            if is_first:
-                process.send_value(
-                    f"kept in {path}; the next start checks these tiles and names them in its status line"
-                )
     return record, stop_reason or ("a tile is wrong" if has_wrong_tile else None)
 
 
