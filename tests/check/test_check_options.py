@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +40,7 @@ CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
         ["--tool-call-parser", "kimi_k2"],
         # The engine of ``check`` asks for five log-probabilities, and holds 512 tokens.
         ["--max-logprobs", "0"],
+        ["--logprobs-mode", "raw_logits"],
         ["--long-prefill-token-threshold", "4096"],
     ],
     ids=lambda typed: typed[0],
@@ -46,6 +49,15 @@ def test_field_f3_an_option_of_a_deployment_is_left_out_of_the_engine_and_named(
     parsed, plain = (vllm_options.parse_serve_options(["M", *options]) for options in (typed, []))
     assert llm_engine.reset_unsupported_options(parsed) == typed[:1]
     assert vars(parsed) == vars(plain)
+
+
+@pytest.mark.parametrize("content", ["", "- tensor-parallel-size"])
+def test_a_file_without_options_is_named(tmp_path: Path, content: str) -> None:
+    """vLLM's parser takes any file to hold NAME: VALUE."""
+    file = tmp_path / "serve.yaml"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=f"--config {re.escape(str(file))}"):
+        vllm_options.parse_serve_options(["M", "--config", str(file)])
 
 
 def test_an_option_of_the_engine_is_honoured() -> None:

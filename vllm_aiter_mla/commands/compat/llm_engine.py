@@ -26,8 +26,8 @@ DEPLOYMENT_OPTIONS = frozenset({
 })  # fmt: skip
 """Options that need other machines, other engines or a front end, and one that this module sets. The options of data
 parallelism are reset too, by their prefix."""
-DRIVING_OPTIONS = frozenset({"max_logprobs", "long_prefill_token_threshold"})
-"""Options that forbid what this module asks of the engine: log-probabilities, and a model of short prompts."""
+DRIVING_OPTIONS = frozenset({"max_logprobs", "logprobs_mode", "long_prefill_token_threshold"})
+"""Options that forbid or change what this module asks for: log-probabilities, and a model of short prompts."""
 MAX_DECODED_TOKENS = 64
 """The most tokens that a request of ``decode_batch`` generates: one in each step, or more with drafts."""
 

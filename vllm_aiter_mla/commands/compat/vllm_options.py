@@ -100,6 +100,11 @@ def parse_serve_options(arguments: Sequence[str]) -> Any:
         parsed = parser.parse_args(list(arguments))
     except LookupError as error:  # "-cc.mode" without a value
         _raise_value_error(f"vLLM's parser of options: {type(error).__name__}: {error}")
+    except AttributeError as error:  # it takes any file to hold NAME: VALUE
+        if "--config" not in arguments:
+            raise
+        path = arguments[list(arguments).index("--config") + 1]
+        _raise_value_error(f"--config {path}: vLLM finds no options there: {error}")
     except SystemExit:  # its help was printed
         _raise_value_error("the options of `vllm serve` are explained by `vllm serve --help=all`")
     for action in parser._actions:
